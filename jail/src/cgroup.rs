@@ -1,0 +1,367 @@
+//! Limits for whole sandboxes: control groups, version 2 and version 1.
+//!
+//! A server makes one folder of its own below the group it was started in, and in it one group for the warden and one per sandbox. On a
+//! version 1 system each controller has its own tree, so a group is several folders. The server itself stays where it is, except under version 2,
+//! where a group with processes cannot hand controllers on: there it moves into a leaf first.
+//!
+//! Everything here is plain files. Removing is done by whoever comes last: the server, the guardian, or the sweep at the next start.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// The controllers we use on a version 1 system.
+const CONTROLLERS: [&str; 4] = ["memory", "pids", "cpu", "freezer"];
+
+/// What a group may use.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Limits {
+    pub memory: u64,
+    pub processes: u32,
+    pub cpus: f64,
+}
+
+/// Where a server's groups are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Tree {
+    /// One folder for everything.
+    Two { folder: PathBuf },
+    /// One folder per controller, in the order of `CONTROLLERS`.
+    One { folders: Vec<PathBuf> },
+}
+
+/// One group: the limits of one sandbox.
+#[derive(Debug, Clone)]
+pub struct Group {
+    version: Version,
+    folders: Vec<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Version {
+    One,
+    Two,
+}
+
+impl Tree {
+    /// Makes the folder of one server, named `name`, below the group this process is in. Says why when that is not possible here.
+    pub fn make(name: &str) -> Result<Tree, String> {
+        let membership = fs::read_to_string("/proc/self/cgroup").map_err(|error| error.to_string())?;
+        let mounts = fs::read_to_string("/proc/self/mountinfo").map_err(|error| error.to_string())?;
+        Tree::make_from(&membership, &mounts, name)
+    }
+
+    fn make_from(membership: &str, mounts: &str, name: &str) -> Result<Tree, String> {
+        match locate(membership, mounts) {
+            Located::One(parents) => {
+                let folders: Vec<PathBuf> = parents.iter().map(|parent| parent.join(name)).collect();
+                for folder in &folders {
+                    make_folder(folder)?;
+                }
+                Ok(Tree::One { folders })
+            }
+            Located::Two(parent) => make_version_two(&parent, name),
+            Located::Nothing(why) => Err(why),
+        }
+    }
+
+    /// The folders that must be removed when the server is gone.
+    pub fn folders(&self) -> Vec<PathBuf> {
+        match self {
+            Tree::Two { folder } => vec![folder.clone()],
+            Tree::One { folders } => folders.clone(),
+        }
+    }
+
+    /// Names the kind for people.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Tree::Two { .. } => "cgroup v2",
+            Tree::One { .. } => "cgroup v1",
+        }
+    }
+
+    /// Makes a group with limits.
+    pub fn group(&self, name: &str, limits: Option<&Limits>) -> io::Result<Group> {
+        let group = Group {
+            version: match self {
+                Tree::Two { .. } => Version::Two,
+                Tree::One { .. } => Version::One,
+            },
+            folders: self.folders().iter().map(|folder| folder.join(name)).collect(),
+        };
+        for folder in &group.folders {
+            match fs::create_dir(folder) {
+                Ok(()) => {}
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(error),
+            }
+        }
+        if let Some(limits) = limits {
+            group.limit(limits)?;
+        }
+        Ok(group)
+    }
+}
+
+impl Group {
+    fn limit(&self, limits: &Limits) -> io::Result<()> {
+        /// The scheduler gives out CPU time once per period.
+        const PERIOD: u64 = 100_000;
+        let quota = (limits.cpus * PERIOD as f64).max(1_000.0) as u64;
+        match self.version {
+            Version::Two => {
+                self.write("memory.max", &limits.memory.to_string())?;
+                self.write_if_there("memory.swap.max", "0")?;
+                // One process out of memory ends the sandbox's interpreter, not its files: no memory.oom.group.
+                self.write("pids.max", &limits.processes.to_string())?;
+                self.write_if_there("cpu.max", &format!("{quota} {PERIOD}"))
+            }
+            Version::One => {
+                self.write("memory.limit_in_bytes", &limits.memory.to_string())?;
+                self.write_if_there("memory.memsw.limit_in_bytes", &limits.memory.to_string())?;
+                self.write("pids.max", &limits.processes.to_string())?;
+                self.write("cpu.cfs_period_us", &PERIOD.to_string())?;
+                self.write("cpu.cfs_quota_us", &quota.to_string())
+            }
+        }
+    }
+
+    /// Moves a process into the group; what it forks later is born there.
+    pub fn add(&self, pid: u32) -> io::Result<()> {
+        self.folders.iter().try_for_each(|folder| fs::write(folder.join("cgroup.procs"), pid.to_string()))
+    }
+
+    /// Bytes held now and at most since the last `forget_peak`.
+    pub fn memory(&self) -> (u64, u64) {
+        let (now, peak) = match self.version {
+            Version::Two => ("memory.current", "memory.peak"),
+            Version::One => ("memory.usage_in_bytes", "memory.max_usage_in_bytes"),
+        };
+        (self.number(now), self.number(peak))
+    }
+
+    /// Starts a new measurement of the peak, where the kernel can.
+    pub fn forget_peak(&self) {
+        let name = match self.version {
+            Version::Two => return,
+            Version::One => "memory.max_usage_in_bytes",
+        };
+        // A missing measurement is shown as zero and is not worth an error.
+        let _ = self.write(name, "0");
+    }
+
+    /// How many processes the kernel has killed here because memory ran out.
+    pub fn out_of_memory_kills(&self) -> u64 {
+        let name = match self.version {
+            Version::Two => "memory.events",
+            Version::One => "memory.oom_control",
+        };
+        let text = self.find(name).and_then(|path| fs::read_to_string(path).ok()).unwrap_or_default();
+        text.lines()
+            .find_map(|line| line.strip_prefix("oom_kill "))
+            .and_then(|value| value.trim().parse().ok())
+            .unwrap_or(0)
+    }
+
+    /// The processes in the group.
+    pub fn processes(&self) -> Vec<u32> {
+        let text = fs::read_to_string(self.folders[0].join("cgroup.procs")).unwrap_or_default();
+        text.lines().filter_map(|line| line.parse().ok()).collect()
+    }
+
+    /// Removes the group, which must be empty. Removing twice is harmless.
+    pub fn remove(&self) {
+        for folder in &self.folders {
+            remove_folder(folder);
+        }
+    }
+
+    fn find(&self, name: &str) -> Option<PathBuf> {
+        self.folders.iter().map(|folder| folder.join(name)).find(|path| path.exists())
+    }
+
+    fn number(&self, name: &str) -> u64 {
+        let text = self.find(name).and_then(|path| fs::read_to_string(path).ok());
+        text.and_then(|text| text.trim().parse().ok()).unwrap_or(0)
+    }
+
+    fn write(&self, name: &str, value: &str) -> io::Result<()> {
+        let path =
+            self.find(name).ok_or_else(|| io::Error::other(format!("this kernel's control groups have no {name}")))?;
+        fs::write(path, value)
+    }
+
+    fn write_if_there(&self, name: &str, value: &str) -> io::Result<()> {
+        match self.find(name) {
+            Some(path) => fs::write(path, value),
+            None => Ok(()),
+        }
+    }
+}
+
+enum Located {
+    One(Vec<PathBuf>),
+    Two(PathBuf),
+    Nothing(String),
+}
+
+/// Finds the folders of the group this process is in.
+fn locate(membership: &str, mounts: &str) -> Located {
+    // A line of mountinfo: id parent device root mountpoint options … - type source superoptions
+    let mut hierarchies: Vec<(&str, &str, &str, &str)> = Vec::new();
+    for line in mounts.lines() {
+        let Some((left, right)) = line.split_once(" - ") else { continue };
+        let left: Vec<&str> = left.split(' ').collect();
+        let right: Vec<&str> = right.split(' ').collect();
+        if let ([_, _, _, root, place, ..], [kind @ ("cgroup" | "cgroup2"), _, options, ..]) = (&left[..], &right[..]) {
+            hierarchies.push((kind, root, place, options));
+        }
+    }
+    let path_in = |controller: &str| {
+        membership.lines().find_map(|line| {
+            let mut parts = line.splitn(3, ':').skip(1);
+            let (names, path) = (parts.next()?, parts.next()?);
+            let matches =
+                if controller.is_empty() { names.is_empty() } else { names.split(',').any(|name| name == controller) };
+            matches.then_some(path)
+        })
+    };
+    let folder = |root: &str, place: &str, path: &str| {
+        let below = path.strip_prefix(root.trim_end_matches('/')).unwrap_or(path);
+        Path::new(place).join(below.trim_start_matches('/'))
+    };
+    let controllers: Option<Vec<PathBuf>> = CONTROLLERS
+        .iter()
+        .map(|controller| {
+            let (_, root, place, _) = hierarchies
+                .iter()
+                .find(|(kind, .., options)| *kind == "cgroup" && options.split(',').any(|name| name == *controller))?;
+            Some(folder(root, place, path_in(controller)?))
+        })
+        .collect();
+    if let Some(folders) = controllers {
+        return Located::One(folders);
+    }
+    match hierarchies.iter().find(|(kind, ..)| *kind == "cgroup2") {
+        Some((_, root, place, _)) => Located::Two(folder(root, place, path_in("").unwrap_or("/"))),
+        None => Located::Nothing("no control groups are mounted".to_owned()),
+    }
+}
+
+fn make_folder(folder: &Path) -> Result<(), String> {
+    match fs::create_dir(folder) {
+        Ok(()) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        Err(error)
+            if error.kind() == io::ErrorKind::PermissionDenied || error.kind() == io::ErrorKind::ReadOnlyFilesystem =>
+        {
+            Err("no control group is delegated to this user".to_owned())
+        }
+        Err(error) => Err(format!("a control group could not be made: {error}")),
+    }
+}
+
+fn make_version_two(parent: &Path, name: &str) -> Result<Tree, String> {
+    const WANTED: [&str; 3] = ["memory", "pids", "cpu"];
+    let available = fs::read_to_string(parent.join("cgroup.controllers")).map_err(|error| error.to_string())?;
+    let has = |controller: &str| available.split_whitespace().any(|found| found == controller);
+    if !has("memory") || !has("pids") {
+        return Err("the control group of this process has no memory and pids controllers".to_owned());
+    }
+    let own = parent.join(name);
+    make_folder(&own)?;
+    let enable = |folder: &Path| {
+        let text: Vec<String> = WANTED.iter().filter(|name| has(name)).map(|name| format!("+{name}")).collect();
+        fs::write(folder.join("cgroup.subtree_control"), text.join(" "))
+    };
+    if enable(parent).is_err() {
+        // A group that has processes of its own cannot hand controllers on: this process moves into a leaf first.
+        let leaf = own.join("server");
+        make_folder(&leaf)?;
+        let moved = fs::write(leaf.join("cgroup.procs"), std::process::id().to_string());
+        if let Err(error) = moved.and_then(|()| enable(parent)) {
+            let _ = fs::write(parent.join("cgroup.procs"), std::process::id().to_string());
+            remove_folder(&leaf);
+            remove_folder(&own);
+            return Err(format!("the control group of this process is not delegated to it: {error}"));
+        }
+    }
+    enable(&own).map_err(|error| format!("controllers could not be handed on: {error}"))?;
+    Ok(Tree::Two { folder: own })
+}
+
+/// Removes a server's folder with all groups below it, ending processes that are still in them.
+pub fn remove_tree(folder: &Path) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    for entry in entries.flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_tree(&entry.path());
+        }
+    }
+    let processes = fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
+    for pid in processes.lines().filter_map(|line| line.parse::<i32>().ok()).filter_map(rustix::process::Pid::from_raw)
+    {
+        if pid != rustix::process::getpid() {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        }
+    }
+    remove_folder(folder);
+}
+
+fn remove_folder(folder: &Path) {
+    // A process that has just died leaves its group a moment later.
+    for attempt in 0..50 {
+        match fs::remove_dir(folder) {
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
+                std::thread::sleep(Duration::from_millis(attempt.min(10)))
+            }
+            _ => return,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOUNTS_ONE: &str = "\
+30 25 0:26 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
+31 25 0:27 / /sys/fs/cgroup/pids rw - cgroup cgroup rw,pids
+32 25 0:28 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct
+33 25 0:29 / /sys/fs/cgroup/freezer rw - cgroup cgroup rw,freezer
+34 25 0:30 / /sys/fs/cgroup/unified rw - cgroup2 cgroup rw";
+
+    #[test]
+    fn each_controller_of_version_one_is_found_in_its_own_tree() {
+        let membership = "5:memory:/jobs/7\n4:cpu,cpuacct:/\n3:pids:/user\n2:freezer:/\n0::/";
+        let Located::One(folders) = locate(membership, MOUNTS_ONE) else { panic!("expected version one") };
+        let expected = [
+            "/sys/fs/cgroup/memory/jobs/7",
+            "/sys/fs/cgroup/pids/user",
+            "/sys/fs/cgroup/cpu,cpuacct",
+            "/sys/fs/cgroup/freezer",
+        ];
+        assert_eq!(folders, expected.map(PathBuf::from));
+    }
+
+    #[test]
+    fn version_two_is_taken_when_controllers_have_no_trees_of_their_own() {
+        let mounts = "34 25 0:30 / /sys/fs/cgroup rw - cgroup2 cgroup rw";
+        let Located::Two(folder) = locate("0::/user.slice/app", mounts) else { panic!("expected version two") };
+        assert_eq!(folder, Path::new("/sys/fs/cgroup/user.slice/app"));
+    }
+
+    #[test]
+    fn a_mount_that_shows_only_a_part_of_the_tree_is_taken_into_account() {
+        let mounts = "34 25 0:30 /box /sys/fs/cgroup rw - cgroup2 cgroup rw";
+        let Located::Two(folder) = locate("0::/box/inner", mounts) else { panic!("expected version two") };
+        assert_eq!(folder, Path::new("/sys/fs/cgroup/inner"));
+    }
+
+    #[test]
+    fn without_any_mount_there_is_a_reason() {
+        assert!(matches!(locate("0::/", ""), Located::Nothing(_)));
+    }
+}

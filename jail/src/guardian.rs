@@ -1,0 +1,171 @@
+//! The outermost process of the jail: it starts the warden, and outlives the server just long enough to clean up.
+//!
+//! It is a process of its own because making namespaces needs a single thread. Its standard input is the lifeline to the server: the
+//! first message on it is the `Setup`, and its end means that the server is gone. Then the guardian kills the warden, which takes every
+//! sandbox with it, and removes the server's cgroups.
+//!
+//! On a server that runs as root the guardian keeps root's rights, because only they can make id-mapped mounts; it does so when the
+//! warden asks. It never touches anything a session can write to.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::ExitCode;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
+use serde::{Deserialize, Serialize};
+
+use crate::identity::Identity;
+use crate::root::{self, RootError, Tree};
+use crate::sys::{self, Forked};
+use crate::wire::{self, Event, Setup, Slot};
+use crate::{cgroup, idmap, warden};
+
+/// The argument that makes the server's binary a guardian.
+pub const ARGUMENT: &str = "--cellblock-jail-guardian";
+
+/// The namespaces every sandbox has for itself and the warden has first.
+pub(crate) const NAMESPACES: libc::c_int =
+    libc::CLONE_NEWNS | libc::CLONE_NEWPID | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
+
+/// What the warden asks of the guardian, and gets: the operator's mounts for one sandbox.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct OpenMounts {
+    pub(crate) slot: Slot,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(crate) struct OpenedMounts {
+    pub(crate) error: Option<String>,
+}
+
+/// Runs the guardian until the server or the warden ends.
+pub fn main() -> ExitCode {
+    let lifeline = sys::take_standard_input();
+    match run(&lifeline) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("cellblock: the jail's guardian ended: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(lifeline: &OwnedFd) -> io::Result<()> {
+    rustix::thread::set_name(c"cb-guardian")?;
+    let Some((setup, mut descriptors)) = wire::receive::<Setup>(lifeline)? else {
+        return Ok(());
+    };
+    let commands = descriptors.pop().ok_or_else(|| io::Error::other("the set-up came without a socket"))?;
+    let is_root = matches!(setup.identity, Identity::Block { .. });
+
+    // Root opens the host's folders while it still can; an ordinary user can only do so inside its own user namespace.
+    let opened = if is_root { root::open_all(&setup.binds, &setup.leave_out).map(Some) } else { Ok(None) };
+    let trees = match opened {
+        Ok(trees) => trees,
+        Err(error) => return report(&commands, &error),
+    };
+
+    let (ours, theirs) = wire::pair()?;
+    let (gate, held) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+    let warden = match sys::clone_process(libc::CLONE_NEWUSER | NAMESPACES) {
+        Ok(Forked::Child) => {
+            drop(ours);
+            drop(held);
+            warden::main(warden::Start {
+                gate,
+                commands,
+                mounts_from_guardian: is_root.then_some(theirs),
+                trees,
+                setup,
+            });
+        }
+        Ok(Forked::Parent(pid)) => pid,
+        Err(error) => {
+            let error = RootError::new("could not make a user namespace", error);
+            return report(&commands, &error);
+        }
+    };
+    drop(theirs);
+    drop(gate);
+    let watched = rustix::process::pidfd_open(warden, PidfdFlags::empty())?;
+    if let Err(error) = write_maps(warden, setup.identity) {
+        let error = RootError::new("could not map the user ids of the sandbox", error);
+        report(&commands, &error)?;
+        return Ok(());
+    }
+    drop(commands);
+    // The warden goes on when the gate opens; a byte says that the maps are there.
+    rustix::io::write(&held, b"x")?;
+    drop(held);
+
+    // An ordinary user's warden asks for nothing, and its end of this socket is closed.
+    let requests = is_root.then_some(ours);
+    let outcome = watch(lifeline, requests.as_ref(), &watched, &setup);
+    let _ = rustix::process::pidfd_send_signal(&watched, Signal::KILL);
+    // The kernel reports the warden's end only after every process of its pid namespace is gone.
+    let _ = rustix::process::waitpid(Some(warden), WaitOptions::empty());
+    for group in &setup.cgroups {
+        cgroup::remove_tree(group);
+    }
+    outcome
+}
+
+fn report(commands: &OwnedFd, error: &RootError) -> io::Result<()> {
+    wire::send(commands, &Event::Broken { why: chain(error) }, &[])
+}
+
+/// The words of an error and of its causes.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut words = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        words.push_str(": ");
+        words.push_str(&error.to_string());
+        cause = error.source();
+    }
+    words
+}
+
+fn write_maps(warden: Pid, identity: Identity) -> io::Result<()> {
+    let folder = format!("/proc/{}", warden.as_raw_pid());
+    let (uids, gids) = identity.maps();
+    if matches!(identity, Identity::Caller { .. }) {
+        // The kernel's condition for an unprivileged gid map.
+        std::fs::write(format!("{folder}/setgroups"), "deny")?;
+    }
+    std::fs::write(format!("{folder}/uid_map"), uids)?;
+    std::fs::write(format!("{folder}/gid_map"), gids)
+}
+
+/// Serves the warden's requests until the server or the warden is gone.
+fn watch(lifeline: &OwnedFd, requests: Option<&OwnedFd>, warden: &OwnedFd, setup: &Setup) -> io::Result<()> {
+    loop {
+        let mut events: Vec<_> =
+            [lifeline, warden].into_iter().chain(requests).map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
+        match rustix::event::poll(&mut events, None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let ready: Vec<bool> = events.iter().map(|event| !event.revents().is_empty()).collect();
+        let [server_gone, warden_gone] = [ready[0], ready[1]];
+        if server_gone || warden_gone {
+            return Ok(());
+        }
+        if let (Some(requests), Some(true)) = (requests, ready.get(2)) {
+            let Some((OpenMounts { slot }, _)) = wire::receive(requests)? else {
+                return Ok(());
+            };
+            let host_id = setup.identity.on_host(slot);
+            let opened: Result<Vec<Tree>, RootError> =
+                setup.mounts.iter().map(|mount| idmap::open(mount, host_id)).collect();
+            match opened {
+                Ok(trees) => {
+                    let mounts: Vec<_> = trees.iter().map(|tree| tree.as_mount().as_fd()).collect();
+                    wire::send(requests, &OpenedMounts { error: None }, &mounts)?;
+                }
+                Err(error) => wire::send(requests, &OpenedMounts { error: Some(chain(&error)) }, &[])?,
+            }
+        }
+    }
+}

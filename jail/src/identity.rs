@@ -1,0 +1,141 @@
+//! Which host user a session is.
+//!
+//! A server that runs as root owns a block of unprivileged uids that nothing else on the host uses: number 0 of the block is the warden,
+//! number *n + 1* the session in slot *n*. A server that runs as an ordinary user can only be that user, and its sessions share its uid.
+//! A session is never host uid 0.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::Path;
+
+use rustix::fs::FlockOperation;
+use serde::{Deserialize, Serialize};
+
+use crate::wire::Slot;
+
+/// The first uid of all blocks. It lies above the ranges that distributions and systemd hand out (up to 1,879,048,191) and below
+/// 2³¹, which old programs take for negative.
+const FIRST_UID: u32 = 1_900_000_000;
+/// Uids in a block: the warden and 1,023 sessions.
+const BLOCK: u32 = 1024;
+/// Servers that can run side by side.
+const BLOCKS: u32 = 64;
+
+/// The uid and gid that a session has inside, whatever it is outside.
+pub const INSIDE_ID: u32 = 1000;
+
+/// Who sessions are on the host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Identity {
+    /// Each session has a uid of its own from this block.
+    Block { first: u32, count: u32 },
+    /// Every session is the user who runs the server.
+    Caller { uid: u32, gid: u32 },
+}
+
+impl Identity {
+    /// Returns the number, in the warden's user namespace, that the session in `slot` runs as.
+    pub fn in_warden(self, slot: Slot) -> u32 {
+        match self {
+            Identity::Block { .. } => slot.0 + 1,
+            Identity::Caller { .. } => 0,
+        }
+    }
+
+    /// Returns the host uid of the session in `slot`.
+    pub fn on_host(self, slot: Slot) -> u32 {
+        match self {
+            Identity::Block { first, .. } => first + self.in_warden(slot),
+            Identity::Caller { uid, .. } => uid,
+        }
+    }
+
+    /// Returns how many sandboxes can have an identity.
+    pub fn slots(self) -> u32 {
+        match self {
+            Identity::Block { count, .. } => count - 1,
+            Identity::Caller { .. } => BLOCK - 1,
+        }
+    }
+
+    /// The lines for the warden's `uid_map` and `gid_map`.
+    pub(crate) fn maps(self) -> (String, String) {
+        match self {
+            Identity::Block { first, count } => {
+                let line = format!("0 {first} {count}\n");
+                (line.clone(), line)
+            }
+            Identity::Caller { uid, gid } => (format!("0 {uid} 1\n"), format!("0 {gid} 1\n")),
+        }
+    }
+}
+
+/// An identity, held as long as this value lives.
+#[derive(Debug)]
+pub struct IdentityLease {
+    pub identity: Identity,
+    /// Locked while the server lives, so that no other server takes the same block.
+    _lock: Option<File>,
+}
+
+impl IdentityLease {
+    /// Takes a free block of uids when running as root, else the caller's own uid.
+    pub fn take(runtime: &Path) -> io::Result<IdentityLease> {
+        let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
+        if !uid.is_root() {
+            return Ok(IdentityLease {
+                identity: Identity::Caller { uid: uid.as_raw(), gid: gid.as_raw() },
+                _lock: None,
+            });
+        }
+        let folder = runtime.join("uids");
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
+        for number in 0..BLOCKS {
+            let file = OpenOptions::new()
+                .create(true)
+                .truncate(false)
+                .write(true)
+                .mode(0o600)
+                .open(folder.join(number.to_string()))?;
+            match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {
+                    return Ok(IdentityLease {
+                        identity: Identity::Block { first: FIRST_UID + number * BLOCK, count: BLOCK },
+                        _lock: Some(file),
+                    });
+                }
+                Err(rustix::io::Errno::WOULDBLOCK) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Err(io::Error::other(format!("all {BLOCKS} blocks of user ids are in use by other servers")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sessions_of_a_block_have_distinct_host_uids_and_none_is_the_warden() {
+        let identity = Identity::Block { first: 1_900_000_000, count: 4 };
+        let uids: Vec<u32> = (0..identity.slots()).map(|slot| identity.on_host(Slot(slot))).collect();
+        assert_eq!(uids, [1_900_000_001, 1_900_000_002, 1_900_000_003]);
+    }
+
+    #[test]
+    fn no_block_contains_root_or_a_number_that_looks_negative() {
+        let last = u64::from(FIRST_UID) + u64::from(BLOCK) * u64::from(BLOCKS);
+        assert!(FIRST_UID > 0);
+        assert!(last < 1 << 31);
+    }
+
+    #[test]
+    fn an_ordinary_caller_is_the_only_id_in_its_map() {
+        let identity = Identity::Caller { uid: 1234, gid: 99 };
+        assert_eq!(identity.maps(), ("0 1234 1\n".to_owned(), "0 99 1\n".to_owned()));
+        assert_eq!(identity.on_host(Slot(3)), 1234);
+    }
+}

@@ -1,0 +1,292 @@
+//! The first process of a sandbox.
+//!
+//! It mounts what is private to the sandbox, makes the user namespace, gives up everything, and then only waits: it collects
+//! orphans, and on a word from the warden ends every other process. Being pid 1 of the pid namespace, it cannot be killed from inside,
+//! and its own end takes everything with it.
+//!
+//! ```text
+//! init                              warden
+//!  │◄──────── "go" ──────────────────│   the server has put init into its cgroup
+//!  │ cgroup namespace, mounts, rules │
+//!  │ user namespace                  │
+//!  │───────── "map me" + rules ─────►│   writes the id maps, opens the seven namespaces
+//!  │◄──────── "mapped" ──────────────│
+//!  │ lock-down                       │
+//!  │───────── "ready" ──────────────►│
+//!  │◄──────── "sweep" ───────────────│   as often as wanted
+//!  │───────── "swept" ──────────────►│
+//! ```
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::fs::{Mode, OFlags};
+use rustix::mount::{MountAttrFlags, UnmountFlags};
+use rustix::process::{DumpableBehavior, Gid, Uid};
+use rustix::thread::{CapabilitySet, CapabilitySets, UnshareFlags};
+use seccompiler::SeccompAction;
+use serde::{Deserialize, Serialize};
+
+use crate::identity::INSIDE_ID;
+use crate::root::{self, RootError, Tree};
+use crate::wire::{self, LeftOut, OperatorMount, Scratch};
+use crate::{landlock, sys};
+
+/// What init says to the warden.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "say")]
+pub(crate) enum Word {
+    /// Carries the landlock rules, unless a test left them out.
+    MapMe,
+    Ready,
+    Swept,
+    Failed {
+        why: String,
+    },
+}
+
+/// What the warden says to init.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "say")]
+pub(crate) enum Order {
+    Go,
+    Mapped,
+    Sweep,
+}
+
+/// What init needs to know.
+pub(crate) struct Start {
+    pub(crate) warden: OwnedFd,
+    pub(crate) mounts: OperatorMounts,
+    pub(crate) scratch: Scratch,
+    /// The session's number in the warden's user namespace.
+    pub(crate) owner: u32,
+    pub(crate) private_work_folder: bool,
+    pub(crate) leave_out: Vec<LeftOut>,
+}
+
+/// Where the operator's mounts come from.
+pub(crate) enum OperatorMounts {
+    /// Made for this sandbox by the guardian.
+    Given(Vec<Tree>),
+    /// They stand in the warden's root, and so in this copy of it, and move to their place.
+    Standing(Vec<OperatorMount>),
+}
+
+/// Runs init; never returns.
+pub(crate) fn main(start: Start) -> ! {
+    let mut kept = vec![0, 1, 2, start.warden.as_raw_fd()];
+    if let OperatorMounts::Given(mounts) = &start.mounts {
+        kept.extend(mounts.iter().map(|mount| mount.as_mount().as_raw_fd()));
+    }
+    sys::close_all_but(&kept);
+    let status = match build(&start) {
+        Ok(()) => {
+            wait_for_orders(&start.warden);
+            0
+        }
+        Err(error) => {
+            let why = crate::guardian::chain(&error);
+            let _ = wire::send(&start.warden, &Word::Failed { why }, &[]);
+            1
+        }
+    };
+    sys::exit_now(status);
+}
+
+#[derive(Debug, thiserror::Error)]
+enum InitError {
+    #[error(transparent)]
+    Root(#[from] RootError),
+    #[error("could not {0}")]
+    Step(&'static str, #[source] io::Error),
+    #[error(transparent)]
+    Landlock(#[from] landlock::LandlockError),
+    #[error("could not load the seccomp filter of the sandbox's init")]
+    Seccomp(#[source] seccompiler::Error),
+    #[error("the warden is gone")]
+    Alone,
+}
+
+fn step<T, E: Into<io::Error>>(attempt: &'static str, result: Result<T, E>) -> Result<T, InitError> {
+    result.map_err(|cause| InitError::Step(attempt, cause.into()))
+}
+
+fn build(start: &Start) -> Result<(), InitError> {
+    step("name init", rustix::thread::set_name(c"cb-init"))?;
+    await_order(&start.warden, |order| matches!(order, Order::Go))?;
+    step("make a cgroup namespace", sys::unshare(UnshareFlags::NEWCGROUP))?;
+    step("set the host name", rustix::system::sethostname(b"cellblock"))?;
+    step("bring up the loopback interface", sys::bring_loopback_up())?;
+
+    // The warden's /proc shows the processes of all sandboxes and goes away; a handle on it stays for one last write below.
+    let outer_proc = step(
+        "open the outer /proc",
+        rustix::fs::open("/proc", OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()),
+    )?;
+    let processes = step("make a /proc", root::process_file_system())?;
+    step("remove the outer /proc", rustix::mount::unmount("/proc", UnmountFlags::DETACH))?;
+    step("mount /proc", root::attach(&processes, "/proc"))?;
+    if !start.leave_out.contains(&LeftOut::ReadOnlyMounts) {
+        step("cover the rest of /proc", root::cover_proc())?;
+    }
+    mount_scratch(start)?;
+    match &start.mounts {
+        OperatorMounts::Given(mounts) => mounts.iter().try_for_each(|mount| mount.attach_below(Path::new("/")))?,
+        OperatorMounts::Standing(mounts) => root::move_standing_mounts(mounts)?,
+    }
+    let rules = if start.leave_out.contains(&LeftOut::Landlock) { None } else { Some(landlock::ruleset()?) };
+
+    // Every mount above belongs to the warden's user namespace. From here on this process, and every interpreter that joins it, is in a
+    // user namespace that owns none of them.
+    step("make a user namespace", sys::unshare(UnshareFlags::NEWUSER))?;
+    let attached: Vec<_> = rules.iter().map(|rules| rules.as_fd()).collect();
+    step("ask for id maps", wire::send(&start.warden, &Word::MapMe, &attached))?;
+    await_order(&start.warden, |order| matches!(order, Order::Mapped))?;
+    forbid_user_namespaces(&outer_proc)?;
+    drop(outer_proc);
+    drop(rules);
+
+    let (uid, gid) = (Uid::from_raw(INSIDE_ID), Gid::from_raw(INSIDE_ID));
+    step("become the session's group", rustix::thread::set_thread_res_gid(gid, gid, gid))?;
+    step("become the session's user", rustix::thread::set_thread_res_uid(uid, uid, uid))?;
+    step("give up capabilities", give_up_capabilities())?;
+    // Otherwise a session of the same uid could read this process's memory, which is a copy of the warden's.
+    step("become unreadable", rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable))?;
+    seccompiler::apply_filter(&own_filter()).map_err(InitError::Seccomp)?;
+    step("report", wire::send(&start.warden, &Word::Ready, &[]))
+}
+
+fn await_order(warden: &OwnedFd, expected: fn(&Order) -> bool) -> Result<(), InitError> {
+    match step("listen to the warden", wire::receive::<Order>(warden))? {
+        Some((order, _)) if expected(&order) => Ok(()),
+        _ => Err(InitError::Alone),
+    }
+}
+
+fn mount_scratch(start: &Start) -> Result<(), InitError> {
+    let bytes = start.scratch.bytes.to_string();
+    let files = start.scratch.files.to_string();
+    let shared = start.scratch.shared_memory.to_string();
+    let owner = start.owner.to_string();
+    let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
+    let folder = |mode: &str, size: &str| {
+        let options = [
+            ("mode", mode),
+            ("size", size),
+            ("nr_inodes", files.as_str()),
+            ("uid", owner.as_str()),
+            ("gid", owner.as_str()),
+        ];
+        root::memory_file_system(&options, attributes)
+    };
+    let temporary = step("make /tmp", folder("1777", &bytes))?;
+    step("mount /tmp", root::attach(&temporary, "/tmp"))?;
+    step("make the home folder", rustix::fs::mkdir(root::HOME, Mode::from(0o700)))?;
+    let (uid, gid) = (Uid::from_raw(start.owner), Gid::from_raw(start.owner));
+    step("give the home folder away", rustix::fs::chown(root::HOME, Some(uid), Some(gid)))?;
+    let shm = step("make /dev/shm", folder("1777", &shared))?;
+    step("mount /dev/shm", root::attach(&shm, "/dev/shm"))?;
+    if start.private_work_folder {
+        let work = step("make the working folder", folder("0755", &bytes))?;
+        step("mount the working folder", root::attach(&work, root::WORK))?;
+    }
+    Ok(())
+}
+
+/// A second guard beside the seccomp filter: the kernel itself counts zero user namespaces below this one.
+fn forbid_user_namespaces(outer_proc: &OwnedFd) -> Result<(), InitError> {
+    let path = "sys/user/max_user_namespaces";
+    let limit = rustix::fs::openat(outer_proc, path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty());
+    let limit = step("open the limit of user namespaces", limit)?;
+    step("forbid user namespaces", File::from(limit).write_all(b"0"))
+}
+
+pub(crate) fn give_up_capabilities() -> io::Result<()> {
+    for capability in CapabilitySet::all().iter() {
+        match rustix::thread::remove_capability_from_bounding_set(capability) {
+            // An older kernel does not know the newest capabilities.
+            Ok(()) | Err(rustix::io::Errno::INVAL) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let none = CapabilitySets {
+        effective: CapabilitySet::empty(),
+        permitted: CapabilitySet::empty(),
+        inheritable: CapabilitySet::empty(),
+    };
+    rustix::thread::set_capabilities(None, none)?;
+    rustix::thread::set_no_new_privs(true)?;
+    Ok(())
+}
+
+/// Init needs a handful of calls for the rest of its life.
+fn own_filter() -> seccompiler::BpfProgram {
+    let calls = [
+        libc::SYS_read,
+        libc::SYS_write,
+        libc::SYS_sendmsg,
+        libc::SYS_recvmsg,
+        libc::SYS_ppoll,
+        libc::SYS_rt_sigaction,
+        libc::SYS_kill,
+        libc::SYS_exit_group,
+        libc::SYS_rt_sigreturn,
+        libc::SYS_close,
+        libc::SYS_brk,
+        libc::SYS_mmap,
+        libc::SYS_munmap,
+        libc::SYS_mremap,
+        libc::SYS_madvise,
+        libc::SYS_restart_syscall,
+        libc::SYS_fcntl,
+    ];
+    let mut rules: std::collections::BTreeMap<i64, Vec<seccompiler::SeccompRule>> =
+        calls.map(|call| (call, Vec::new())).into();
+    #[cfg(target_arch = "x86_64")]
+    rules.insert(libc::SYS_poll, Vec::new());
+    let arch = seccompiler::TargetArch::try_from(std::env::consts::ARCH)
+        .expect("Cellblock is built for x86-64 and aarch64 only");
+    seccompiler::SeccompFilter::new(rules, SeccompAction::KillProcess, SeccompAction::Allow, arch)
+        .and_then(TryInto::try_into)
+        .expect("a plain list of calls compiles")
+}
+
+/// Carries out orders until the warden is gone. Orphans that come to pid 1 are collected by the kernel.
+fn wait_for_orders(warden: &OwnedFd) {
+    let mut sweeping = false;
+    sys::let_kernel_collect_children();
+    loop {
+        if sweeping && nobody_left() {
+            sweeping = false;
+            if wire::send(warden, &Word::Swept, &[]).is_err() {
+                return;
+            }
+        }
+        let mut events = [PollFd::new(warden, PollFlags::IN)];
+        // While sweeping, the last interpreter is collected by its parent, the zygote, which this process cannot wait for.
+        let pause = sweeping.then_some(rustix::event::Timespec { tv_sec: 0, tv_nsec: 500_000 });
+        match rustix::event::poll(&mut events, pause.as_ref()) {
+            Ok(0) | Err(rustix::io::Errno::INTR) => continue,
+            Ok(_) => {}
+            Err(_) => return,
+        }
+        match wire::receive::<Order>(warden) {
+            Ok(Some((Order::Sweep, _))) => {
+                // One pass is enough even against a fork bomb: the kernel signals all processes under one lock, and a fork that is under way
+                // fails when it finds a signal waiting.
+                let _ = sys::signal_everyone(Some(libc::SIGKILL));
+                sweeping = true;
+            }
+            Ok(Some(_)) => {}
+            Ok(None) | Err(_) => return,
+        }
+    }
+}
+
+fn nobody_left() -> bool {
+    sys::signal_everyone(None).is_err_and(|error| error.raw_os_error() == Some(libc::ESRCH))
+}

@@ -1,0 +1,53 @@
+//! The second file-system boundary: rules that stay true even if a mount were wrong.
+//!
+//! The init of a sandbox makes the rules, because only it stands in the sandbox's mounts; each interpreter enters them itself.
+
+use std::os::fd::OwnedFd;
+
+use landlock::{
+    ABI, Access, AccessFs, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset, RulesetAttr,
+    RulesetCreatedAttr, Scope,
+};
+
+/// The oldest kernel interface that refuses everything we rely on (renames across folders and truncation included): Linux 6.2.
+const OLDEST: ABI = ABI::V3;
+
+/// Folders a session may write to.
+const WRITABLE: [&str; 3] = [crate::root::WORK, "/tmp", "/dev/shm"];
+/// Devices a session may write to.
+const WRITABLE_DEVICES: [&str; 4] = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random"];
+
+/// Why there are no rules.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum LandlockError {
+    #[error("could not make the landlock rules")]
+    Ruleset(#[from] landlock::RulesetError),
+    #[error("could not open a path for the landlock rules")]
+    Path(#[from] landlock::PathFdError),
+    #[error("this kernel has no landlock")]
+    Absent,
+}
+
+/// Makes the rules for the mounts this process sees: read and execute everywhere, write in three folders, signal and connect by abstract
+/// name only within the session.
+pub(crate) fn ruleset() -> Result<OwnedFd, LandlockError> {
+    let newest = AccessFs::from_all(ABI::V5);
+    let read = AccessFs::from_read(OLDEST);
+    let device: BitFlags<AccessFs> = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev;
+    let mut rules = Ruleset::default()
+        .set_compatibility(CompatLevel::HardRequirement)
+        .handle_access(AccessFs::from_all(OLDEST))?
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(newest)?
+        .scope(Scope::AbstractUnixSocket | Scope::Signal)?
+        .create()?
+        .set_compatibility(CompatLevel::BestEffort)
+        .add_rule(PathBeneath::new(PathFd::new("/")?, read))?;
+    for folder in WRITABLE {
+        rules = rules.add_rule(PathBeneath::new(PathFd::new(folder)?, newest))?;
+    }
+    for path in WRITABLE_DEVICES {
+        rules = rules.add_rule(PathBeneath::new(PathFd::new(path)?, device))?;
+    }
+    Option::<OwnedFd>::from(rules).ok_or(LandlockError::Absent)
+}

@@ -1,0 +1,30 @@
+//! The kernel work of the native backend: everything that makes and checks a jail.
+//!
+//! ```text
+//! server ──lifeline──► guardian          outside; watches the server, makes id-mapped mounts when it is root
+//!    │                    └─ warden      pid 1 of its own namespaces, in a user namespace without host root
+//!    └────commands────────►  ├─ zygote   warm Python; forks, and never runs a user's byte
+//!                            └─ init…    pid 1 of each sandbox; the forked interpreters enter beside it
+//! ```
+//!
+//! The server starts the guardian as a fresh process of the same binary (`guardian::main`), because this work needs a single thread.
+//! If the server dies, the guardian kills the warden, and with a pid namespace's first process the kernel ends everything in it.
+//!
+//! All unsafe code of Cellblock is in `sys`. There is no async code here: the server wraps the sockets of `wire` itself.
+//!
+//! What this crate never does: run a user's code, talk to a network, keep a secret.
+
+pub mod cgroup;
+pub mod guardian;
+pub mod identity;
+mod idmap;
+mod init;
+mod landlock;
+pub mod posture;
+pub mod probe;
+pub mod root;
+pub mod seccomp;
+mod sys;
+mod warden;
+pub mod wire;
+mod zygote;

@@ -1,0 +1,174 @@
+//! What the kernel says about a live process: the facts behind every claim of isolation.
+//!
+//! The server reads this for each interpreter before it sends the first byte of a user's code, and refuses to go on when one fact is not
+//! as it must be. It trusts nothing that was said on the way.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+
+/// The namespaces a session must not share with the host.
+pub const NAMESPACES: [&str; 7] = ["cgroup", "ipc", "mnt", "net", "pid", "user", "uts"];
+
+/// Facts about one process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Posture {
+    pub uids: [u32; 4],
+    pub gids: [u32; 4],
+    pub groups: Vec<u32>,
+    /// Inheritable, permitted, effective, bounding, ambient.
+    pub capabilities: [u64; 5],
+    pub no_new_privileges: bool,
+    /// 2 when a filter is loaded.
+    pub seccomp: u32,
+    pub seccomp_filters: u32,
+    /// How many pid namespaces deep it is.
+    pub pid_depth: usize,
+    /// The identity of each namespace.
+    pub namespaces: BTreeMap<&'static str, PathBuf>,
+}
+
+/// A fact that is not as it must be.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    #[error("it runs as host user {0} instead of {1}")]
+    User(u32, u32),
+    #[error("it belongs to host groups {0:?}")]
+    Groups(Vec<u32>),
+    #[error("it has capabilities")]
+    Capabilities,
+    #[error("it could gain privileges")]
+    NewPrivileges,
+    #[error("it has {0} of {1} seccomp filters")]
+    Seccomp(u32, u32),
+    #[error("it shares the {0} namespace with the host")]
+    Shared(&'static str),
+}
+
+/// What must be true of a session.
+#[derive(Debug, Clone, Copy)]
+pub struct Expected {
+    pub host_uid: u32,
+    pub host_gid: u32,
+    /// An ordinary user cannot give up its groups in a namespace it made.
+    pub groups_empty: bool,
+    pub seccomp_filters: u32,
+}
+
+impl Posture {
+    /// Reads the facts of the process with this number.
+    pub fn read(pid: u32) -> io::Result<Posture> {
+        let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+        let mut posture =
+            Posture::parse(&status).ok_or_else(|| io::Error::other("the kernel's status has an unknown form"))?;
+        for name in NAMESPACES {
+            posture.namespaces.insert(name, fs::read_link(format!("/proc/{pid}/ns/{name}"))?);
+        }
+        Ok(posture)
+    }
+
+    fn parse(status: &str) -> Option<Posture> {
+        let field =
+            |name: &str| status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
+        let numbers = |name: &str| -> Option<Vec<u32>> {
+            field(name)?.split_whitespace().map(|number| number.parse().ok()).collect()
+        };
+        let mask = |name: &str| u64::from_str_radix(field(name)?, 16).ok();
+        Some(Posture {
+            uids: numbers("Uid")?.try_into().ok()?,
+            gids: numbers("Gid")?.try_into().ok()?,
+            groups: numbers("Groups")?,
+            capabilities: [mask("CapInh")?, mask("CapPrm")?, mask("CapEff")?, mask("CapBnd")?, mask("CapAmb")?],
+            no_new_privileges: field("NoNewPrivs")? == "1",
+            seccomp: field("Seccomp")?.parse().ok()?,
+            seccomp_filters: field("Seccomp_filters")?.parse().ok()?,
+            pid_depth: field("NSpid")?.split_whitespace().count(),
+            namespaces: BTreeMap::new(),
+        })
+    }
+
+    /// Returns the first fact that is wrong. `host` is the posture of the server itself.
+    pub fn fault(&self, expected: &Expected, host: &Posture) -> Option<Fault> {
+        if let Some(uid) = self.uids.iter().find(|uid| **uid != expected.host_uid || **uid == 0) {
+            return Some(Fault::User(*uid, expected.host_uid));
+        }
+        if self.gids.iter().any(|gid| *gid != expected.host_gid || *gid == 0)
+            || (expected.groups_empty && !self.groups.is_empty())
+        {
+            return Some(Fault::Groups(self.gids.iter().chain(&self.groups).copied().collect()));
+        }
+        if self.capabilities != [0; 5] {
+            return Some(Fault::Capabilities);
+        }
+        if !self.no_new_privileges {
+            return Some(Fault::NewPrivileges);
+        }
+        if expected.seccomp_filters > 0 && (self.seccomp != 2 || self.seccomp_filters < expected.seccomp_filters) {
+            return Some(Fault::Seccomp(self.seccomp_filters, expected.seccomp_filters));
+        }
+        NAMESPACES.into_iter().find(|name| self.namespaces.get(name) == host.namespaces.get(name)).map(Fault::Shared)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STATUS: &str = "Name:\tpython\nUid:\t1900000001\t1900000001\t1900000001\t1900000001\nGid:\t1900000001\t1900000001\t1900000001\t1900000001\n\
+        Groups:\t \nNSpid:\t900\t12\t3\nCapInh:\t0000000000000000\nCapPrm:\t0000000000000000\nCapEff:\t0000000000000000\n\
+        CapBnd:\t0000000000000000\nCapAmb:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t2\nSeccomp_filters:\t2\n";
+
+    fn locked_down() -> Posture {
+        let mut posture = Posture::parse(STATUS).unwrap();
+        posture.namespaces = NAMESPACES.iter().map(|name| (*name, PathBuf::from("inside"))).collect();
+        posture
+    }
+
+    fn host() -> Posture {
+        let mut posture = locked_down();
+        posture.namespaces = NAMESPACES.iter().map(|name| (*name, PathBuf::from("host"))).collect();
+        posture
+    }
+
+    const EXPECTED: Expected =
+        Expected { host_uid: 1_900_000_001, host_gid: 1_900_000_001, groups_empty: true, seccomp_filters: 2 };
+
+    #[test]
+    fn a_locked_down_process_has_no_fault() {
+        assert_eq!(locked_down().fault(&EXPECTED, &host()), None);
+    }
+
+    #[test]
+    fn every_single_weakness_is_a_fault() {
+        let weaken = |change: fn(&mut Posture)| {
+            let mut posture = locked_down();
+            change(&mut posture);
+            posture.fault(&EXPECTED, &host())
+        };
+        assert!(matches!(weaken(|posture| posture.uids[3] = 0), Some(Fault::User(0, _))));
+        assert!(matches!(weaken(|posture| posture.uids[1] = 1000), Some(Fault::User(1000, _))));
+        assert!(matches!(weaken(|posture| posture.gids[0] = 0), Some(Fault::Groups(_))));
+        assert!(matches!(weaken(|posture| posture.groups.push(27)), Some(Fault::Groups(_))));
+        for set in 0..5 {
+            let mut posture = locked_down();
+            posture.capabilities[set] = 1;
+            assert_eq!(posture.fault(&EXPECTED, &host()), Some(Fault::Capabilities));
+        }
+        assert_eq!(weaken(|posture| posture.no_new_privileges = false), Some(Fault::NewPrivileges));
+        assert!(matches!(weaken(|posture| posture.seccomp = 0), Some(Fault::Seccomp(..))));
+        assert!(matches!(weaken(|posture| posture.seccomp_filters = 1), Some(Fault::Seccomp(1, 2))));
+        for name in NAMESPACES {
+            let mut posture = locked_down();
+            posture.namespaces.insert(name, PathBuf::from("host"));
+            assert_eq!(posture.fault(&EXPECTED, &host()), Some(Fault::Shared(name)));
+        }
+    }
+
+    #[test]
+    fn host_root_is_a_fault_even_when_it_was_expected() {
+        let mut posture = locked_down();
+        posture.uids = [0; 4];
+        assert!(matches!(posture.fault(&Expected { host_uid: 0, ..EXPECTED }, &host()), Some(Fault::User(0, 0))));
+    }
+}

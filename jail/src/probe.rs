@@ -1,0 +1,77 @@
+//! What this machine can enforce, found out by looking and by trying.
+
+use std::fs;
+
+use landlock::{ABI, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
+
+/// Answers of the machine, with the cure where something is missing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Finding {
+    pub works: bool,
+    /// What is there, or what is missing and why.
+    pub what: String,
+    /// The exact cure, when there is one.
+    pub cure: Option<String>,
+}
+
+impl Finding {
+    fn works(what: impl Into<String>) -> Finding {
+        Finding { works: true, what: what.into(), cure: None }
+    }
+
+    fn missing(what: impl Into<String>, cure: &str) -> Finding {
+        Finding { works: false, what: what.into(), cure: Some(cure.to_owned()) }
+    }
+}
+
+/// Whether user namespaces can be made, and if not, which switch forbids it.
+pub fn user_namespaces() -> Finding {
+    let setting = |path: &str| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
+    let is_root = rustix::process::geteuid().is_root();
+    if setting("/proc/sys/user/max_user_namespaces").is_some_and(|most| most == "0") {
+        return Finding::missing("user namespaces are switched off", "sysctl -w user.max_user_namespaces=10000");
+    }
+    if !is_root && setting("/proc/sys/kernel/unprivileged_userns_clone").is_some_and(|value| value == "0") {
+        return Finding::missing(
+            "only root may make user namespaces on this machine",
+            "sysctl -w kernel.unprivileged_userns_clone=1",
+        );
+    }
+    if !is_root && setting("/proc/sys/kernel/apparmor_restrict_unprivileged_userns").is_some_and(|value| value == "1") {
+        return Finding::missing(
+            "AppArmor takes the rights out of user namespaces made by ordinary programs (Ubuntu 23.10 and newer)",
+            "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile that grants `userns` to the cellblock binary",
+        );
+    }
+    Finding::works("user namespaces can be made")
+}
+
+/// Whether the kernel has landlock, and a version that covers what we need.
+pub fn landlock() -> Finding {
+    let supported = |abi: ABI| {
+        Ruleset::default()
+            .set_compatibility(CompatLevel::HardRequirement)
+            .handle_access(<AccessFs as landlock::Access>::from_all(abi))
+            .and_then(|rules| rules.create())
+            .is_ok()
+    };
+    if supported(ABI::V3) {
+        return Finding::works("landlock is on");
+    }
+    let cure = "use Linux 6.2 or newer with landlock in the kernel's `lsm=` list";
+    if supported(ABI::V1) {
+        Finding::missing("landlock is too old: it does not refuse truncation", cure)
+    } else {
+        Finding::missing("the kernel has no landlock", cure)
+    }
+}
+
+/// Whether filters can be loaded.
+pub fn seccomp() -> Finding {
+    let actions = fs::read_to_string("/proc/sys/kernel/seccomp/actions_avail").unwrap_or_default();
+    if actions.split_whitespace().any(|action| action == "errno") {
+        Finding::works("seccomp filters are on")
+    } else {
+        Finding::missing("the kernel has no seccomp filters", "use a kernel with CONFIG_SECCOMP_FILTER")
+    }
+}

@@ -1,0 +1,347 @@
+//! The file system a sandbox sees.
+//!
+//! The warden builds one root on a memory file system: the host's system folders and the Python environment bound read-only, a small
+//! `/etc` of our own, five harmless devices. It then makes that root its own, so the host's files are gone for everything below
+//! it. Each sandbox starts from a copy of the warden's mounts and adds what is private to it: `/work`, `/tmp`, `/dev/shm`, `/proc`.
+//!
+//! Host paths are opened as detached mounts first (`open_all`), by whoever may: root before it gives up its rights, an ordinary user
+//! inside its own user namespace.
+
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::CWD;
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags,
+};
+
+use crate::sys::{self, MountAttributes};
+use crate::wire::{Bind, LeftOut, OperatorMount};
+
+/// The working folder of every session.
+pub const WORK: &str = "/work";
+/// The home folder; it is below `/tmp` so that caches and settings never land in the operator's workspace.
+pub const HOME: &str = "/tmp/home";
+
+/// System folders that programs need, when the host has them. Anything else of the host stays outside.
+const SYSTEM: [&str; 15] = [
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/etc/alternatives",
+    "/etc/fonts",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d",
+    "/etc/localtime",
+    "/etc/mime.types",
+    "/etc/ssl/certs",
+];
+
+const DEVICES: [&str; 5] = ["null", "zero", "full", "random", "urandom"];
+
+/// Files of `/etc` that are ours: enough for name look-ups to work, nothing about the host.
+const ETC: [(&str, &str); 6] = [
+    (
+        "etc/passwd",
+        "root:x:0:0:root:/nonexistent:/usr/sbin/nologin\nuser:x:1000:1000:session:/tmp/home:/bin/sh\n\
+         nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+    ),
+    ("etc/group", "root:x:0:\nuser:x:1000:\nnogroup:x:65534:\n"),
+    ("etc/hosts", "127.0.0.1 localhost cellblock\n::1 localhost\n"),
+    ("etc/hostname", "cellblock\n"),
+    ("etc/resolv.conf", ""),
+    ("etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files dns\n"),
+];
+
+/// The entries at the top of `/proc` that programs legitimately read. Everything else there is covered; processes have numbers.
+pub(crate) const PROC_SHOWN: [&str; 11] = [
+    "cpuinfo",
+    "filesystems",
+    "loadavg",
+    "meminfo",
+    "mounts",
+    "net",
+    "self",
+    "stat",
+    "thread-self",
+    "uptime",
+    "version",
+];
+
+/// A detached mount and the place where it belongs.
+pub(crate) struct Tree {
+    inside: PathBuf,
+    mount: OwnedFd,
+    is_folder: bool,
+}
+
+/// Why the root could not be built.
+#[derive(Debug, thiserror::Error)]
+#[error("{attempt}")]
+pub(crate) struct RootError {
+    attempt: String,
+    #[source]
+    cause: io::Error,
+}
+
+impl RootError {
+    pub(crate) fn new(attempt: impl Into<String>, cause: impl Into<io::Error>) -> RootError {
+        RootError { attempt: attempt.into(), cause: cause.into() }
+    }
+}
+
+/// Opens every read-only bind, the system folders included, as a detached mount.
+pub(crate) fn open_all(binds: &[Bind], leave_out: &[LeftOut]) -> Result<Vec<Tree>, RootError> {
+    let system = SYSTEM
+        .iter()
+        .map(PathBuf::from)
+        // A link such as /bin → usr/bin is made anew instead of bound.
+        .filter(|path| path.symlink_metadata().is_ok_and(|found| !found.is_symlink()))
+        .map(|path| Bind { inside: path.clone(), host: path });
+    let devices =
+        DEVICES.iter().map(|name| Path::new("/dev").join(name)).map(|path| Bind { inside: path.clone(), host: path });
+    let read_only = if leave_out.contains(&LeftOut::ReadOnlyMounts) {
+        MountAttrFlags::empty()
+    } else {
+        MountAttrFlags::MOUNT_ATTR_RDONLY
+    };
+    let common = MountAttrFlags::MOUNT_ATTR_NOSUID;
+    let mut trees = Vec::new();
+    for bind in system.chain(binds.iter().cloned()) {
+        trees.push(open_tree(&bind.host, &bind.inside, read_only | common | MountAttrFlags::MOUNT_ATTR_NODEV)?);
+    }
+    for device in devices {
+        trees.push(open_tree(&device.host, &device.inside, common | MountAttrFlags::MOUNT_ATTR_NOEXEC)?);
+    }
+    Ok(trees)
+}
+
+/// Opens the operator's mounts, as the operator owns them.
+pub(crate) fn open_operator_mounts(mounts: &[OperatorMount]) -> Result<Vec<Tree>, RootError> {
+    mounts.iter().map(|mount| open_tree(&mount.host, &mount.inside, operator_attributes(mount))).collect()
+}
+
+pub(crate) fn operator_attributes(mount: &OperatorMount) -> MountAttrFlags {
+    let common = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
+    if mount.writable { common } else { common | MountAttrFlags::MOUNT_ATTR_RDONLY }
+}
+
+/// Opens one host path as a detached, private mount with the given attributes.
+pub(crate) fn open_tree(host: &Path, inside: &Path, attributes: MountAttrFlags) -> Result<Tree, RootError> {
+    let attempt = || format!("could not mount {} of the host as {}", host.display(), inside.display());
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_RECURSIVE;
+    let mount = rustix::mount::open_tree(CWD, host, flags).map_err(|cause| RootError::new(attempt(), cause))?;
+    let change = MountAttributes {
+        set: u64::from(attributes.bits()),
+        propagation: libc::MS_PRIVATE,
+        ..MountAttributes::default()
+    };
+    sys::mount_setattr(&mount, &change).map_err(|cause| RootError::new(attempt(), cause))?;
+    let is_folder = is_folder(&mount).map_err(|cause| RootError::new(attempt(), cause))?;
+    Ok(Tree { inside: inside.to_owned(), mount, is_folder })
+}
+
+impl Tree {
+    /// A mount that the guardian opened for one sandbox.
+    pub(crate) fn from_guardian(mount: &OperatorMount, opened: OwnedFd) -> Tree {
+        let is_folder = is_folder(&opened).unwrap_or(true);
+        Tree { inside: mount.inside.clone(), mount: opened, is_folder }
+    }
+
+    pub(crate) fn as_mount(&self) -> &OwnedFd {
+        &self.mount
+    }
+
+    /// Puts the mount in its place below `root`, making the place first. No link is followed on the way: the way may lead through an
+    /// operator's folder that sessions write to.
+    pub(crate) fn attach_below(&self, root: &Path) -> Result<(), RootError> {
+        self.attach_at(root, &self.inside)
+    }
+
+    fn attach_at(&self, root: &Path, inside: &Path) -> Result<(), RootError> {
+        let attempt = || format!("could not put a mount at {}", inside.display());
+        let place = make_place(root, inside, self.is_folder).map_err(|cause| RootError::new(attempt(), cause))?;
+        let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+        rustix::mount::move_mount(&self.mount, "", place, "", flags).map_err(|cause| RootError::new(attempt(), cause))
+    }
+}
+
+fn is_folder(mount: &OwnedFd) -> io::Result<bool> {
+    let found = rustix::fs::fstat(mount)?;
+    Ok(rustix::fs::FileType::from_raw_mode(found.st_mode).is_dir())
+}
+
+/// Where mounts of the operator stand in the warden's root until a sandbox takes its copy.
+fn standing_place(index: usize) -> PathBuf {
+    Path::new("/var/mounts").join(index.to_string())
+}
+
+/// Moves the operator's mounts from where they stand to their places.
+pub(crate) fn move_standing_mounts(mounts: &[OperatorMount]) -> Result<(), RootError> {
+    for (index, mount) in mounts.iter().enumerate() {
+        let place = standing_place(index);
+        let standing = rustix::mount::open_tree(CWD, &place, OpenTreeFlags::OPEN_TREE_CLOEXEC)
+            .map_err(|cause| RootError::new("could not take the operator's mount", cause))?;
+        Tree::from_guardian(mount, standing).attach_below(Path::new("/"))?;
+    }
+    Ok(())
+}
+
+/// Takes the operator's mounts out of this copy of the warden's root.
+pub(crate) fn remove_standing_mounts(count: usize) {
+    for index in 0..count {
+        // On a server that runs as root nothing stands here.
+        let _ = rustix::mount::unmount(standing_place(index), UnmountFlags::DETACH);
+    }
+}
+
+/// Makes `inside` below `root`, part by part and without following links, and opens it.
+fn make_place(root: &Path, inside: &Path, is_folder: bool) -> io::Result<OwnedFd> {
+    use rustix::fs::{Mode, OFlags, mkdirat, openat};
+    let walk = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mut here = openat(CWD, root, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    let parts: Vec<_> = inside
+        .components()
+        .filter_map(|part| match part {
+            std::path::Component::Normal(name) => Some(name),
+            _ => None,
+        })
+        .collect();
+    for (index, name) in parts.iter().enumerate() {
+        let last = index + 1 == parts.len();
+        if last && !is_folder {
+            match openat(
+                &here,
+                *name,
+                OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC,
+                Mode::from(0o644),
+            ) {
+                Ok(_) | Err(rustix::io::Errno::EXIST | rustix::io::Errno::ROFS) => {}
+                Err(error) => return Err(error.into()),
+            }
+            return Ok(openat(&here, *name, walk, Mode::empty())?);
+        }
+        match mkdirat(&here, *name, Mode::from(0o755)) {
+            Ok(()) | Err(rustix::io::Errno::EXIST | rustix::io::Errno::ROFS) => {}
+            Err(error) => return Err(error.into()),
+        }
+        here = openat(&here, *name, walk | OFlags::DIRECTORY, Mode::empty())?;
+    }
+    Ok(here)
+}
+
+/// Makes a detached memory file system.
+pub(crate) fn memory_file_system(options: &[(&str, &str)], attributes: MountAttrFlags) -> io::Result<OwnedFd> {
+    let context = rustix::mount::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    for (key, value) in options {
+        rustix::mount::fsconfig_set_string(&context, *key, *value)?;
+    }
+    rustix::mount::fsconfig_create(&context)?;
+    Ok(rustix::mount::fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
+}
+
+/// Makes a detached `/proc` of the present pid namespace.
+pub(crate) fn process_file_system() -> io::Result<OwnedFd> {
+    let context = rustix::mount::fsopen("proc", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    rustix::mount::fsconfig_create(&context)?;
+    let attributes =
+        MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    Ok(rustix::mount::fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
+}
+
+/// Puts a detached mount onto an existing place.
+pub(crate) fn attach(mount: impl AsFd, place: &str) -> io::Result<()> {
+    rustix::mount::move_mount(mount, "", CWD, place, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?;
+    Ok(())
+}
+
+/// Builds the root from opened mounts and makes it this process's own; the host's mounts are gone afterwards.
+pub(crate) fn become_root(trees: &[Tree], standing: &[Tree], leave_out: &[LeftOut]) -> Result<(), RootError> {
+    // Nothing we mount may travel to the host, and nothing the host mounts later may appear here.
+    rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
+        .map_err(|cause| RootError::new("could not separate the mounts from the host's", cause))?;
+    // Any existing folder will do as the place to build on; it is covered and soon forgotten. Every Linux has /tmp.
+    let place = Path::new("/tmp");
+    let attempt = || "could not build the sandbox root";
+    let failed = |cause: io::Error| RootError::new(attempt(), cause);
+    let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
+    let root =
+        memory_file_system(&[("mode", "0755"), ("size", "4m"), ("nr_inodes", "4k")], attributes).map_err(failed)?;
+    attach(&root, "/tmp").map_err(failed)?;
+
+    for folder in ["etc/ssl", "dev/shm", "proc", "tmp", "work", "var/empty"] {
+        fs::create_dir_all(place.join(folder)).map_err(failed)?;
+    }
+    for (path, content) in ETC {
+        fs::write(place.join(path), content).map_err(failed)?;
+        fs::set_permissions(place.join(path), Permissions::from_mode(0o644)).map_err(failed)?;
+    }
+    for path in SYSTEM {
+        if let Ok(target) = fs::read_link(path) {
+            symlink(target, place.join(path.trim_start_matches('/'))).map_err(failed)?;
+        }
+    }
+    for (link, target) in [
+        ("dev/fd", "/proc/self/fd"),
+        ("dev/stdin", "/proc/self/fd/0"),
+        ("dev/stdout", "/proc/self/fd/1"),
+        ("dev/stderr", "/proc/self/fd/2"),
+        ("var/tmp", "/tmp"),
+    ] {
+        symlink(target, place.join(link)).map_err(failed)?;
+    }
+    for tree in trees {
+        tree.attach_below(place)?;
+    }
+    for (index, tree) in standing.iter().enumerate() {
+        tree.attach_at(place, &standing_place(index))?;
+    }
+    // The warden needs its own /proc to write the id maps of its sandboxes, and the kernel lets a user namespace mount /proc only
+    // where a whole one is already visible.
+    let processes = process_file_system().map_err(|cause| RootError::new("could not mount /proc", cause))?;
+    attach(&processes, "/tmp/proc").map_err(failed)?;
+
+    rustix::process::chdir(place).map_err(|cause| failed(cause.into()))?;
+    // With both arguments the same, the old root lies on top of the new one and is taken away in the next step.
+    rustix::process::pivot_root(".", ".").map_err(|cause| failed(cause.into()))?;
+    rustix::mount::unmount(".", UnmountFlags::DETACH).map_err(|cause| failed(cause.into()))?;
+    rustix::process::chdir("/").map_err(|cause| failed(cause.into()))?;
+    if !leave_out.contains(&LeftOut::ReadOnlyMounts) {
+        let change =
+            MountAttributes { set: u64::from(MountAttrFlags::MOUNT_ATTR_RDONLY.bits()), ..MountAttributes::default() };
+        let flags = OpenTreeFlags::OPEN_TREE_CLOEXEC;
+        let top = rustix::mount::open_tree(CWD, "/", flags).map_err(|cause| failed(cause.into()))?;
+        sys::mount_setattr_only(&top, &change).map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// Covers everything at the top of `/proc` that is not meant to be seen.
+pub(crate) fn cover_proc() -> io::Result<()> {
+    for entry in fs::read_dir("/proc")? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.bytes().all(|byte| byte.is_ascii_digit()) || PROC_SHOWN.contains(&name.as_ref()) {
+            continue;
+        }
+        let kind = entry.file_type()?;
+        let cover = if kind.is_dir() {
+            "/var/empty"
+        } else if kind.is_symlink() {
+            continue;
+        } else {
+            "/dev/null"
+        };
+        rustix::mount::mount_bind(cover, entry.path())?;
+    }
+    Ok(())
+}

@@ -1,0 +1,229 @@
+//! Which system calls a sandbox may make.
+//!
+//! The list is data, `seccomp.json`: one line per call, with the arguments it may have and the reason. It is compiled into two filters that add up
+//! to an allowlist (the kernel takes the stricter answer):
+//!
+//! - the *wide* filter allows the list and the calls needed to enter a sandbox. The zygote loads it once and every fork inherits it;
+//! - the *closing* filter refuses the entry calls. A fork loads it as the last step of its lock-down. It is short, because loading is paid per session.
+//!
+//! A refused call answers ENOSYS, so that libraries take their fallback. Calls of another architecture, and x32 calls, end the process:
+//! their argument checks would mean something else.
+
+use seccompiler::{BpfProgram, TargetArch, sock_filter};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+const LIST: &str = include_str!("seccomp.json");
+
+/// Set in the numbers of x32 calls, which use the same architecture number as x86-64.
+const X32_BIT: u32 = 0x4000_0000;
+
+/// One line of the list.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rule {
+    pub syscall: String,
+    /// All of these must hold; without any, every argument is allowed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub args: Vec<Value>,
+    /// The reason.
+    pub comment: String,
+}
+
+/// The list as it is written down.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rules {
+    pub common: Vec<Rule>,
+    /// Calls that exist only there.
+    pub x86_64: Vec<Rule>,
+    /// Calls a fork makes on its way into the sandbox, and never again.
+    pub entry: Vec<Rule>,
+}
+
+/// The two filters, ready for the kernel.
+#[derive(Debug)]
+pub struct Filters {
+    pub(crate) wide: BpfProgram,
+    closing: BpfProgram,
+}
+
+/// Reads the list.
+pub fn rules() -> Rules {
+    serde_json::from_str(LIST).expect("the list is checked by a test")
+}
+
+/// Compiles the list for this architecture.
+pub fn filters() -> Filters {
+    let rules = rules();
+    let mut allowed = rules.common;
+    if cfg!(target_arch = "x86_64") {
+        allowed.extend(rules.x86_64);
+    }
+    allowed.extend(rules.entry.iter().cloned());
+    let refuse = json!({ "errno": libc::ENOSYS });
+    let mut wide = compile(&allowed, json!("allow"), refuse);
+    if cfg!(target_arch = "x86_64") {
+        // Jumps are relative, so instructions may be put in front.
+        wide.splice(0..0, refuse_x32());
+    }
+    let closing = compile(&rules.entry, json!({ "errno": libc::EPERM }), json!("allow"));
+    Filters { wide, closing }
+}
+
+impl Filters {
+    /// The closing filter as the array of `struct sock_filter` that the kernel reads.
+    pub fn closing_bytes(&self) -> Vec<u8> {
+        self.closing
+            .iter()
+            .flat_map(|step| {
+                let mut bytes = [0; 8];
+                bytes[..2].copy_from_slice(&step.code.to_ne_bytes());
+                bytes[2] = step.jt;
+                bytes[3] = step.jf;
+                bytes[4..].copy_from_slice(&step.k.to_ne_bytes());
+                bytes
+            })
+            .collect()
+    }
+}
+
+fn compile(rules: &[Rule], on_match: Value, otherwise: Value) -> BpfProgram {
+    let source = json!({ "filter": { "mismatch_action": otherwise, "match_action": on_match, "filter": rules } });
+    let arch = TargetArch::try_from(std::env::consts::ARCH).expect("Cellblock is built for x86-64 and aarch64 only");
+    seccompiler::compile_from_json(source.to_string().as_bytes(), arch)
+        .expect("the list is checked by a test")
+        .remove("filter")
+        .expect("the filter was given this name")
+}
+
+fn refuse_x32() -> [sock_filter; 3] {
+    // Offset 0 of seccomp_data is the call's number.
+    let load_number = sock_filter { code: 0x20, jt: 0, jf: 0, k: 0 };
+    let if_at_least_x32 = sock_filter { code: 0x35, jt: 0, jf: 1, k: X32_BIT };
+    let kill_process = sock_filter { code: 0x06, jt: 0, jf: 0, k: libc::SECCOMP_RET_KILL_PROCESS };
+    [load_number, if_at_least_x32, kill_process]
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn the_list_compiles_and_the_closing_filter_is_short() {
+        let filters = filters();
+        assert!(filters.closing_bytes().len() / 8 < 120, "loading it is paid per session");
+        assert!(filters.wide.len() < 4096, "the kernel's limit for one program");
+    }
+
+    #[test]
+    fn every_line_has_a_reason_and_no_line_is_there_twice() {
+        let rules = rules();
+        let mut seen = BTreeSet::new();
+        for rule in rules.common.iter().chain(&rules.x86_64).chain(&rules.entry) {
+            assert!(rule.comment.len() > 5, "{} has no reason", rule.syscall);
+            assert!(
+                seen.insert((rule.syscall.clone(), json!(rule.args).to_string())),
+                "{} is listed twice",
+                rule.syscall
+            );
+        }
+    }
+
+    #[test]
+    fn calls_that_must_never_be_listed_are_not() {
+        let rules = rules();
+        let listed: BTreeSet<&str> =
+            rules.common.iter().chain(&rules.x86_64).map(|rule| rule.syscall.as_str()).collect();
+        for call in [
+            "bpf",
+            "perf_event_open",
+            "userfaultfd",
+            "io_uring_setup",
+            "io_uring_enter",
+            "io_uring_register",
+            "keyctl",
+            "add_key",
+            "request_key",
+            "ptrace",
+            "process_vm_readv",
+            "process_vm_writev",
+            "process_madvise",
+            "kcmp",
+            "pidfd_getfd",
+            "open_by_handle_at",
+            "name_to_handle_at",
+            "mount",
+            "umount2",
+            "pivot_root",
+            "chroot",
+            "move_mount",
+            "open_tree",
+            "fsopen",
+            "fsmount",
+            "fsconfig",
+            "fspick",
+            "mount_setattr",
+            "unshare",
+            "setns",
+            "clone3",
+            "init_module",
+            "finit_module",
+            "delete_module",
+            "kexec_load",
+            "kexec_file_load",
+            "swapon",
+            "swapoff",
+            "reboot",
+            "quotactl",
+            "quotactl_fd",
+            "acct",
+            "settimeofday",
+            "clock_settime",
+            "adjtimex",
+            "clock_adjtime",
+            "syslog",
+            "vhangup",
+            "iopl",
+            "ioperm",
+            "sethostname",
+            "setdomainname",
+            "fanotify_init",
+            "lookup_dcookie",
+            "seccomp",
+            "capset",
+            "setresuid",
+            "setuid",
+            "setgroups",
+            "openat2",
+            "setxattr",
+            "lsetxattr",
+            "fsetxattr",
+            "landlock_create_ruleset",
+            "mq_open",
+            "modify_ldt",
+            "move_pages",
+            "migrate_pages",
+        ] {
+            assert!(!listed.contains(call), "{call} must not be in the list");
+        }
+    }
+
+    #[test]
+    fn entry_calls_are_closed_with_the_very_conditions_they_were_opened_with() {
+        let rules = rules();
+        for entry in &rules.entry {
+            assert!(
+                !rules
+                    .common
+                    .iter()
+                    .chain(&rules.x86_64)
+                    .any(|rule| rule.syscall == entry.syscall && rule.args.is_empty()),
+                "{} would stay open",
+                entry.syscall
+            );
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! System calls that no crate wraps safely. The only unsafe code of the project.
+//!
+//! Each function does one call. None of them is async-signal-safe by promise: the callers are single-threaded processes, so a
+//! child made by `clone_process` may allocate and use locks like its parent.
+
+use std::ffi::c_long;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+
+use rustix::process::Pid;
+use rustix::thread::UnshareFlags;
+
+/// The two sides of a fork.
+pub(crate) enum Forked {
+    Parent(Pid),
+    Child,
+}
+
+/// Forks with the given namespace flags; the child is a copy of this single-threaded process.
+pub(crate) fn clone_process(namespaces: libc::c_int) -> io::Result<Forked> {
+    let flags = c_long::from(namespaces | libc::SIGCHLD);
+    // SAFETY: without CLONE_VM and with a null stack, clone is fork: the child gets a copy of this address space and returns here.
+    // This process has one thread (asserted by the guardian at its start), so no lock can be held by a thread that vanished.
+    let pid = unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) };
+    match pid {
+        -1 => Err(io::Error::last_os_error()),
+        0 => Ok(Forked::Child),
+        pid => Ok(Forked::Parent(Pid::from_raw(pid as i32).expect("clone returns a positive pid to the parent"))),
+    }
+}
+
+/// Moves this process into new namespaces.
+pub(crate) fn unshare(flags: UnshareFlags) -> io::Result<()> {
+    // SAFETY: the danger named by rustix is CLONE_FILES seen by other threads; this process has no other thread.
+    unsafe { rustix::thread::unshare_unsafe(flags) }.map_err(io::Error::from)
+}
+
+/// `struct mount_attr` of the kernel.
+#[repr(C)]
+#[derive(Default)]
+pub(crate) struct MountAttributes {
+    pub(crate) set: u64,
+    pub(crate) clear: u64,
+    pub(crate) propagation: u64,
+    pub(crate) user_namespace: u64,
+}
+
+/// Changes the attributes of a mount and of all mounts below it.
+pub(crate) fn mount_setattr(mount: impl AsFd, attributes: &MountAttributes) -> io::Result<()> {
+    mount_setattr_with(mount, attributes, libc::AT_RECURSIVE)
+}
+
+/// Changes the attributes of a mount and leaves those below it alone.
+pub(crate) fn mount_setattr_only(mount: impl AsFd, attributes: &MountAttributes) -> io::Result<()> {
+    mount_setattr_with(mount, attributes, 0)
+}
+
+fn mount_setattr_with(mount: impl AsFd, attributes: &MountAttributes, depth: libc::c_int) -> io::Result<()> {
+    let flags = libc::AT_EMPTY_PATH | depth;
+    // SAFETY: the path is a C string, `attributes` has the kernel's layout and the size given is its size; the kernel only reads both.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            mount.as_fd().as_raw_fd(),
+            c"".as_ptr(),
+            flags,
+            std::ptr::from_ref(attributes),
+            size_of::<MountAttributes>(),
+        )
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Brings the loopback interface of this network namespace up.
+pub(crate) fn bring_loopback_up() -> io::Result<()> {
+    let socket = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, None)?;
+    let mut name = [0; libc::IFNAMSIZ];
+    name[0] = b'l' as libc::c_char;
+    name[1] = b'o' as libc::c_char;
+    let request = libc::ifreq {
+        ifr_name: name,
+        ifr_ifru: libc::__c_anonymous_ifr_ifru { ifru_flags: (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short },
+    };
+    // SAFETY: SIOCSIFFLAGS reads one ifreq, whose name is terminated by the zeros it was filled with.
+    let result = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, std::ptr::from_ref(&request)) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Returns a descriptor that becomes readable when a child of this process changes state; SIGCHLD itself is blocked from now on.
+pub(crate) fn child_signal_descriptor() -> io::Result<OwnedFd> {
+    let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigemptyset initialises the set it is given.
+    unsafe { libc::sigemptyset(set.as_mut_ptr()) };
+    // SAFETY: sigemptyset above has initialised it.
+    let mut set = unsafe { set.assume_init() };
+    // SAFETY: the set is initialised and SIGCHLD is a signal number.
+    unsafe { libc::sigaddset(&mut set, libc::SIGCHLD) };
+    // SAFETY: the set is initialised and the old mask is not asked for.
+    unsafe { libc::sigprocmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) };
+    // SAFETY: -1 asks for a new descriptor; the set is initialised.
+    let raw = unsafe { libc::signalfd(-1, &set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
+    if raw < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: signalfd returned a new descriptor that nobody else owns.
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+}
+
+/// From now on children of this process vanish when they end, without being waited for.
+pub(crate) fn let_kernel_collect_children() {
+    // SAFETY: SIG_IGN installs no handler, so no code of ours can be called at a bad moment.
+    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
+}
+
+/// Blocks no signal; for a child that will run another program.
+pub(crate) fn unblock_signals() {
+    let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigemptyset initialises the set it is given.
+    unsafe { libc::sigemptyset(set.as_mut_ptr()) };
+    // SAFETY: the set was initialised above and the old mask is not asked for.
+    unsafe { libc::sigprocmask(libc::SIG_SETMASK, set.as_ptr(), std::ptr::null_mut()) };
+}
+
+/// Sends a signal to every process this one can see in its pid namespace, except itself and pid 1. `None` only asks whether there is any.
+pub(crate) fn signal_everyone(signal: Option<libc::c_int>) -> io::Result<()> {
+    // SAFETY: kill takes two numbers and touches no memory.
+    let result = unsafe { libc::kill(-1, signal.unwrap_or(0)) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Takes over the descriptor this process was started with as its standard input.
+pub(crate) fn take_standard_input() -> OwnedFd {
+    // SAFETY: descriptor 0 was opened for us before exec, and nothing in this process reads from std::io::stdin.
+    unsafe { OwnedFd::from_raw_fd(0) }
+}
+
+/// Puts a copy of `descriptor` at a fixed number, kept over exec.
+pub(crate) fn place(descriptor: std::os::fd::BorrowedFd<'_>, number: i32) -> io::Result<()> {
+    // SAFETY: dup2 closes whatever had that number; the caller runs another program next and uses nothing but the listed descriptors.
+    let result = unsafe { libc::dup2(descriptor.as_raw_fd(), number) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    if descriptor.as_raw_fd() == number {
+        // SAFETY: F_SETFD takes a number; dup2 onto itself leaves close-on-exec as it was.
+        unsafe { libc::fcntl(number, libc::F_SETFD, 0) };
+    }
+    Ok(())
+}
+
+/// Closes every descriptor except the given ones. For a process that was just forked and will never return into code of its parent.
+pub(crate) fn close_all_but(kept: &[i32]) {
+    let mut kept = kept.to_vec();
+    kept.sort_unstable();
+    let mut from = 0;
+    for number in kept.into_iter().chain([i32::MAX]) {
+        if number > from {
+            // SAFETY: nothing owns these descriptors any more: the values that did belong to the parent's code, which this process left.
+            unsafe { libc::syscall(libc::SYS_close_range, from as libc::c_uint, (number - 1) as libc::c_uint, 0) };
+        }
+        from = number.saturating_add(1);
+    }
+}
+
+/// Replaces this process by a program, searching no path.
+pub(crate) fn execute(
+    program: &std::ffi::CStr,
+    arguments: &[&std::ffi::CStr],
+    environment: &[&std::ffi::CStr],
+) -> io::Error {
+    let pointers = |list: &[&std::ffi::CStr]| -> Vec<*const libc::c_char> {
+        list.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
+    };
+    let (arguments, environment) = (pointers(arguments), pointers(environment));
+    // SAFETY: both lists end with a null pointer and their strings outlive the call.
+    unsafe { libc::execve(program.as_ptr(), arguments.as_ptr(), environment.as_ptr()) };
+    io::Error::last_os_error()
+}
+
+/// Ends this process at once, without running exit handlers copied from its parent.
+pub(crate) fn exit_now(status: i32) -> ! {
+    // SAFETY: _exit never returns and touches no memory of ours.
+    unsafe { libc::_exit(status) }
+}

@@ -1,0 +1,232 @@
+//! Messages between the server, the guardian and the warden, with descriptors attached.
+//!
+//! Sockets are of the packet kind: one message, one packet, whole or not at all. Both ends are ours; nothing from inside a
+//! sandbox travels here.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::identity::Identity;
+
+/// Larger than any message; the largest is `Setup` with its lists of mounts and variables.
+const LARGEST_MESSAGE: usize = 160 * 1024;
+/// A session has seven namespaces, a ruleset and a channel.
+const MOST_DESCRIPTORS: usize = 32;
+
+/// The number of a sandbox; it also chooses the host uid of the session in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Slot(pub u32);
+
+/// Counts the interpreters of one sandbox, so that a late message about an earlier one is not taken for the present one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Generation(pub u32);
+
+/// The first message to a guardian: all it will ever be told about its task. Carries the warden's end of the command socket.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Setup {
+    pub identity: Identity,
+    /// Shown inside, read-only, beside the system folders that `root` chooses.
+    pub binds: Vec<Bind>,
+    /// Folders and files of the operator, shown below the working folder.
+    pub mounts: Vec<OperatorMount>,
+    pub scratch: Scratch,
+    pub zygote: ZygoteCommand,
+    /// Limits that hold where no cgroup does, and some that always hold.
+    pub rlimits: Vec<ResourceLimit>,
+    /// Groups of the server's cgroup directories to remove when the server is gone.
+    pub cgroups: Vec<PathBuf>,
+    /// Layers that are left out, because the operator allows their absence or a test wants to see the others hold.
+    pub leave_out: Vec<LeftOut>,
+}
+
+/// A host path shown inside at another path, read-only.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bind {
+    pub host: PathBuf,
+    pub inside: PathBuf,
+}
+
+/// A host path of the operator, shown inside with the session as its owner.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OperatorMount {
+    pub host: PathBuf,
+    pub inside: PathBuf,
+    pub writable: bool,
+}
+
+/// Sizes of a sandbox's own memory file systems.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub struct Scratch {
+    pub bytes: u64,
+    pub files: u64,
+    pub shared_memory: u64,
+}
+
+/// How the warm interpreter is started inside.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ZygoteCommand {
+    pub program: String,
+    pub arguments: Vec<String>,
+    pub environment: Vec<(String, String)>,
+    /// Modules imported before the first fork.
+    pub preload: Vec<String>,
+    /// The environment of the interpreters forked from it.
+    pub session_environment: Vec<(String, String)>,
+}
+
+/// A limit of the `setrlimit` kind, soft and hard alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResourceLimit {
+    /// The kernel's number of the resource.
+    pub resource: u32,
+    pub value: u64,
+}
+
+/// A layer that can be left out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LeftOut {
+    Landlock,
+    Seccomp,
+    ReadOnlyMounts,
+}
+
+/// Commands of the server to the warden.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "do")]
+pub enum Command {
+    /// Starts a warm interpreter in place of the present one, if any.
+    Warm,
+    /// Makes an empty sandbox up to the point where its init waits.
+    Prepare { slot: Slot },
+    /// Lets the init go on; by now the server has put it into its cgroup.
+    Proceed { slot: Slot },
+    /// Forks an interpreter; carries its end of the channel. The fork waits at its gate: a byte on the channel.
+    Fork { slot: Slot, generation: Generation },
+    /// Ends every process of the sandbox but its init.
+    Sweep { slot: Slot },
+    /// Ends the sandbox.
+    Destroy { slot: Slot },
+}
+
+/// What the warden tells the server.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "event")]
+pub enum Event {
+    /// The warden is in its place.
+    Ready,
+    /// The warm interpreter is ready to fork; carries its pidfd.
+    Warmed,
+    /// The warm interpreter ended; no fork is possible until the next `Warm`.
+    ZygoteEnded { status: i32, words: String },
+    /// An init exists and waits; carries its pidfd.
+    Created { slot: Slot },
+    /// The sandbox is complete.
+    Prepared { slot: Slot },
+    /// An interpreter was forked and waits at its gate; carries its pidfd.
+    Forked { slot: Slot, generation: Generation },
+    /// An interpreter ended; the status is the kernel's wait status, the words are what was complained of before it was locked down.
+    Exited { slot: Slot, generation: Generation, status: i32, words: String },
+    /// No process but the init is left in the sandbox.
+    Swept { slot: Slot },
+    /// The sandbox ended and nothing of it is left.
+    Destroyed { slot: Slot },
+    /// A sandbox could not be made, or an interpreter could not be forked.
+    Failed { slot: Slot, why: String },
+    /// The warden cannot go on.
+    Broken { why: String },
+}
+
+/// Makes a pair of connected packet sockets.
+pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (one, other) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    Ok((one, other))
+}
+
+/// Sends one message with descriptors.
+pub fn send<M: Serialize>(socket: impl AsFd, message: &M, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let bytes = serde_json::to_vec(message)?;
+    if bytes.len() > LARGEST_MESSAGE || descriptors.len() > MOST_DESCRIPTORS {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the message is too large"));
+    }
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() {
+        let fits = ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
+        assert!(fits, "the buffer holds MOST_DESCRIPTORS");
+    }
+    rustix::io::retry_on_intr(|| {
+        rustix::net::sendmsg(&socket, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)
+    })?;
+    Ok(())
+}
+
+/// Receives one message with its descriptors; `None` when the other end is closed.
+pub fn receive<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<(M, Vec<OwnedFd>)>> {
+    let mut buffer = vec![0; LARGEST_MESSAGE];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let received = rustix::io::retry_on_intr(|| {
+        rustix::net::recvmsg(&socket, &mut [IoSliceMut::new(&mut buffer)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)
+    })?;
+    if received.flags.contains(ReturnFlags::TRUNC) || received.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "a message was cut"));
+    }
+    let descriptors = ancillary
+        .drain()
+        .filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+            _ => None,
+        })
+        .flatten()
+        .collect();
+    if received.bytes == 0 {
+        return Ok(None);
+    }
+    Ok(Some((serde_json::from_slice(&buffer[..received.bytes])?, descriptors)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn a_message_arrives_whole_with_its_descriptors() {
+        let (one, other) = pair().unwrap();
+        let (mut reader, writer) = std::io::pipe().unwrap();
+        send(&one, &Command::Prepare { slot: Slot(7) }, &[writer.as_fd()]).unwrap();
+        let (message, mut descriptors) = receive::<Command>(&other).unwrap().unwrap();
+        assert!(matches!(message, Command::Prepare { slot: Slot(7) }));
+        let mut passed = std::fs::File::from(descriptors.remove(0));
+        passed.write_all(b"x").unwrap();
+        let mut byte = [0];
+        reader.read_exact(&mut byte).unwrap();
+        assert_eq!(&byte, b"x");
+    }
+
+    #[test]
+    fn a_closed_socket_is_the_end() {
+        let (one, other) = pair().unwrap();
+        drop(one);
+        assert!(receive::<Command>(&other).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_message_that_is_too_large_is_refused_by_the_sender() {
+        let (one, _other) = pair().unwrap();
+        let why = "x".repeat(LARGEST_MESSAGE);
+        assert!(send(&one, &Event::Broken { why }, &[]).is_err());
+    }
+}
