@@ -292,6 +292,14 @@ fn make_version_two(parent: &Path, name: &str) -> Result<Tree, String> {
     Ok(Tree::Two { folder: own })
 }
 
+/// Moves this process out of a server's folder, which could not be removed otherwise.
+pub fn leave(folder: &Path) {
+    if let Some(parent) = folder.parent() {
+        // A zero stands for the writer.
+        let _ = fs::write(parent.join("cgroup.procs"), "0");
+    }
+}
+
 /// Removes a server's folder with all groups below it, ending processes that are still in them.
 pub fn remove_tree(folder: &Path) {
     let Ok(entries) = fs::read_dir(folder) else { return };

@@ -106,6 +106,7 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
     // The kernel reports the warden's end only after every process of its pid namespace is gone.
     let _ = rustix::process::waitpid(Some(warden), WaitOptions::empty());
     for group in &setup.cgroups {
+        cgroup::leave(group);
         cgroup::remove_tree(group);
     }
     outcome

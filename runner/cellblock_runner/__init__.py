@@ -1,0 +1,21 @@
+"""The runner: the Python that lives inside a sandbox.
+
+One process, one thread, one IPython shell. The host sends requests over a socket (PROTOCOL.md), the runner answers them
+one at a time:
+
+    frames      bytes <-> (header, payload), pure
+    channel     the socket, with descriptors
+    interrupts  when SIGINT may become KeyboardInterrupt
+    lanes       stdout, stderr and the channel, kept in order by markers
+    bundles     what IPython displays -> what a frame carries
+    processes   !cmd and %%script without a terminal and without threads
+    shell       the IPython shell itself
+    variables   what a cell changed in the namespace
+    files       file requests, and what a cell changed in the working folder
+    reseed      fresh randomness after a fork
+    serve       puts all of it together
+
+The user's code shares this process, so nothing here protects anything: the host treats every frame as a claim.
+"""
+
+PROTOCOL_VERSION = 1

@@ -1,0 +1,260 @@
+"""Files: requests for files below the working folder, and what a cell changed there.
+
+A path is walked part by part with descriptors, and no link is followed, so a request cannot leave the folder however
+the user's code moves things around meanwhile. Only regular files are read or replaced. An upload becomes visible in one
+step, complete, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+# The most entries (of any kind) and levels that are looked at after each cell. Beyond, changes are not followed.
+MOST_FOLLOWED = 1000
+DEEPEST_FOLLOWED = 16
+# The most entries in each list of a report.
+MOST_ENTRIES = 50
+
+_PIECE = 1024 * 1024
+_TEMPORARY = ".cellblock-upload-"
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_REASONS = {
+    errno.ENOENT: "missing",
+    errno.EEXIST: "exists",
+    errno.EISDIR: "not_a_file",
+    errno.ENXIO: "not_a_file",
+    errno.ELOOP: "not_a_file",
+    errno.ENOSPC: "no_space",
+    errno.EDQUOT: "no_space",
+    errno.EFBIG: "no_space",
+    errno.EACCES: "denied",
+    errno.EPERM: "denied",
+    errno.EROFS: "denied",
+}
+
+# Path to what tells one state of a file from another: size, time of change, inode.
+FolderState = dict[str, tuple[int, int, int]]
+
+
+class FileRefused(Exception):
+    """A request that cannot be done. `reason` is one of the words in PROTOCOL.md."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def read_pieces(root: str, path: str, limit: int | None) -> Iterator[bytes]:
+    """Yields the bytes of a regular file, or raises FileRefused, at the latest when more than `limit` bytes came."""
+    folder, name = _open_parent(root, path, create=False)
+    try:
+        # Without O_NONBLOCK, opening a FIFO would wait for somebody to write to it.
+        with _refusals(path):
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise FileRefused("not_a_file", f"{path} is not a regular file")
+        read = 0
+        if limit is not None and status.st_size > limit:
+            raise FileRefused("too_large", f"{path} has {status.st_size} bytes; the limit is {limit}")
+        while True:
+            with _refusals(path):
+                piece = os.read(file, _PIECE)
+            if not piece:
+                return
+            read += len(piece)
+            if limit is not None and read > limit:
+                raise FileRefused("too_large", f"{path} grew beyond the limit of {limit} bytes")
+            yield piece
+    finally:
+        os.close(file)
+
+
+class Upload:
+    """A file on its way. It lives under a temporary name beside its place until `finish`."""
+
+    def __init__(self, root: str, path: str, overwrite: bool) -> None:
+        self._path = path
+        self._overwrite = overwrite
+        self._size = 0
+        self._file = -1
+        self._folder, self._name = _open_parent(root, path, create=True)
+        self._temporary = _TEMPORARY + os.urandom(8).hex()
+        try:
+            self._check_place()
+            with _refusals(path):
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                self._file = os.open(self._temporary, flags, 0o600, dir_fd=self._folder)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        with _refusals(self._path):
+            while view:
+                written = os.write(self._file, view)
+                self._size += written
+                view = view[written:]
+
+    def finish(self) -> tuple[int, bool]:
+        """Puts the file in its place. Returns its size and whether another file was there before."""
+        try:
+            with _refusals(self._path):
+                os.fchmod(self._file, 0o644)
+                os.close(self._file)
+                self._file = -1
+                replaced = self._check_place()
+                if self._overwrite:
+                    os.rename(self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+                else:
+                    # Unlike rename, link refuses when somebody made the file since we looked.
+                    os.link(self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            return self._size, replaced
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Removes what is left. Harmless after `finish`, and twice."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if self._folder >= 0:
+            try:
+                os.unlink(self._temporary, dir_fd=self._folder)
+            except OSError:
+                pass
+            os.close(self._folder)
+            self._folder = -1
+
+    def _check_place(self) -> bool:
+        """Returns whether a file is in the place already; refuses when it may not be replaced."""
+        try:
+            status = os.lstat(self._name, dir_fd=self._folder)
+        except FileNotFoundError:
+            return False
+        except OSError as cause:
+            raise _refusal(self._path, cause) from cause
+        if not stat.S_ISREG(status.st_mode):
+            raise FileRefused("not_a_file", f"{self._path} is not a regular file")
+        if not self._overwrite:
+            raise FileRefused("exists", f"{self._path} exists already")
+        return True
+
+
+def look(root: str) -> FolderState | None:
+    """Returns the state of all files below `root`, or None when there are too many to follow."""
+    found: FolderState = {}
+    entries_left = MOST_FOLLOWED
+    folders = [(root, "", 0)]
+    while folders:
+        folder, prefix, depth = folders.pop()
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    entries_left -= 1
+                    if entries_left < 0:
+                        return None
+                    name = entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        if depth >= DEEPEST_FOLLOWED:
+                            return None
+                        if not name.startswith(".") and name != "__pycache__":
+                            folders.append((entry.path, f"{prefix}{name}/", depth + 1))
+                    elif entry.is_file(follow_symlinks=False) and not name.startswith(_TEMPORARY):
+                        status = entry.stat(follow_symlinks=False)
+                        found[prefix + name] = (status.st_size, status.st_mtime_ns, status.st_ino)
+        except OSError:
+            continue  # Removed or closed to us while we looked: what cannot be seen is not reported.
+    return found
+
+
+def report(before: FolderState | None, after: FolderState | None) -> dict[str, Any] | None:
+    """Returns the `files` member of a `done` frame."""
+    if before is None or after is None:
+        return None
+    if before == after:
+        return {"created": [], "changed": [], "deleted": [], "omitted": 0}
+    created = sorted(path for path in after if path not in before)
+    changed = sorted(path for path, state in after.items() if path in before and before[path] != state)
+    deleted = sorted(path for path in before if path not in after)
+    return {
+        "created": [{"path": path, "size": after[path][0]} for path in created[:MOST_ENTRIES]],
+        "changed": [{"path": path, "size": after[path][0]} for path in changed[:MOST_ENTRIES]],
+        "deleted": deleted[:MOST_ENTRIES],
+        "omitted": sum(max(0, len(paths) - MOST_ENTRIES) for paths in (created, changed, deleted)),
+    }
+
+
+def _open_parent(root: str, path: str, create: bool) -> tuple[int, str]:
+    """Opens the folder that `path` names a file in. Returns its descriptor and the last part of the path."""
+    parts = _parts(path)
+    with _refusals(path):
+        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parts[:-1]:
+            inner = _open_folder(folder, part, path, create)
+            os.close(folder)
+            folder = inner
+    except BaseException:
+        os.close(folder)
+        raise
+    return folder, parts[-1]
+
+
+def _open_folder(parent: int, name: str, path: str, create: bool) -> int:
+    if create:
+        try:
+            os.mkdir(name, 0o755, dir_fd=parent)
+        except FileExistsError:
+            pass
+        except OSError as cause:
+            raise _refusal(path, cause) from cause
+    try:
+        return os.open(name, _FOLDER_FLAGS, dir_fd=parent)
+    except OSError as cause:
+        if cause.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise _refusal(path, cause) from cause
+        try:
+            is_link = stat.S_ISLNK(os.lstat(name, dir_fd=parent).st_mode)
+        except OSError:
+            is_link = False
+        if is_link:
+            raise FileRefused("outside", f"{path} passes through a link; links are not followed") from cause
+        raise FileRefused("not_a_file" if create else "missing", f"{name} in {path} is not a folder") from cause
+
+
+def _parts(path: str) -> list[str]:
+    if not isinstance(path, str) or "\0" in path:
+        raise FileRefused("other", "the path is not a path")
+    if path.startswith("/"):
+        raise FileRefused("outside", f"{path} is not relative to the working folder")
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if ".." in parts:
+        raise FileRefused("outside", f"{path} leaves the working folder")
+    if not parts or path.endswith(("/", "/.")):
+        raise FileRefused("not_a_file", f"{path!r} names a folder, not a file")
+    return parts
+
+
+@contextlib.contextmanager
+def _refusals(path: str) -> Iterator[None]:
+    """Turns an OSError inside the block into a FileRefused that names the path."""
+    try:
+        yield
+    except OSError as cause:
+        raise _refusal(path, cause) from cause
+
+
+def _refusal(path: str, cause: OSError) -> FileRefused:
+    reason = _REASONS.get(cause.errno or 0, "other")
+    return FileRefused(reason, f"{path}: {os.strerror(cause.errno or 0).lower()}")

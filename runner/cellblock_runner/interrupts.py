@@ -1,0 +1,102 @@
+"""Interrupts: when a SIGINT from the host becomes a KeyboardInterrupt.
+
+From the moment a cell's `started` is sent, so that none is lost, until its code has ended; and never in the middle of
+writing a marker or a frame: half a frame would end the conversation, and a marker in one pipe only would confuse the
+order. Such an interrupt waits until the write is complete.
+
+Python runs signal handlers in the main thread between two bytecodes, so the fields below need no lock: the handler and
+the code that it interrupts are the same thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+# Two interrupts closer than this count as one. It gives the code that catches the first one time to close the gate,
+# so that a second one cannot arrive between "caught" and "closed" and escape into the runner.
+_ONE_INTERRUPT = 0.02
+
+
+class Gate:
+    """Lets interrupts through to user code, and holds them back during writes (`hold` … `release`)."""
+
+    def __init__(self) -> None:
+        self._open = False
+        self._held = 0
+        self._waiting = False
+        self._last = 0.0
+        self.main_thread = threading.get_ident()
+
+    def open(self) -> None:
+        """Begins to take interrupts for a cell, held back until the first `release`.
+
+        Installs the handler anew, because an earlier cell may have replaced it or blocked the signal.
+        """
+        self._waiting = False
+        self._last = float("-inf")
+        self._held = 1
+        self._open = True
+        self.install()
+
+    def close(self) -> None:
+        """Ends it: from now on interrupts do nothing."""
+        self._open = False
+
+    def install(self) -> None:
+        if signal.getsignal(signal.SIGINT) != self._arrived:
+            signal.signal(signal.SIGINT, self._arrived)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+
+    def hold(self) -> None:
+        """Holds interrupts back. For the main thread only; calls nest."""
+        self._held += 1
+
+    def release(self) -> None:
+        """Ends one `hold`, and raises the interrupt that arrived meanwhile."""
+        self._held = max(0, self._held - 1)
+        if self._waiting and not self._held:
+            self._waiting = False
+            self._interrupt()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds interrupts back during the block. In other threads it does nothing: interrupts do not reach them."""
+        if threading.get_ident() != self.main_thread:
+            yield
+            return
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release()
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Inside a `held` block, lets interrupts through again: one that waits is raised at the beginning."""
+        if threading.get_ident() != self.main_thread:
+            yield
+            return
+        try:
+            self.release()
+            yield
+        finally:
+            self.hold()
+
+    def _arrived(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._held:
+            self._waiting = True
+        else:
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        if not self._open:
+            return
+        now = time.monotonic()
+        if now - self._last >= _ONE_INTERRUPT:
+            self._last = now
+            raise KeyboardInterrupt

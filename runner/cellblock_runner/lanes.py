@@ -1,0 +1,393 @@
+"""Lanes: stdout, stderr and the channel, kept in order by markers.
+
+Python's text goes straight into two pipes, the same that C code and subprocesses use through descriptors 1 and 2. So
+nothing is lost when the interpreter dies, and no thread is needed to collect anything. The order between the pipes and
+the frames on the channel comes from markers (PROTOCOL.md, "Order").
+
+Who may write what:
+
+ 1. While a cell runs, its main thread and the threads it started write into the cell.
+ 2. A thread that was alive when the cell started is late, and what it prints is dropped, unless it works in the context
+    of this cell (asyncio.to_thread hands work, with its context, to threads of earlier cells).
+ 3. Between cells nothing is written.
+ 4. A process that user code forked writes plainly, without markers, and has no channel.
+
+The private descriptors have high numbers and are not inherited: user code may close, or redirect, 1 and 2.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import fcntl
+import io
+import os
+import select
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .channel import Channel
+from .frames import Header
+from .interrupts import Gate
+
+# Text without a newline is written at this size at the latest.
+_BUFFERED = 8192
+# Below this number are descriptors that programs like to choose by themselves.
+_LOWEST_PRIVATE_DESCRIPTOR = 100
+
+# These audit events announce that another process is about to share the pipes (or, for exec, to take over this one).
+_SPAWNING = frozenset(("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"))
+
+_cell: contextvars.ContextVar[int] = contextvars.ContextVar("cellblock_cell", default=0)
+
+# The lanes that audit events and forks concern. One process serves at most one session.
+_active: Lanes | None = None
+
+
+class Lanes:
+    """The two pipes and the channel of one session, and the one counter that orders them."""
+
+    def __init__(self, gate: Gate, channel: Channel, marker: bytes, descriptors: tuple[int, int]) -> None:
+        """`descriptors` are the write ends that text goes to; the lanes own them."""
+        self._gate = gate
+        self._channel = channel
+        self._marker_start = b"\x00\x1bCB" + marker
+        self._descriptors = descriptors
+        self._lock = threading.RLock()
+        self._seq = 0
+        self._last_used: OutStream | None = None
+        self._cell_number = 0
+        self._cell_is_open = False
+        self._late: dict[int, threading.Thread] = {}
+        self._spawned = False
+        self.forked = False
+        self.stdout = OutStream(self, 0, "<stdout>", eager=False)
+        self.stderr = OutStream(self, 1, "<stderr>", eager=True)
+
+    def activate(self) -> None:
+        """Makes these the lanes of the process: audit events and forks concern them from now on."""
+        global _active
+        _active = self
+
+    def open_cell(self, header: Header) -> None:
+        """Begins a cell and sends `header` (`started`), with new pipes when the last cell left processes behind."""
+        read_ends: tuple[int, ...] = ()
+        if self is _active and (self._spawned or _has_children()):
+            self._descriptors, read_ends = self._replace_pipes()
+            self._spawned = False
+        main = self._gate.main_thread
+        self._late = {id(thread): thread for ident, thread in list(threading._active.items()) if ident != main}  # type: ignore[attr-defined]
+        self._cell_number += 1
+        _cell.set(self._cell_number)
+        header["rotated"] = bool(read_ends)
+        self.send(header, descriptors=read_ends)
+        for descriptor in read_ends:
+            os.close(descriptor)
+        self._cell_is_open = True
+
+    def close_cell(self) -> None:
+        """Ends the cell: all its text is in the pipes, and nothing more is taken."""
+        _flush_c_stdout()
+        held = self._enter()
+        try:
+            self._flush_text()
+            self._cell_is_open = False
+        finally:
+            self._leave(held)
+
+    def send(self, header: Header, payload: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+        """Sends a frame in its place between the texts. Adds its `seq`."""
+        held = self._enter()
+        try:
+            self._flush_text()
+            self._mark(b"F")
+            header["seq"] = self._seq
+            self._channel.send(header, payload, descriptors)
+        finally:
+            self._leave(held)
+
+    def accepts_output(self) -> bool:
+        """Tells whether what the calling thread prints now belongs to the open cell."""
+        if not self._cell_is_open:
+            return False
+        if not self._late or threading.get_ident() == self._gate.main_thread:
+            return True
+        return id(threading.current_thread()) not in self._late or _cell.get() == self._cell_number
+
+    def write(self, stream: OutStream, text: str) -> None:
+        held = self._enter()
+        try:
+            if self._last_used is not stream:
+                self._switch_to(stream)
+            stream.pending.append(text)
+            stream.pending_size += len(text)
+            if stream.eager or not text or text[-1] == "\n" or stream.pending_size >= _BUFFERED:
+                self._flush_text()
+        finally:
+            self._leave(held)
+
+    def write_bytes(self, stream: OutStream, data: bytes) -> None:
+        held = self._enter()
+        try:
+            if self._last_used is not stream:
+                self._switch_to(stream)
+            self._flush_text()
+            self._put(stream, data)
+        finally:
+            self._leave(held)
+
+    def flush(self) -> None:
+        held = self._enter()
+        try:
+            self._flush_text()
+        finally:
+            self._leave(held)
+
+    def before_spawn(self) -> None:
+        """Puts everything printed so far before what the new process will print."""
+        if self.forked:
+            return
+        _flush_c_stdout()
+        held = self._enter()
+        try:
+            self._flush_text()
+            self._mark(b"P")
+            self._spawned = True
+        finally:
+            self._leave(held)
+
+    def become_child(self) -> None:
+        """Called in a process that user code forked: it keeps its voice, and loses the channel."""
+        self.forked = True
+        self._lock = threading.RLock()
+        for stream in (self.stdout, self.stderr):
+            stream.pending.clear()
+            stream.pending_size = 0
+        self._channel.close()
+
+    # Everything below happens inside the lock, with interrupts held back.
+
+    def _enter(self) -> bool:
+        # Interrupts first: once they are held back, none can strike between taking the lock and the caller's `try`.
+        held = threading.get_ident() == self._gate.main_thread
+        if held:
+            self._gate.hold()
+        self._lock.acquire()
+        return held
+
+    def _leave(self, held: bool) -> None:
+        self._lock.release()
+        if held:
+            self._gate.release()
+
+    def _switch_to(self, stream: OutStream) -> None:
+        if self._last_used is not None:
+            self._flush_text()
+            self._mark(b"P")
+        self._last_used = stream
+
+    def _flush_text(self) -> None:
+        stream = self._last_used
+        if stream is None or not stream.pending:
+            return
+        text = "".join(stream.pending)
+        stream.pending.clear()
+        stream.pending_size = 0
+        if text:
+            self._put(stream, text.encode("utf-8", "backslashreplace"))
+
+    def _put(self, stream: OutStream, data: bytes) -> None:
+        if self._spawned:
+            # A child may have written to the other pipe meanwhile; the marker puts that before this.
+            self._mark(b"P")
+            self._last_used = stream
+        _write_all(self._descriptors[stream.lane], data)
+
+    def _mark(self, kind: bytes) -> None:
+        self._last_used = None
+        self._seq += 1
+        marker = self._marker_start + self._seq.to_bytes(4, "big") + kind + b"\n"
+        for descriptor in self._descriptors:
+            _write_all(descriptor, marker)
+
+    def _replace_pipes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        return make_pipes()
+
+
+class OutStream(io.TextIOBase):
+    """What user code knows as sys.stdout and sys.stderr."""
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+    newlines = None
+    mode = "w"
+    line_buffering = True
+    write_through = False
+
+    def __init__(self, lanes: Lanes, lane: int, name: str, eager: bool) -> None:
+        super().__init__()
+        self._lanes = lanes
+        self.lane = lane
+        self.name = name
+        self.eager = eager
+        self.pending: list[str] = []
+        self.pending_size = 0
+        self.buffer = ByteStream(self, lanes)
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        if self._lanes.forked:
+            _write_all(self.fileno(), text.encode("utf-8", "backslashreplace"))
+        elif self._lanes.accepts_output():
+            # A subclass of str may answer wrongly to anything we ask it.
+            self._lanes.write(self, text if type(text) is str else str.__str__(text))
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._lanes.forked and self._lanes.accepts_output():
+            self._lanes.flush()
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self.lane + 1
+
+    def reconfigure(self, **_options: Any) -> None:
+        """Accepts what programs ask of a text stream; the pipe always carries UTF-8."""
+        self.flush()
+
+    def close(self) -> None:
+        """Stays open: the next cell prints here too."""
+        self.flush()
+
+    def __repr__(self) -> str:
+        return f"<OutStream name={self.name!r} encoding='utf-8'>"
+
+
+class ByteStream(io.BufferedIOBase):
+    """What user code knows as sys.stdout.buffer: bytes, in order with the text."""
+
+    mode = "wb"
+
+    def __init__(self, text: OutStream, lanes: Lanes) -> None:
+        super().__init__()
+        self._text = text
+        self._lanes = lanes
+
+    @property
+    def name(self) -> str:
+        return self._text.name
+
+    @property
+    def raw(self) -> ByteStream:  # type: ignore[override]
+        return self
+
+    def write(self, data: Any) -> int:
+        taken = memoryview(data).tobytes()
+        if self._lanes.forked:
+            _write_all(self.fileno(), taken)
+        elif self._lanes.accepts_output():
+            self._lanes.write_bytes(self._text, taken)
+        return len(taken)
+
+    def flush(self) -> None:
+        self._text.flush()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._text.fileno()
+
+    def close(self) -> None:
+        self.flush()
+
+
+def make_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
+    """Puts new pipes under descriptors 1 and 2. Returns our private write ends and the read ends for the host."""
+    write_ends = []
+    read_ends = []
+    for standard in (1, 2):
+        read_end, write_end = os.pipe()
+        os.dup2(write_end, standard, inheritable=True)
+        write_ends.append(_move_up(write_end))
+        read_ends.append(read_end)
+    return (write_ends[0], write_ends[1]), (read_ends[0], read_ends[1])
+
+
+def watch_processes() -> None:
+    """Installs the hooks that notice new processes. They cannot be removed, so this happens once, before any fork."""
+    sys.addaudithook(_notice)
+    os.register_at_fork(after_in_child=_after_fork)
+    # C code that prints writes whole lines into the pipe, in order with ours, and keeps little back.
+    if _c_library is not None:
+        _c_library.setvbuf(_c_stdout, None, 1, 0)  # 1 is _IOLBF on Linux, whichever C library.
+
+
+def _notice(event: str, _arguments: Iterable[Any]) -> None:
+    if event in _SPAWNING and _active is not None:
+        _active.before_spawn()
+
+
+def _after_fork() -> None:
+    if _active is not None:
+        _active.become_child()
+
+
+def _find_c_stdout() -> tuple[ctypes.CDLL | None, ctypes.c_void_p | None]:
+    try:
+        library = ctypes.CDLL(None)
+        return library, ctypes.c_void_p.in_dll(library, "stdout")
+    except (OSError, ValueError):
+        return None, None
+
+
+_c_library, _c_stdout = _find_c_stdout()
+
+
+def _flush_c_stdout() -> None:
+    # Not all streams at once: a thread that waits for input would hold the lock of its stream, and us.
+    if _c_library is not None:
+        _c_library.fflush(_c_stdout)
+
+
+def _has_children() -> bool:
+    """Tells whether any child exists, running or unburied. C code may have made one without an audit event."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except OSError:
+        return False
+    return True
+
+
+def _move_up(descriptor: int) -> int:
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _LOWEST_PRIVATE_DESCRIPTOR)
+    os.close(descriptor)
+    return moved
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    """Writes all of `data`, or drops the rest when nobody can read it any more."""
+    while data:
+        try:
+            written = os.write(descriptor, data)
+        except BlockingIOError:
+            # Some program has made the shared pipe non-blocking, for itself and so for us.
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            poll.poll()
+            continue
+        except OSError:
+            return
+        if written == len(data):
+            return
+        data = data[written:]

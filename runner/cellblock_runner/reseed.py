@@ -1,0 +1,50 @@
+"""Reseed: fresh randomness after a fork.
+
+Two processes forked from one warm process begin with the same memory, and so with the same "random" numbers. What draws
+from the kernel each time (secrets, uuid4, numpy's default_rng) is safe; what keeps a state is renewed here. OpenSSL is
+the dangerous one: it notices a fork by the process number only, and numbers repeat in different process namespaces.
+
+Nothing is imported here: what the process has not loaded has no state yet.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def reseed() -> None:
+    """Renews every source of randomness this process has loaded. To be called in the child after every fork."""
+    random = sys.modules.get("random")
+    if random is not None:
+        random.seed()
+
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+    ssl = sys.modules.get("ssl") or sys.modules.get("_ssl")
+    if ssl is not None:
+        ssl.RAND_add(os.urandom(64), 64.0)
+
+    tempfile = sys.modules.get("tempfile")
+    if tempfile is not None:
+        tempfile._name_sequence = None
+
+    synchronize = sys.modules.get("multiprocessing.synchronize")
+    if synchronize is not None and tempfile is not None:
+        synchronize.SemLock._rand = tempfile._RandomNameSequence()
+
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process.current_process().authkey = os.urandom(32)
+
+    uuid = sys.modules.get("uuid")
+    if uuid is not None:
+        # Without a network card the node number of uuid1 is random, drawn once.
+        uuid._node = None
+        uuid._last_timestamp = None
+
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "seed"):
+        torch.seed()

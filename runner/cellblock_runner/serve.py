@@ -1,0 +1,310 @@
+"""Serve: one session, from its first frame to its last.
+
+    prepare()   in the warm process: the shell, the popular modules, no thread left over
+    prime()     runs the machinery once, so that its pages and caches are warm; leaves no trace
+    serve()     in the session's own process: says hello, then answers requests one at a time until the host hangs up
+
+A request is always answered. A cell's end, above all, is reported whatever the cell did to its objects.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import linecache
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from typing import Any, NoReturn
+
+from . import PROTOCOL_VERSION, bundles, files, processes, variables
+from .channel import Channel
+from .files import FileRefused, Upload
+from .frames import BrokenFrame, Header
+from .interrupts import Gate
+from .lanes import Lanes, make_pipes, watch_processes
+from .reseed import reseed
+from .shell import NoInput, Shell, create_shell
+
+_NO_VARIABLES: dict[str, Any] = {"created": [], "changed": [], "deleted": [], "omitted": 0}
+
+# What every session does first: nothing, text, a value, text on the other stream.
+_PRIMING_CELLS = ("pass", "print('')\n1", "import sys\nprint('', file=sys.stderr)")
+# What loads more code, for the warm process only: in a session it would make many shared pages private.
+_LOADING_CELLS = ("await __import__('asyncio').sleep(0)", "1/0", "if")
+
+
+# Where Python keeps the last error for debuggers.
+_LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")
+
+
+class TooManyThreads(RuntimeError):
+    """The warm process has threads. A fork would lose them, and with them whatever they hold."""
+
+
+def prepare(preload: list[str]) -> Shell:
+    """Makes the shell and imports the modules named, in a process that will be forked or will serve by itself.
+
+    Modules that are not installed are skipped. Afterwards the process has exactly one thread.
+    """
+    watch_processes()
+    processes.install_script_magic()
+    shell = create_shell()
+    for name in preload:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+    if "matplotlib.pyplot" in sys.modules:
+        _warm_matplotlib()
+    _rehearse(shell, _PRIMING_CELLS + _LOADING_CELLS)
+    reseed()  # The first call makes OpenSSL set itself up, which costs every session less if it happens here.
+    _require_one_thread()
+    gc.collect()
+    gc.freeze()
+    return shell
+
+
+def prime(shell: Shell) -> None:
+    """Runs a few cells whose output nobody sees. Names, counters and error state are afterwards what they were."""
+    _rehearse(shell, _PRIMING_CELLS)
+
+
+def serve(shell: Shell, channel: socket.socket, workdir: str) -> NoReturn:
+    """Serves one session on `channel` until the host closes it. Ends the process."""
+    status = 1
+    try:
+        reseed()
+        os.chdir(workdir)
+        # '' follows the user's chdir; the folder itself stays importable after it.
+        sys.path[:] = ["", workdir, *(path for path in sys.path if path not in ("", workdir))]
+        sys.argv[:] = [""]
+        _close_stdin()
+        gate = Gate()
+        gate.install()
+        marker = os.urandom(16)
+        write_ends, read_ends = make_pipes()
+        frames = Channel(channel)
+        lanes = Lanes(gate, frames, marker, write_ends)
+        hello = {
+            "type": "hello",
+            "version": PROTOCOL_VERSION,
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "marker": marker.hex(),
+        }
+        frames.send(hello, descriptors=read_ends)
+        for read_end in read_ends:
+            os.close(read_end)
+        sys.stdout = sys.__stdout__ = lanes.stdout
+        sys.stderr = sys.__stderr__ = lanes.stderr
+        lanes.activate()
+        session = Session(shell, gate, lanes, frames, os.path.abspath(workdir))
+        while (request := frames.receive()) is not None:
+            session.answer(*request)
+        session.abandon_upload()
+        status = 0
+    except (OSError, BrokenFrame):
+        pass  # The host is gone, or speaks nonsense. There is nobody to tell.
+    finally:
+        # Without the interpreter's shutdown, which would wait for the user's threads and run the user's handlers.
+        os._exit(status)
+
+
+class Session:
+    """Answers requests. Knows the state between two cells: names, files, an upload on its way."""
+
+    def __init__(self, shell: Shell, gate: Gate, lanes: Lanes, channel: Channel, workdir: str) -> None:
+        self._shell = shell
+        self._gate = gate
+        self._lanes = lanes
+        self._channel = channel
+        self._workdir = workdir
+        self._process = os.getpid()
+        self._execution: Any = None
+        self._upload: Upload | None = None
+        self._upload_id: Any = None
+        shell.outlet = self
+        self._names = self._look_at_names() or {}
+        self._folder = files.look(workdir)
+
+    def answer(self, header: Header, payload: bytes) -> None:
+        """Answers one request completely. Types that a newer host may know are ignored."""
+        kind, number = header["type"], header.get("id")
+        if kind == "execute":
+            self._execute(number, payload.decode("utf-8", "replace"))
+            return
+        try:
+            if kind == "read_file":
+                self._read_file(number, header.get("path", ""), header.get("limit"))
+            elif kind == "write_begin":
+                self.abandon_upload()
+                self._upload = Upload(self._workdir, header.get("path", ""), bool(header.get("overwrite")))
+                self._upload_id = number
+            elif kind == "write_data" and self._upload is not None and number == self._upload_id:
+                self._upload.write(payload)
+            elif kind == "write_end" and self._upload is not None and number == self._upload_id:
+                upload, self._upload = self._upload, None
+                size, replaced = upload.finish()
+                self._folder = files.look(self._workdir)
+                self._channel.send({"type": "written", "id": number, "size": size, "replaced": replaced})
+        except FileRefused as refused:
+            # What still comes for this upload finds none, and is dropped.
+            self.abandon_upload()
+            self._channel.send({"type": "failed", "id": number, "reason": refused.reason, "message": str(refused)})
+
+    def abandon_upload(self) -> None:
+        if self._upload is not None:
+            self._upload.abandon()
+            self._upload = None
+
+    # The shell's outlet.
+
+    def value(self, bundle: dict[str, Any]) -> None:
+        self._show({"type": "value"}, bundle)
+
+    def display(self, bundle: dict[str, Any], display_id: str | None, update: bool) -> None:
+        self._show({"type": "display", "display_id": display_id, "update": update}, bundle)
+
+    def clear(self, wait: bool) -> None:
+        if not self._lanes.forked and self._lanes.accepts_output():
+            self._lanes.send({"type": "clear", "id": self._execution, "wait": wait})
+
+    def _show(self, header: Header, bundle: dict[str, Any]) -> None:
+        if self._lanes.forked:
+            print(bundle.get("text/plain", ""))
+        elif self._lanes.accepts_output():
+            data, blobs, payload = bundles.pack(bundle)
+            self._lanes.send({**header, "id": self._execution, "data": data, "blobs": blobs}, payload)
+
+    def _execute(self, number: Any, code: str) -> None:
+        self._execution = number
+        self._gate.open()
+        self._lanes.open_cell({"type": "started", "id": number})
+        failure = self._shell.run(code, self._gate)
+        if os.getpid() != self._process:
+            # A child that user code forked ran to the end of the cell. Only its parent answers the host.
+            sys.stdout.flush()
+            os._exit(0 if failure is None else 1)
+        self._lanes.close_cell()
+        self._lanes.send(
+            {
+                "type": "done",
+                "id": number,
+                "status": "ok" if failure is None else "error",
+                "error": None if failure is None else failure._asdict(),
+                "variables": self._variables(),
+                "files": self._files(),
+            }
+        )
+
+    def _variables(self) -> dict[str, Any]:
+        before, after = self._names, self._look_at_names()
+        if after is None:
+            return _NO_VARIABLES
+        self._names = after
+        try:
+            return variables.report(before, after, self._shell.user_ns)
+        except BaseException:
+            return _NO_VARIABLES
+
+    def _look_at_names(self) -> variables.Snapshot | None:
+        try:
+            return variables.snapshot(self._shell.user_ns, self._shell.user_ns_hidden)
+        except BaseException:
+            # An object raised something outside Exception. What changed is unknown; the cell's end is not.
+            return None
+
+    def _files(self) -> dict[str, Any] | None:
+        before, self._folder = self._folder, files.look(self._workdir)
+        return files.report(before, self._folder)
+
+    def _read_file(self, number: Any, path: str, limit: int | None) -> None:
+        size = 0
+        for piece in files.read_pieces(self._workdir, path, limit):
+            self._channel.send({"type": "file_data", "id": number}, piece)
+            size += len(piece)
+        self._channel.send({"type": "file_end", "id": number, "size": size})
+
+
+def _rehearse(shell: Shell, cells: tuple[str, ...]) -> None:
+    ours, theirs = socket.socketpair()
+    descriptors = (os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC))
+    gate = Gate()
+    lanes = Lanes(gate, Channel(ours), bytes(16), descriptors)
+    streams = sys.stdout, sys.stderr
+    interrupt_handler = signal.getsignal(signal.SIGINT)
+    last_error = {name: vars(sys)[name] for name in _LAST_ERROR if name in vars(sys)}
+    undo = shell.remember()
+    known_sources = set(linecache.cache)
+    try:
+        sys.stdout, sys.stderr = lanes.stdout, lanes.stderr
+        session = Session(shell, gate, lanes, Channel(ours), os.devnull)
+        for number, code in enumerate(cells):
+            session.answer({"type": "execute", "id": number}, code.encode())
+    finally:
+        sys.stdout, sys.stderr = streams
+        undo()
+        signal.signal(signal.SIGINT, interrupt_handler)
+        for name in _LAST_ERROR:
+            vars(sys).pop(name, None)
+        vars(sys).update(last_error)
+        for source in set(linecache.cache) - known_sources:
+            if source.startswith("<ipython-input"):
+                del linecache.cache[source]
+        for descriptor in descriptors:
+            os.close(descriptor)
+        ours.close()
+        theirs.close()
+
+
+def _close_stdin() -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    if nothing != 0:
+        os.dup2(nothing, 0)
+        os.close(nothing)
+    sys.stdin = sys.__stdin__ = NoInput()
+
+
+def _warm_matplotlib() -> None:
+    """Draws one figure that nobody sees: fonts and the backend are then known to every fork."""
+    import io
+
+    import matplotlib.pyplot as pyplot
+
+    try:
+        figure = pyplot.figure()
+        figure.add_subplot().set_title("warm")
+        figure.savefig(io.BytesIO(), format="png")
+        pyplot.close("all")
+    except Exception as cause:
+        warnings.warn(f"matplotlib could not be warmed: {cause}", stacklevel=2)
+
+
+def _require_one_thread() -> None:
+    """Makes sure that a fork loses nothing.
+
+    OpenBLAS starts its threads when numpy is imported, stops them before a fork and starts them again when they are
+    needed. So one fork settles them. Any other thread is a mistake in what was preloaded.
+    """
+    if _thread_count() > 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        # A thread that was joined stays visible until the kernel has taken it down.
+        deadline = time.monotonic() + 1
+        while _thread_count() > 1 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    if _thread_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate())
+        raise TooManyThreads(f"{_thread_count()} threads are left after preparing; Python knows {names}")
+
+
+def _thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))

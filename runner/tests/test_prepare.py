@@ -1,0 +1,126 @@
+"""Preparing and forking: what a warm process must be, and that its children differ where they must."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import unittest
+from importlib.util import find_spec
+
+from cellblock_runner import variables
+
+from .harness import RUNNER, Runner
+
+
+def python(code: str, environment: dict[str, str] | None = None) -> str:
+    """Runs `code` in an interpreter of its own and returns what it printed."""
+    variables_of_process = {**os.environ, "PYTHONPATH": str(RUNNER), **(environment or {})}
+    done = subprocess.run([sys.executable, "-c", code], env=variables_of_process, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise AssertionError(done.stderr)
+    return done.stdout
+
+
+# Forks twice; each child draws from `expression` before and after reseed(), and the parent prints all four.
+_TWO_CHILDREN = """
+import os, sys
+from cellblock_runner.reseed import reseed
+{setup}
+def child(renew):
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        if renew: reseed()
+        os.write(write, repr({expression}).encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(pid, 0)
+    return open(read, 'rb').read()
+print(child(False) == child(False), child(True) == child(True))
+"""
+
+
+class Preparing(unittest.TestCase):
+    def test_prepare_leaves_one_thread_no_names_and_counter_one(self) -> None:
+        preload = [
+            name
+            for name in ("numpy", "pandas", "matplotlib.pyplot", "no_such_module")
+            if name[:2] == "no" or find_spec(name.split(".")[0])
+        ]
+        told = python(
+            "import os\nfrom cellblock_runner.serve import prepare\n"
+            f"shell = prepare({preload!r})\n"
+            "names = shell.user_ns\n"
+            "tasks = os.listdir('/proc/self/task')\n"
+            "print(len(tasks), shell.execution_count, names['In'], names['Out'], [names['_']])\n"
+            "print(sorted(n for n in shell.user_ns if n[0] != '_'))"
+        )
+        self.assertEqual(told.splitlines()[0], "1 1 [''] {} ['']")
+        self.assertEqual(told.splitlines()[1], "['In', 'Out', 'exit', 'get_ipython', 'open', 'quit']")
+
+    def test_a_thread_that_was_preloaded_is_refused(self) -> None:
+        told = python(
+            "import sys, threading, types\nfrom cellblock_runner.serve import TooManyThreads, prepare\n"
+            "threading.Thread(target=threading.Event().wait, name='stray', daemon=True).start()\n"
+            "try: prepare([])\nexcept TooManyThreads as refused: print('stray' in str(refused))"
+        )
+        self.assertEqual(told, "True\n")
+
+    def test_priming_again_changes_nothing(self) -> None:
+        told = python(
+            "import sys\nfrom cellblock_runner.serve import prepare, prime\nshell = prepare([])\n"
+            "before = dict(shell.user_ns)\n"
+            "prime(shell)\nprint(before == shell.user_ns, shell.execution_count, hasattr(sys, 'last_value'))"
+        )
+        self.assertEqual(told, "True 1 False\n")
+
+    def test_preloaded_modules_are_there(self) -> None:
+        runner = Runner(preload="colorsys,no_such_module")
+        self.addCleanup(runner.close)
+        self.assertEqual(
+            runner.run("import sys\n'colorsys' in sys.modules, 'no_such_module' in sys.modules").order,
+            ["value:(True, False)"],
+        )
+
+
+class Reseeding(unittest.TestCase):
+    def check(self, setup: str, expression: str) -> None:
+        """Children agree without reseeding (the control) and differ with it."""
+        self.assertEqual(python(_TWO_CHILDREN.format(setup=setup, expression=expression)), "True False\n")
+
+    @unittest.skipUnless(find_spec("numpy"), "skipped: needs numpy")
+    def test_numpys_global_state_differs(self) -> None:
+        self.check("import numpy; numpy.random.random()", "numpy.random.random()")
+
+    def test_authentication_keys_of_multiprocessing_differ(self) -> None:
+        self.check("import multiprocessing", "bytes(multiprocessing.current_process().authkey)")
+
+    def test_random_names_and_ssl_differ_after_reseeding(self) -> None:
+        for setup, expression in (
+            ("import random", "random.random()"),
+            ("import tempfile", "next(tempfile._get_candidate_names())"),
+            ("import ssl; ssl.RAND_bytes(8)", "ssl.RAND_bytes(8)"),
+        ):
+            told = python(_TWO_CHILDREN.format(setup=setup, expression=expression))
+            self.assertEqual(told.split()[1], "False", setup)
+
+    def test_nothing_is_imported(self) -> None:
+        told = python(
+            "import sys\nfrom cellblock_runner.reseed import reseed\nbefore = set(sys.modules)\nreseed()\n"
+            "print(set(sys.modules) - before)"
+        )
+        self.assertEqual(told, "set()\n")
+
+
+class Snapshots(unittest.TestCase):
+    def test_a_snapshot_of_fifty_variables_costs_less_than_a_tenth_of_a_millisecond(self) -> None:
+        import timeit
+
+        class Plain:
+            pass
+
+        values = [1, 2.5, "text", [1, 2, 3], {"a": 1}, (1, 2), {1, 2}, Plain(), bytes(5), print]
+        namespace = {f"name{number}": values[number % len(values)] for number in range(50)}
+        best = min(timeit.repeat(lambda: variables.snapshot(namespace, {}), number=20, repeat=30)) / 20
+        self.assertLess(best, 0.0001)

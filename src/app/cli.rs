@@ -1,0 +1,315 @@
+//! The command line: what can be written, and nothing about what it does.
+//!
+//! Flags that are settings are handed on as they were written; `config` lays them over the file and the environment and checks them.
+
+use std::path::PathBuf;
+
+use clap::{ArgGroup, Args, Parser, Subcommand};
+
+use crate::config::{Flags, Key, LOG_LEVELS};
+use crate::sandbox::LayerKind;
+
+/// Runs untrusted Python in fresh, locked-down Linux sandboxes.
+#[derive(Parser)]
+#[command(name = "cellblock", version, about, propagate_version = true, arg_required_else_help = true, after_help = EXAMPLES)]
+pub struct Arguments {
+    #[command(flatten)]
+    pub general: GeneralArguments,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  cellblock run -c 'print(sum(range(10)))'    run one line and print the result
+  cellblock run analysis.py --workspace .     run a script that can see this folder
+  cellblock mcp --workspace ~/work            serve an MCP client over standard input and output
+  cellblock doctor                            show what this machine can enforce
+
+Every flag can also be a line of the configuration file or a variable: --memory 2G, \"memory: 2G\", CELLBLOCK_MEMORY=2G.
+Flags win over variables, variables over the file.";
+
+/// Flags of every command.
+#[derive(Args)]
+pub struct GeneralArguments {
+    /// Configuration file [default: $CELLBLOCK_CONFIG, then cellblock/config.yaml in the user's configuration folder]
+    #[arg(long, global = true, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// How much to log to standard error [default: $RUST_LOG, then a level that suits the command]
+    #[arg(long, global = true, value_name = "LEVEL", value_parser = clap::builder::PossibleValuesParser::new(LOG_LEVELS), ignore_case = true)]
+    pub log_level: Option<String>,
+}
+
+#[derive(Subcommand)]
+pub enum Command {
+    /// Serve an MCP client over standard input and output
+    #[command(after_help = MCP_EXAMPLES)]
+    Mcp(McpArguments),
+    /// Run Python once in a fresh sandbox and print the result
+    #[command(after_help = RUN_EXAMPLES)]
+    Run(RunArguments),
+    /// Show what isolation this machine can enforce, what is missing, and the cure
+    Doctor(DoctorArguments),
+    /// List, build and remove Python environments
+    #[command(subcommand, arg_required_else_help = true)]
+    Env(EnvCommand),
+}
+
+const MCP_EXAMPLES: &str = "\
+Examples:
+  cellblock mcp
+  cellblock mcp --workspace ~/work --allowed-dir ~/Downloads
+  cellblock mcp --mount ~/datasets:data:ro --memory 4G --timeout 5m";
+
+const RUN_EXAMPLES: &str = "\
+Examples:
+  cellblock run script.py
+  cellblock run -c 'import numpy; numpy.arange(3)'
+  echo 'print(1)' | cellblock run -
+  cellblock run plot.py --output-dir plots";
+
+#[derive(Args)]
+pub struct McpArguments {
+    #[command(flatten)]
+    pub sandbox: SandboxArguments,
+}
+
+#[derive(Args)]
+#[command(group = ArgGroup::new("source").required(true).args(["file", "code"]))]
+pub struct RunArguments {
+    /// The script to run; "-" reads it from standard input
+    #[arg(value_name = "FILE")]
+    file: Option<PathBuf>,
+    /// Python code to run
+    #[arg(short = 'c', long = "code", value_name = "CODE", allow_hyphen_values = true)]
+    code: Option<String>,
+    /// Where images and files made by the run are saved [default: the current folder]
+    #[arg(long, value_name = "DIR")]
+    pub output_dir: Option<PathBuf>,
+    #[command(flatten)]
+    pub sandbox: SandboxArguments,
+}
+
+/// Where the code of `run` comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CodeSource {
+    File(PathBuf),
+    Text(String),
+    StandardInput,
+}
+
+impl RunArguments {
+    pub fn source(&self) -> CodeSource {
+        match (&self.file, &self.code) {
+            (_, Some(code)) => CodeSource::Text(code.clone()),
+            (Some(file), None) if file.as_os_str() == "-" => CodeSource::StandardInput,
+            (Some(file), None) => CodeSource::File(file.clone()),
+            (None, None) => unreachable!("the group makes clap ask for one of them"),
+        }
+    }
+}
+
+#[derive(Args)]
+pub struct DoctorArguments {
+    /// Print the findings as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Subcommand)]
+pub enum EnvCommand {
+    /// List the environments on this machine
+    List {
+        /// Print the list as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Build an environment now instead of at first use
+    #[command(after_help = BUILD_EXAMPLES)]
+    Build(BuildArguments),
+    /// Remove an environment that no server uses
+    Remove {
+        /// The environment's name
+        name: String,
+    },
+}
+
+const BUILD_EXAMPLES: &str = "\
+Examples:
+  cellblock env build                                         the environment that sessions use by default
+  cellblock env build science --packages scipy 'polars>=1' --python 3.12
+  cellblock mcp --environment science                         … and how it is used";
+
+#[derive(Args)]
+pub struct BuildArguments {
+    /// The environment's name [default: the one that sessions use]
+    pub name: Option<String>,
+    /// The Python to build it with: a version such as 3.12, or the path of an interpreter
+    #[arg(long, value_name = "VERSION|PATH")]
+    pub python: Option<String>,
+    /// What to install; needed for a name that the configuration does not describe
+    #[arg(long, value_name = "REQUIREMENT", num_args = 1..)]
+    pub packages: Vec<String>,
+    /// Modules to import before the first session, so that sessions start with them
+    #[arg(long, value_name = "MODULE", num_args = 1.., requires = "packages")]
+    pub preload: Vec<String>,
+}
+
+/// Flags of every command that makes sandboxes.
+// It has no `Debug`: variables may hold secrets.
+#[derive(Args, Default)]
+pub struct SandboxArguments {
+    /// Host folder that becomes the working folder; made if missing [default: a private folder for each session]
+    #[arg(long, value_name = "DIR")]
+    workspace: Option<String>,
+    /// Host folder that files may be uploaded from and downloaded to; repeat for more [default: the workspace]
+    #[arg(long = "allowed-dir", value_name = "DIR")]
+    allowed_dirs: Vec<String>,
+    /// Python environment that sessions run in [default: default]
+    #[arg(long, value_name = "NAME")]
+    environment: Option<String>,
+    /// Host folder to show below the working folder, read-only with ":ro"; repeat for more
+    #[arg(long = "mount", value_name = "HOST:RELATIVE[:ro]")]
+    mounts: Vec<String>,
+    /// Environment variable for the code inside; repeat for more
+    #[arg(long = "env-var", value_name = "KEY=VALUE")]
+    variables: Vec<String>,
+    /// File of KEY=VALUE lines with variables for the code inside; repeat for more
+    #[arg(long = "env-file", value_name = "FILE")]
+    env_files: Vec<String>,
+    /// Memory of each sandbox, such as 512M, 2G or 2GiB [default: 2G]
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<String>,
+    /// Processor cores each sandbox may keep busy, such as 0.5 or 2 [default: 2]
+    #[arg(long, value_name = "N")]
+    cpus: Option<String>,
+    /// Longest run of one cell, such as 30, 30s or 2m [default: 2m]
+    #[arg(long, value_name = "DURATION")]
+    timeout: Option<String>,
+    /// Sessions that may exist at once [default: 64]
+    #[arg(long, value_name = "N")]
+    max_sessions: Option<String>,
+    /// How long a session may do nothing before it ends, such as 30m [default: 1h]
+    #[arg(long, value_name = "DURATION")]
+    idle_timeout: Option<String>,
+    /// Which set of tools clients see [default: default]
+    #[arg(long, value_name = "NAME")]
+    profile: Option<String>,
+    /// Isolation layer that may be missing on this machine; repeat for more
+    #[arg(long = "allow-missing", value_name = "LAYER", value_parser = clap::builder::PossibleValuesParser::new(LayerKind::ALL.map(LayerKind::name)))]
+    allow_missing: Vec<String>,
+}
+
+impl Arguments {
+    /// Returns all settings among the flags, as they were written.
+    pub fn flags(&self) -> Flags {
+        let flags = Flags::default().single(Key::LogLevel, self.general.log_level.clone());
+        match &self.command {
+            Command::Mcp(McpArguments { sandbox }) | Command::Run(RunArguments { sandbox, .. }) => {
+                sandbox.add_to(flags)
+            }
+            Command::Doctor(_) | Command::Env(_) => flags,
+        }
+    }
+}
+
+impl SandboxArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        flags
+            .single(Key::Workspace, self.workspace.clone())
+            .repeated(Key::AllowedDirs, self.allowed_dirs.clone())
+            .single(Key::Environment, self.environment.clone())
+            .repeated(Key::Mounts, self.mounts.clone())
+            .repeated(Key::Variables, self.variables.clone())
+            .repeated(Key::EnvFiles, self.env_files.clone())
+            .single(Key::Memory, self.memory.clone())
+            .single(Key::Cpus, self.cpus.clone())
+            .single(Key::Timeout, self.timeout.clone())
+            .single(Key::MaxSessions, self.max_sessions.clone())
+            .single(Key::IdleTimeout, self.idle_timeout.clone())
+            .single(Key::Profile, self.profile.clone())
+            .repeated(Key::AllowMissing, self.allow_missing.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    fn parse(line: &[&str]) -> Result<Arguments, clap::Error> {
+        Arguments::try_parse_from(["cellblock"].iter().chain(line))
+    }
+
+    fn source(line: &[&str]) -> Option<CodeSource> {
+        match parse(line).ok()?.command {
+            Command::Run(run) => Some(run.source()),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn the_definition_is_sound() {
+        Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn run_takes_code_from_exactly_one_place() {
+        assert_eq!(source(&["run", "a.py"]), Some(CodeSource::File("a.py".into())));
+        assert_eq!(source(&["run", "-"]), Some(CodeSource::StandardInput));
+        assert_eq!(source(&["run", "-c", "print(1)"]), Some(CodeSource::Text("print(1)".to_owned())));
+        assert_eq!(source(&["run", "-c", "-1"]), Some(CodeSource::Text("-1".to_owned())));
+        assert!(parse(&["run"]).is_err());
+        assert!(parse(&["run", "a.py", "-c", "1"]).is_err());
+    }
+
+    #[test]
+    fn every_command_is_understood() {
+        for line in [
+            &["mcp"][..],
+            &["mcp", "--mount", "/a:b:ro", "--mount", "/c:d", "--log-level", "DEBUG"],
+            &["--config", "x.yaml", "mcp"],
+            &["doctor", "--json"],
+            &["env", "list", "--json"],
+            &["env", "build"],
+            &["env", "build", "science", "--packages", "scipy", "polars>=1", "--python", "3.12", "--preload", "scipy"],
+            &["env", "remove", "science"],
+        ] {
+            assert!(parse(line).is_ok(), "{line:?}");
+        }
+        for line in
+            [&["fly"][..], &["mcp", "--allow-missing", "roof"], &["env", "remove"], &["mcp", "--log-level", "loud"]]
+        {
+            assert!(parse(line).is_err(), "{line:?}");
+        }
+    }
+
+    #[test]
+    fn packages_may_be_many_and_a_name_may_come_first() {
+        let Command::Env(EnvCommand::Build(build)) =
+            parse(&["env", "build", "a", "--packages", "x", "y"]).unwrap().command
+        else {
+            panic!("it is a build");
+        };
+        assert_eq!((build.name.as_deref(), build.packages.len()), (Some("a"), 2));
+    }
+
+    #[test]
+    fn every_flag_that_a_setting_names_exists() {
+        let mcp = Arguments::command();
+        let mcp = mcp.find_subcommand("mcp").unwrap().clone();
+        let written: Vec<String> = mcp
+            .get_arguments()
+            .chain(Arguments::command().get_arguments())
+            .filter_map(|flag| flag.get_long())
+            .map(|long| format!("--{long}"))
+            .collect();
+        for flag in Key::flags() {
+            assert!(
+                written.iter().any(|known| known == flag),
+                "{flag} is named in the table of settings but cannot be written"
+            );
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! `cellblock doctor`: what isolation this machine enforces, what it cannot, why, and the cure.
+//!
+//! The answer comes from a sandbox that is really made and taken away again, not from version numbers.
+
+use std::process::ExitCode;
+
+use cellblock_jail::probe;
+use serde_json::json;
+
+use super::cli::DoctorArguments;
+use super::native_settings;
+use crate::config::Settings;
+use crate::environment;
+use crate::sandbox::native;
+use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind};
+
+/// Carries out the command. Fails when sessions could not be started here as things are.
+pub(super) async fn execute(arguments: &DoctorArguments, settings: &Settings) -> anyhow::Result<ExitCode> {
+    let tried = native::trial(native_settings(settings)?).await;
+    let usable = match &tried {
+        Ok(isolation) => isolation.first_unallowed(&settings.allow_missing).is_none(),
+        Err(_) => false,
+    };
+    if arguments.json {
+        let report = match &tried {
+            Ok(isolation) => json!({ "usable": usable, "layers": isolation.layers }),
+            Err(error) => json!({ "usable": false, "error": error.to_string(), "cure": cure(error) }),
+        };
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        match &tried {
+            Ok(isolation) => print_layers(isolation),
+            Err(error) => {
+                println!("A sandbox cannot be made here: {error}");
+                if let Some(cure) = cure(error) {
+                    println!("Cure: {cure}");
+                }
+            }
+        }
+        print_environments(settings);
+        println!("\n{}", if usable { "Sessions can be started." } else { "Sessions cannot be started as things are." });
+    }
+    Ok(if usable { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn print_layers(isolation: &Isolation) {
+    println!("Isolation of a session on this machine:");
+    for kind in LayerKind::ALL {
+        let (mark, how, why) = match isolation.layers.get(&kind) {
+            Some(Layer::Enforced { how }) => ("enforced", how.as_str(), None),
+            Some(Layer::Reduced { how, why }) => ("reduced", how.as_str(), Some(why)),
+            Some(Layer::Missing { why }) => ("MISSING", "", Some(why)),
+            None => ("MISSING", "", None),
+        };
+        println!("  {:<13} {:<9} {how}", kind.name(), mark);
+        if let Some(why) = why {
+            println!("  {:23} because {why}", "");
+        }
+        if let Some(cure) = cure_of(kind).filter(|_| mark != "enforced") {
+            println!("  {:23} cure: {cure}", "");
+        }
+    }
+}
+
+/// What turns a reduced layer into an enforced one.
+fn cure_of(kind: LayerKind) -> Option<&'static str> {
+    match kind {
+        LayerKind::Identity => Some("start the server as root; it gives up root's rights for everything that runs code"),
+        LayerKind::Resources => Some("start the server as root, or inside a delegated cgroup: systemd-run --user --scope -p Delegate=yes cellblock …"),
+        _ => None,
+    }
+}
+
+fn cure(error: &LaunchError) -> Option<String> {
+    let namespaces = probe::user_namespaces();
+    match error {
+        LaunchError::Start { .. } | LaunchError::LayerMissing { kind: LayerKind::Namespaces, .. } => namespaces.cure.or_else(|| {
+            std::path::Path::new("/.dockerenv").exists().then(|| {
+                "inside Docker, start the container with --security-opt seccomp=unconfined --security-opt systempaths=unconfined".to_owned()
+            })
+        }),
+        _ => None,
+    }
+}
+
+fn print_environments(settings: &Settings) {
+    let built = environment::list(&settings.data_dir);
+    let names: Vec<String> =
+        built.iter().map(|built| format!("{} (Python {})", built.record.name, built.record.python_version)).collect();
+    let list = if names.is_empty() { "none yet; the first run builds one".to_owned() } else { names.join(", ") };
+    println!("\nPython environments: {list}");
+}

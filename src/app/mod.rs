@@ -1,0 +1,177 @@
+//! Wiring: settings in, commands carried out.
+//!
+//! This is the only room that knows all others. It reads the command line, makes the parts and connects them; what a command does is in
+//! the file of its name.
+
+mod cli;
+mod doctor;
+mod env_command;
+mod progress;
+mod run;
+mod serve;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::Context;
+use cellblock_jail::wire::{Bind, OperatorMount};
+use clap::Parser;
+use tokio::sync::watch;
+
+use self::cli::{Arguments, Command};
+use crate::config::{self, Settings};
+use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
+use crate::sandbox::native::{NativeBackend, NativeSettings, WORK_FOLDER, WarmEnvironment};
+use crate::sandbox::{Backend, Preparation};
+use crate::session::{SessionSettings, Sessions};
+use crate::telemetry;
+
+/// Runs the program.
+pub fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match carry_out(arguments) {
+        Ok(status) => status,
+        Err(error) => {
+            eprintln!("cellblock: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
+    let settings = config::load(arguments.general.config.as_deref(), arguments.flags())?;
+    let fallback = if matches!(arguments.command, Command::Mcp(_)) { "info" } else { "warn" };
+    telemetry::start(settings.log_filter.as_deref(), fallback)?;
+    for notice in &settings.notices {
+        tracing::warn!("{notice}");
+    }
+    raise_descriptor_limit();
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("could not start the runtime")?;
+    let status = runtime.block_on(async {
+        match arguments.command {
+            Command::Mcp(_) => serve::stdio(settings).await,
+            Command::Run(run) => run::execute(&run, settings).await,
+            Command::Doctor(doctor) => doctor::execute(&doctor, &settings).await,
+            Command::Env(command) => {
+                env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
+            }
+        }
+    });
+    // A read of standard input that never ends must not keep the program alive.
+    runtime.shutdown_background();
+    status
+}
+
+/// Every sandbox costs the server a few descriptors and the warden a dozen.
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    // With the lower limit fewer sessions fit, and a launch that fails says so.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+}
+
+/// Which warm-up suits a command.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Warmth {
+    /// The environment's popular packages are imported once, and sessions wait in a pool.
+    Full,
+    /// One session is wanted and soonest: nothing is imported that it may not need.
+    OneShot,
+}
+
+/// Makes the backend; the environment and the warm interpreter are prepared in the background.
+fn native_backend(settings: &Settings, warmth: Warmth) -> anyhow::Result<Arc<dyn Backend>> {
+    let preparation = watch::Sender::new(Preparation::Working { step: "preparing Python".to_owned(), done: 0, total: None });
+    let environment = prepare_environment(settings.environment_spec().clone(), settings.data_dir.clone(), warmth, preparation.clone());
+    let mut native = native_settings(settings)?;
+    if warmth == Warmth::OneShot {
+        native.pool = 0;
+    }
+    Ok(Arc::new(NativeBackend::start(native, preparation, environment)))
+}
+
+fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
+    let workspace = settings.workspace.iter().map(|folder| OperatorMount {
+        host: folder.clone(),
+        inside: PathBuf::from(WORK_FOLDER),
+        writable: true,
+    });
+    let mounts = settings.mounts.iter().map(|mount| OperatorMount {
+        host: mount.host.clone(),
+        inside: PathBuf::from(WORK_FOLDER).join(&mount.inside),
+        writable: mount.writable,
+    });
+    Ok(NativeSettings {
+        guardian: std::env::current_exe().context("could not find this program")?,
+        runtime_dir: settings.runtime_dir.clone(),
+        limits: settings.limits.clone(),
+        mounts: workspace.chain(mounts).collect(),
+        variables: settings.variables.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
+        allow_missing: settings.allow_missing.clone(),
+        pool: settings.pool,
+        leave_out: Vec::new(),
+    })
+}
+
+async fn prepare_environment(
+    spec: EnvironmentSpec,
+    data_dir: PathBuf,
+    warmth: Warmth,
+    preparation: watch::Sender<Preparation>,
+) -> Result<WarmEnvironment, String> {
+    let tell = |progress: environment::EnvironmentProgress| {
+        preparation.send_replace(Preparation::Working { step: progress.step, done: progress.done, total: progress.total });
+    };
+    let built = environment::ensure(&spec, &data_dir, &tell).await.map_err(|error| words(&error))?;
+    let runner = runner_files::ensure_runner(&data_dir, &built).await.map_err(|error| words(&error))?;
+    Ok(warm_environment(built, runner, warmth))
+}
+
+fn words(error: &dyn std::error::Error) -> String {
+    let mut words = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        words = format!("{words}: {error}");
+        cause = error.source();
+    }
+    words
+}
+
+fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -> WarmEnvironment {
+    let bind = |host: PathBuf, inside: &str| Bind { host, inside: PathBuf::from(inside) };
+    let mut binds = vec![
+        bind(environment.root.clone(), environment::ENVIRONMENT_INSIDE),
+        bind(runner, environment::RUNNER_INSIDE),
+    ];
+    binds.extend(environment.prefix_to_mount().map(|prefix| bind(prefix.to_owned(), environment::PYTHON_INSIDE)));
+    let start = format!(
+        "import sys; sys.path.insert(0, '{}'); from cellblock_runner.zygote import main; main()",
+        environment::RUNNER_INSIDE
+    );
+    let mut variables: Vec<(String, String)> =
+        environment.variables_inside().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+    for (name, value) in [("HOME", cellblock_jail::root::HOME), ("LANG", "C.UTF-8"), ("TMPDIR", "/tmp"), ("USER", "user")] {
+        variables.push((name.to_owned(), value.to_owned()));
+    }
+    let preload = if warmth == Warmth::Full { environment.preload.clone() } else { Vec::new() };
+    WarmEnvironment {
+        binds,
+        python: environment.python_inside.clone(),
+        arguments: vec!["-I".to_owned(), "-c".to_owned(), start],
+        variables,
+        preload,
+        held: Box::new(environment),
+    }
+}
+
+fn sessions(settings: &Settings, backend: Arc<dyn Backend>) -> Sessions {
+    Sessions::new(
+        backend,
+        SessionSettings {
+            max_sessions: settings.max_sessions,
+            idle_timeout: settings.idle_timeout,
+            ..SessionSettings::default()
+        },
+    )
+}

@@ -1,0 +1,163 @@
+//! `cellblock run`: runs code once in a fresh sandbox, prints what it printed, and saves its images.
+//!
+//! Exit status: 0 when the code ended well, 1 when it raised, 124 when it was stopped after its time, 125 when its interpreter died, 2 when
+//! nothing could be run.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::Context;
+use tokio_util::sync::CancellationToken;
+
+use super::cli::{CodeSource, RunArguments};
+use super::serve::asked_to_end;
+use super::{Warmth, native_backend, progress, sessions};
+use crate::config::Settings;
+use crate::session::{ExecuteRequest, Image, InsidePath, Outcome, Part, Principal, SessionId, Sessions, StateAfter, Status, Stream};
+
+/// A terminal shows everything; this only keeps a runaway loop from filling memory.
+const MOST_CHARS: usize = 50_000_000;
+/// The largest file copied out of the sandbox.
+const LARGEST_FILE: u64 = 1 << 30;
+
+/// Carries out the command.
+pub(super) async fn execute(arguments: &RunArguments, settings: Settings) -> anyhow::Result<ExitCode> {
+    let (name, code) = read_code(&arguments.source())?;
+    let backend = native_backend(&settings, Warmth::OneShot)?;
+    let shown = tokio::spawn(progress::show(backend.preparation()));
+    let sessions = sessions(&settings, backend);
+    let cancel = CancellationToken::new();
+    let interrupted = cancel.clone();
+    tokio::spawn(async move {
+        asked_to_end().await;
+        interrupted.cancel();
+    });
+    let request = ExecuteRequest { code, timeout: settings.timeout, max_output_chars: MOST_CHARS };
+    let (owner, session) = (Principal::local(), SessionId::default_session());
+    let ran = sessions.execute(&owner, &session, request, cancel).await;
+    shown.abort();
+    let status = match &ran {
+        Ok(outcome) => {
+            let folder = arguments.output_dir.clone().unwrap_or_else(|| PathBuf::from("."));
+            print(outcome, &folder, &name)?;
+            if settings.workspace.is_none() {
+                keep_files(&sessions, &owner, &session, outcome, arguments.output_dir.as_deref()).await?;
+            }
+            exit_status(&outcome.status)
+        }
+        Err(refused) => {
+            eprintln!("cellblock: {refused}");
+            ExitCode::from(2)
+        }
+    };
+    sessions.shut_down().await;
+    Ok(status)
+}
+
+/// Returns the code and a name for the files it makes.
+fn read_code(source: &CodeSource) -> anyhow::Result<(String, String)> {
+    match source {
+        CodeSource::Text(code) => Ok(("image".to_owned(), code.clone())),
+        CodeSource::StandardInput => {
+            let mut code = String::new();
+            std::io::stdin().read_to_string(&mut code).context("could not read the code from standard input")?;
+            Ok(("image".to_owned(), code))
+        }
+        CodeSource::File(path) => {
+            let code = fs::read_to_string(path).with_context(|| format!("could not read {}", path.display()))?;
+            let name = path.file_stem().map_or_else(|| "image".to_owned(), |stem| stem.to_string_lossy().into_owned());
+            Ok((name, code))
+        }
+    }
+}
+
+fn print(outcome: &Outcome, folder: &Path, name: &str) -> anyhow::Result<()> {
+    let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
+    let mut images = 0;
+    for part in &outcome.output.parts {
+        match part {
+            Part::Text { stream: Stream::Stderr, text } => err.write_all(text.as_bytes())?,
+            Part::Text { stream: Stream::Traceback, text } => writeln!(err, "{}", text.trim_end())?,
+            Part::Text { stream: Stream::Stdout, text } => out.write_all(text.as_bytes())?,
+            Part::Text { stream: Stream::Value | Stream::Display, text } => writeln!(out, "{}", text.trim_end())?,
+            Part::Cut { chars, .. } => writeln!(err, "[… {chars} characters left out …]")?,
+            Part::Image(image) => {
+                images += 1;
+                let path = save_image(image, folder, name, images)?;
+                writeln!(err, "[image saved as {}]", path.display())?;
+            }
+        }
+    }
+    out.flush()?;
+    // The notes are for callers that come back to a session; this one is over.
+    if let Some(sentence) = ending(&outcome.status) {
+        writeln!(err, "cellblock: {sentence}")?;
+    }
+    Ok(())
+}
+
+fn save_image(image: &Image, folder: &Path, name: &str, number: u32) -> anyhow::Result<PathBuf> {
+    let extension = image.mime.rsplit('/').next().unwrap_or("png");
+    let path = folder.join(format!("{name}-{number}.{extension}"));
+    fs::create_dir_all(folder).with_context(|| format!("could not make {}", folder.display()))?;
+    fs::write(&path, &image.bytes).with_context(|| format!("could not save {}", path.display()))?;
+    Ok(path)
+}
+
+/// Copies the files that the code made out of its private folder, or says that they are about to vanish.
+async fn keep_files(
+    sessions: &Sessions,
+    owner: &Principal,
+    session: &SessionId,
+    outcome: &Outcome,
+    folder: Option<&Path>,
+) -> anyhow::Result<()> {
+    let Some(made) = outcome.files.as_ref().filter(|files| !files.created.is_empty()) else { return Ok(()) };
+    let Some(folder) = folder else {
+        let names: Vec<&str> = made.created.iter().map(|file| file.path.as_str()).collect();
+        eprintln!("cellblock: files left in the sandbox are gone: {} (keep them with --output-dir DIR or --workspace DIR)", names.join(", "));
+        return Ok(());
+    };
+    for file in &made.created {
+        // The name is the sandbox's claim; it has to have the form of a path below a folder before it is used as one.
+        let Ok(path) = file.path.parse::<InsidePath>() else { continue };
+        let target = folder.join(path.as_str());
+        if target.exists() {
+            eprintln!("cellblock: {} exists and was not replaced", target.display());
+            continue;
+        }
+        fs::create_dir_all(target.parent().unwrap_or(folder))?;
+        let mut sink = tokio::fs::File::create_new(&target).await.with_context(|| format!("could not save {}", target.display()))?;
+        match sessions.read_file(owner, session, &path, LARGEST_FILE, &mut sink).await {
+            Ok(_) => eprintln!("[file saved as {}]", target.display()),
+            Err(refused) => eprintln!("cellblock: {refused}"),
+        }
+    }
+    Ok(())
+}
+
+/// What a person must be told about the end, beyond the output.
+fn ending(status: &Status) -> Option<String> {
+    match status {
+        Status::Completed | Status::Raised(_) => None,
+        Status::TimedOut { limit, state } => Some(format!(
+            "stopped after {} s{}",
+            limit.as_secs_f64(),
+            if *state == StateAfter::Lost { "; the code ignored the interrupt and was killed" } else { "" }
+        )),
+        Status::Cancelled { .. } => Some("interrupted".to_owned()),
+        other => Some(format!("the interpreter ended: {}", other.name().replace('_', " "))),
+    }
+}
+
+fn exit_status(status: &Status) -> ExitCode {
+    match status {
+        Status::Completed => ExitCode::SUCCESS,
+        Status::Raised(_) => ExitCode::from(1),
+        Status::TimedOut { .. } => ExitCode::from(124),
+        Status::Cancelled { .. } => ExitCode::from(130),
+        _ => ExitCode::from(125),
+    }
+}

@@ -1,0 +1,50 @@
+//! `cellblock mcp`: serves one client over standard input and output.
+
+use std::process::ExitCode;
+
+use anyhow::Context;
+use tracing::info;
+
+use super::{Warmth, native_backend, sessions};
+use crate::config::Settings;
+use crate::mcp::{self, HostFiles, McpSettings};
+
+/// The largest file that `upload_file` and `download_file` copy.
+const LARGEST_FILE: u64 = 1 << 30;
+
+/// Serves until the client closes standard input or a signal asks to end.
+pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
+    let files = HostFiles::new(&settings.allowed_dirs, LARGEST_FILE).context("an allowed directory cannot be used")?;
+    let backend = native_backend(&settings, Warmth::Full)?;
+    let sessions = sessions(&settings, backend);
+    let server = mcp::Server::new(
+        sessions.clone(),
+        files,
+        McpSettings {
+            default_timeout: settings.timeout,
+            idle_timeout: settings.idle_timeout,
+            ..McpSettings::default()
+        },
+    );
+    let served = tokio::select! {
+        served = mcp::serve_stdio(server) => served.map_err(anyhow::Error::from),
+        signal = asked_to_end() => {
+            info!(signal, "asked to end");
+            Ok(())
+        }
+    };
+    sessions.shut_down().await;
+    served.map(|()| ExitCode::SUCCESS)
+}
+
+/// Waits for SIGTERM or SIGINT and returns its name.
+pub(super) async fn asked_to_end() -> &'static str {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (Ok(mut terminate), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt())) else {
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = terminate.recv() => "SIGTERM",
+        _ = interrupt.recv() => "SIGINT",
+    }
+}

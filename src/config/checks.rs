@@ -1,0 +1,773 @@
+//! From what was written to checked values.
+//!
+//! `settle` is pure: it takes the sources as values and a way to read the few files they name. Every refusal names the setting, where
+//! it was written, what was given and what is allowed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Display;
+use std::io;
+use std::ops::RangeInclusive;
+use std::path::{Component, Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+use super::folders::{self, Machine};
+use super::layers::{self, Flags, Key, Member, Merged, Origin, Written};
+use super::quantity::{format_duration, format_size, parse_duration, parse_size};
+use super::{ConfigError, InvalidValue, Mount, Profile, Settings, Variables, dotenv};
+use crate::environment::{EnvironmentName, EnvironmentSpec, PythonRequest, spec};
+use crate::sandbox::{LayerKind, SandboxLimits};
+
+/// Everything settings are made from.
+pub(super) struct Sources {
+    /// The configuration file's path and text.
+    pub file: Option<(PathBuf, String)>,
+    /// The server's own environment.
+    pub variables: BTreeMap<String, String>,
+    pub flags: Flags,
+    pub machine: Machine,
+}
+
+/// A file that settings name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NamedFile<'a> {
+    /// The operator named it.
+    ByOperator(&'a Path),
+    /// It lies in the workspace, where code from a sandbox can write.
+    InWorkspace(&'a Path),
+}
+
+/// Reads a file; `None` when there is none.
+pub(super) type ReadFile<'a> = &'a dyn Fn(NamedFile<'_>) -> io::Result<Option<String>>;
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+const TIB: u64 = 1 << 40;
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// Less than this and IPython itself does not fit.
+const LEAST_MEMORY: u64 = 64 * MIB;
+
+/// Prefix of variables that are passed on to the inside without it.
+const PASSED_ON: &str = "KERNEL_ENV_";
+
+/// Makes checked settings of all sources. It looks at no file but those it reads through `read`, and makes nothing.
+pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, ConfigError> {
+    let Sources { file, variables: surroundings, flags, machine } = sources;
+    let file = file.map(|(path, text)| layers::from_file(&path, &text)).transpose()?.unwrap_or_default();
+    let (environment, unknown) = layers::from_environment(&surroundings)?;
+    let mut notices: Vec<String> = unknown
+        .into_iter()
+        .map(|name| format!("the variable {name} is no setting of Cellblock and is ignored"))
+        .collect();
+    let check = Check {
+        written: Merged::from_weakest_to_strongest([file, environment, flags.layer()]),
+        current_dir: &machine.current_dir,
+        home: surroundings.get("HOME").map(String::as_str),
+    };
+
+    let workspace = check.path(Key::Workspace)?;
+    let allowed_dirs = match check.paths(Key::AllowedDirs)? {
+        Some(dirs) => dirs.into_iter().map(|(_, dir)| dir).collect(),
+        None => workspace.iter().cloned().collect(),
+    };
+    let timeout = check.duration(Key::Timeout, Duration::from_secs(1)..=24 * HOUR)?;
+    let max_timeout = check.duration(Key::MaxTimeout, Duration::from_secs(1)..=24 * HOUR)?;
+    let (timeout, max_timeout) = match (timeout, max_timeout) {
+        (Some(timeout), Some(largest)) if timeout > largest => {
+            return Err(
+                check.invalid(Key::Timeout, &format!("at most max_timeout, which is {}", format_duration(largest)))
+            );
+        }
+        (Some(timeout), largest) => (timeout, largest.unwrap_or(HOUR.max(timeout))),
+        (None, largest) => {
+            let largest = largest.unwrap_or(HOUR);
+            (Duration::from_secs(120).min(largest), largest)
+        }
+    };
+    let cores = machine.cores.max(1) as f64;
+    let limits = SandboxLimits {
+        memory: check.size(Key::Memory, LEAST_MEMORY..=16 * TIB)?.unwrap_or(2 * GIB),
+        cpus: check.number(Key::Cpus, 0.05..=cores)?.unwrap_or(2.0_f64.min(cores)),
+        processes: check.number(Key::Processes, 8..=65_536)?.unwrap_or(256),
+        disk: check.size(Key::Disk, MIB..=16 * TIB)?.unwrap_or(GIB),
+        files: check.number(Key::Files, 100..=100_000_000)?.unwrap_or(100_000),
+    };
+    let max_sessions = check.number(Key::MaxSessions, 1..=10_000)?.unwrap_or(64);
+    let data_dir = match check.path(Key::DataDir)? {
+        Some(dir) => dir,
+        None => folders::default_data_dir(&surroundings).ok_or(ConfigError::NoDataDir)?,
+    };
+
+    let environments = check.environments()?;
+
+    Ok(Settings {
+        environment: check.environment_name()?,
+        described: environments.keys().cloned().collect(),
+        environments,
+        mounts: check.mounts()?,
+        variables: check.variables(workspace.as_deref(), &surroundings, read, &mut notices)?,
+        timeout,
+        max_timeout,
+        max_sessions,
+        idle_timeout: check.duration(Key::IdleTimeout, Duration::from_secs(1)..=30 * 24 * HOUR)?.unwrap_or(HOUR),
+        pool: check.number(Key::Pool, 0..=1_000)?.unwrap_or(2).min(max_sessions),
+        profile: check.profile()?,
+        allow_missing: check.allow_missing()?,
+        runtime_dir: folders::runtime_dir(&surroundings, &machine),
+        log_filter: match check.log_level()? {
+            Some(level) => Some(level),
+            None => surroundings.get("RUST_LOG").filter(|filter| !filter.is_empty()).cloned(),
+        },
+        workspace,
+        allowed_dirs,
+        limits,
+        data_dir,
+        notices,
+    })
+}
+
+/// Levels of the log, loudest last.
+pub const LOG_LEVELS: [&str; 5] = ["error", "warn", "info", "debug", "trace"];
+
+struct Check<'a> {
+    written: Merged,
+    current_dir: &'a Path,
+    home: Option<&'a str>,
+}
+
+impl Check<'_> {
+    fn size(&self, key: Key, range: RangeInclusive<u64>) -> Result<Option<u64>, ConfigError> {
+        let allowed = format!(
+            "a size such as 512M or 2GiB, from {} to {}",
+            format_size(*range.start()),
+            format_size(*range.end())
+        );
+        self.read(key, &allowed, |text| within(parse_size(text), &range))
+    }
+
+    fn duration(&self, key: Key, range: RangeInclusive<Duration>) -> Result<Option<Duration>, ConfigError> {
+        let allowed = format!(
+            "a duration such as 30, 30s or 2m, from {} to {}",
+            format_duration(*range.start()),
+            format_duration(*range.end())
+        );
+        self.read(key, &allowed, |text| within(parse_duration(text), &range))
+    }
+
+    fn number<N>(&self, key: Key, range: RangeInclusive<N>) -> Result<Option<N>, ConfigError>
+    where
+        N: FromStr + PartialOrd + Display,
+        N::Err: Display,
+    {
+        let allowed = format!("a number from {} to {}", range.start(), range.end());
+        self.read(key, &allowed, |text| within(text.trim().parse::<N>(), &range))
+    }
+
+    /// Reads one text and names everything about it when it is refused.
+    fn read<T>(
+        &self,
+        key: Key,
+        allowed: &str,
+        parse: impl Fn(&str) -> Result<T, Option<String>>,
+    ) -> Result<Option<T>, ConfigError> {
+        let Some((origin, text)) = self.written.text(key)? else { return Ok(None) };
+        parse(text).map(Some).map_err(|why| invalid(key.name(), origin, text, allowed, why))
+    }
+
+    /// Makes the error for a value that is fine by itself but not beside another one.
+    fn invalid(&self, key: Key, allowed: &str) -> ConfigError {
+        match self.written.text(key) {
+            Ok(Some((origin, text))) => invalid(key.name(), origin, text, allowed, None),
+            Ok(None) => unreachable!("only a value that was written is refused"),
+            Err(error) => error,
+        }
+    }
+
+    fn path(&self, key: Key) -> Result<Option<PathBuf>, ConfigError> {
+        Ok(self.paths(key)?.and_then(|paths| paths.into_iter().next()).map(|(_, path)| path))
+    }
+
+    fn paths(&self, key: Key) -> Result<Option<Vec<(String, PathBuf)>>, ConfigError> {
+        let Some((origin, texts)) = self.written.texts(key)? else { return Ok(None) };
+        let paths = texts.into_iter().map(|text| Ok((text.to_owned(), self.absolute(key.name(), origin, text)?)));
+        paths.collect::<Result<_, _>>().map(Some)
+    }
+
+    /// Makes a path absolute: against the file's folder when a file holds it, otherwise against the folder we were started in.
+    fn absolute(&self, key: &str, origin: &Origin, text: &str) -> Result<PathBuf, ConfigError> {
+        if text.is_empty() || text.contains('\0') {
+            return Err(invalid(key, origin, text, "a path", None));
+        }
+        let base = match origin {
+            Origin::File { path, .. } => path.parent().unwrap_or(Path::new("/")),
+            Origin::Variable(_) | Origin::Flag(_) => self.current_dir,
+        };
+        Ok(folders::absolute(text, base, self.home))
+    }
+
+    fn environment_name(&self) -> Result<EnvironmentName, ConfigError> {
+        let name =
+            self.read(Key::Environment, EnvironmentName::ALLOWED, |text| EnvironmentName::new(text).ok_or(None))?;
+        Ok(name.unwrap_or_else(|| EnvironmentName::new("default").expect("\"default\" is a name")))
+    }
+
+    fn environments(&self) -> Result<BTreeMap<EnvironmentName, EnvironmentSpec>, ConfigError> {
+        let mut environments: BTreeMap<_, _> =
+            EnvironmentSpec::built_in().into_iter().map(|spec| (spec.name.clone(), spec)).collect();
+        for (origin, written) in self.written.all(Key::Environments) {
+            let members = table(Key::Environments.name(), origin, written)?;
+            for member in members {
+                let place = format!("environments.{}", member.name);
+                let origin = origin.at(member.line);
+                let Some(name) = EnvironmentName::new(&member.name) else {
+                    return Err(invalid("environments", &origin, &member.name, EnvironmentName::ALLOWED, None));
+                };
+                let entry = environments.entry(name.clone()).or_insert_with(|| EnvironmentSpec {
+                    name,
+                    packages: Vec::new(),
+                    preload: Vec::new(),
+                    python: PythonRequest::Any,
+                });
+                self.change_environment(entry, &place, &origin, &member.value)?;
+            }
+        }
+        Ok(environments)
+    }
+
+    fn change_environment(
+        &self,
+        spec: &mut EnvironmentSpec,
+        place: &str,
+        origin: &Origin,
+        written: &Written,
+    ) -> Result<(), ConfigError> {
+        let mut preload_written = false;
+        for member in table(place, origin, written)? {
+            let origin = origin.at(member.line);
+            let key = format!("{place}.{}", member.name);
+            let texts = member.value.texts(&key, &origin)?;
+            match member.name.as_str() {
+                "packages" => {
+                    // Other packages than the built-in ones need not have the built-in modules to import.
+                    if !preload_written {
+                        spec.preload.clear();
+                    }
+                    spec.packages = all(&key, &origin, &texts, spec::REQUIREMENT_ALLOWED, spec::is_requirement)?;
+                }
+                "preload" => {
+                    preload_written = true;
+                    spec.preload = all(&key, &origin, &texts, "module names such as numpy", spec::is_module_name)?;
+                }
+                "python" => {
+                    let [text] = texts[..] else { return Err(layers::wrong_shape(&key, &origin, "a single value")) };
+                    let expanded = if text.contains('/') {
+                        self.absolute(&key, &origin, text)?.to_string_lossy().into_owned()
+                    } else {
+                        text.to_owned()
+                    };
+                    spec.python = PythonRequest::parse(&expanded)
+                        .ok_or_else(|| invalid(&key, &origin, text, PythonRequest::ALLOWED, None))?;
+                }
+                other => {
+                    let known = ["packages", "preload", "python"].into_iter();
+                    return Err(layers::unknown_key(other, origin, known));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn mounts(&self) -> Result<Vec<Mount>, ConfigError> {
+        let mut mounts: Vec<Mount> = Vec::new();
+        let Some((origin, texts)) = self.written.texts(Key::Mounts)? else { return Ok(mounts) };
+        for text in texts {
+            let refuse = |why: &str| invalid(Key::Mounts.name(), origin, text, MOUNT_ALLOWED, Some(why.to_owned()));
+            let (rest, writable) = match text.strip_suffix(":ro") {
+                Some(rest) => (rest, false),
+                None => (text.strip_suffix(":rw").unwrap_or(text), true),
+            };
+            let (host, inside) = rest.rsplit_once(':').ok_or_else(|| refuse("there is no \":\" between two paths"))?;
+            let inside = relative_inside(inside).map_err(refuse)?;
+            if let Some(other) = mounts.iter().find(|other| folders::overlap(&other.inside, &inside)) {
+                return Err(refuse(&format!("it overlaps with the mount at \"{}\"", other.inside.display())));
+            }
+            let host = self.absolute(Key::Mounts.name(), origin, host)?;
+            mounts.push(Mount { host, inside, writable });
+        }
+        Ok(mounts)
+    }
+
+    /// Gathers what the inside sees, weakest first: what is passed on from the workspace's `.env` and from the server's own
+    /// environment, then the files the operator named, then single variables.
+    fn variables(
+        &self,
+        workspace: Option<&Path>,
+        surroundings: &BTreeMap<String, String>,
+        read: ReadFile<'_>,
+        notices: &mut Vec<String>,
+    ) -> Result<Variables, ConfigError> {
+        let mut variables = Variables::default();
+        let mut pass_on = |name: &str, value: &str| {
+            if let Some(inside) = name.strip_prefix(PASSED_ON).filter(|inside| dotenv::is_variable_name(inside))
+                && !value.contains('\0')
+            {
+                variables.set(inside.to_owned(), value.to_owned());
+            }
+        };
+        if let Some(path) = workspace.map(|workspace| workspace.join(".env")) {
+            // Code in a sandbox can write this file. A broken one must not keep the server from starting.
+            match read(NamedFile::InWorkspace(&path)) {
+                Ok(None) => {}
+                Ok(Some(text)) => match dotenv::parse(&text) {
+                    Ok(entries) => entries.iter().for_each(|(name, value)| pass_on(name, value)),
+                    Err(error) => notices.push(format!("the workspace's .env is not used: {error}")),
+                },
+                Err(error) => notices.push(format!("the workspace's .env is not used: {error}")),
+            }
+        }
+        surroundings.iter().for_each(|(name, value)| pass_on(name, value));
+
+        for (_, path) in self.paths(Key::EnvFiles)?.unwrap_or_default() {
+            let text = match read(NamedFile::ByOperator(&path)) {
+                Ok(Some(text)) => text,
+                Ok(None) => return Err(ConfigError::Unreadable { path, cause: io::ErrorKind::NotFound.into() }),
+                Err(cause) => return Err(ConfigError::Unreadable { path, cause }),
+            };
+            let entries = dotenv::parse(&text).map_err(|cause| ConfigError::EnvFile { path: path.clone(), cause })?;
+            for (name, value) in entries {
+                if value.contains('\0') {
+                    return Err(ConfigError::Unreadable { path, cause: io::Error::other("a value holds a NUL byte") });
+                }
+                variables.set(name, value);
+            }
+        }
+        for (origin, written) in self.written.all(Key::Variables) {
+            for (name, value) in pairs(origin, written)? {
+                variables.set(name, value);
+            }
+        }
+        Ok(variables)
+    }
+
+    fn profile(&self) -> Result<Profile, ConfigError> {
+        let names = Profile::ALL.map(Profile::name).join(", ");
+        let allowed = format!("one of: {names}");
+        Ok(self.read(Key::Profile, &allowed, |text| Profile::from_name(text).ok_or(None))?.unwrap_or(Profile::Default))
+    }
+
+    fn allow_missing(&self) -> Result<BTreeSet<LayerKind>, ConfigError> {
+        let Some((origin, texts)) = self.written.texts(Key::AllowMissing)? else { return Ok(BTreeSet::new()) };
+        let allowed = format!("layers out of: {}", LayerKind::ALL.map(LayerKind::name).join(", "));
+        let parse = |text: &&str| {
+            LayerKind::from_name(text).ok_or_else(|| invalid(Key::AllowMissing.name(), origin, text, &allowed, None))
+        };
+        texts.iter().map(parse).collect()
+    }
+
+    fn log_level(&self) -> Result<Option<String>, ConfigError> {
+        self.read(Key::LogLevel, &format!("one of: {}", LOG_LEVELS.join(", ")), |text| {
+            let level = text.to_ascii_lowercase();
+            LOG_LEVELS.contains(&level.as_str()).then_some(level).ok_or(None)
+        })
+    }
+}
+
+const MOUNT_ALLOWED: &str = "HOST:RELATIVE or HOST:RELATIVE:ro, where RELATIVE is a path below the working folder";
+
+/// Checks the form of a path below the working folder.
+fn relative_inside(text: &str) -> Result<PathBuf, &'static str> {
+    let mut path = PathBuf::new();
+    if text.contains(char::is_control) {
+        return Err("the inside path holds a control character");
+    }
+    for component in Path::new(text).components() {
+        match component {
+            Component::Normal(part) if part.len() <= 255 => path.push(part),
+            Component::Normal(_) => return Err("a part of the inside path is longer than 255 bytes"),
+            Component::CurDir => {}
+            Component::ParentDir => return Err("the inside path may not hold \"..\""),
+            Component::RootDir | Component::Prefix(_) => return Err("the inside path must be relative"),
+        }
+    }
+    if path.as_os_str().is_empty() { Err("the inside path is empty") } else { Ok(path) }
+}
+
+/// Reads variables written as a table or as `KEY=VALUE` texts. No error holds a value.
+fn pairs(origin: &Origin, written: &Written) -> Result<Vec<(String, String)>, ConfigError> {
+    let refuse =
+        |origin: Origin, name: &str, why: &'static str| ConfigError::Variable { origin, name: name.to_owned(), why };
+    let mut pairs: Vec<(Origin, String, String)> = Vec::new();
+    match written {
+        Written::Nothing => {}
+        Written::Table(members) => {
+            for member in members {
+                let value = match &member.value {
+                    Written::Text(value) => value.clone(),
+                    Written::Nothing => String::new(),
+                    _ => return Err(refuse(origin.at(member.line), &member.name, "its value must be a single text")),
+                };
+                pairs.push((origin.at(member.line), member.name.clone(), value));
+            }
+        }
+        written => {
+            for (index, text) in written.texts(Key::Variables.name(), origin)?.into_iter().enumerate() {
+                // The text is not repeated: without "=" it may well be the secret itself.
+                let number = format!("number {}", index + 1);
+                let (name, value) =
+                    text.split_once('=').ok_or_else(|| refuse(origin.clone(), &number, "it must be KEY=VALUE"))?;
+                pairs.push((origin.clone(), name.to_owned(), value.to_owned()));
+            }
+        }
+    }
+    for (origin, name, value) in &pairs {
+        if !dotenv::is_variable_name(name) {
+            let why = "a name is letters, digits and \"_\", and does not start with a digit";
+            return Err(refuse(origin.clone(), name, why));
+        }
+        if value.contains('\0') {
+            return Err(refuse(origin.clone(), name, "its value holds a NUL byte"));
+        }
+    }
+    Ok(pairs.into_iter().map(|(_, name, value)| (name, value)).collect())
+}
+
+fn table<'a>(key: &str, origin: &Origin, written: &'a Written) -> Result<&'a [Member], ConfigError> {
+    match written {
+        Written::Table(members) => Ok(members),
+        Written::Nothing => Ok(&[]),
+        Written::Text(_) | Written::List(_) => Err(layers::wrong_shape(key, origin, "a table of \"key: value\" lines")),
+    }
+}
+
+fn all(
+    key: &str,
+    origin: &Origin,
+    texts: &[&str],
+    allowed: &str,
+    fits: fn(&str) -> bool,
+) -> Result<Vec<String>, ConfigError> {
+    match texts.iter().find(|text| !fits(text)) {
+        Some(misfit) => Err(invalid(key, origin, misfit, allowed, None)),
+        None => Ok(texts.iter().map(|text| (*text).to_owned()).collect()),
+    }
+}
+
+fn invalid(key: &str, origin: &Origin, given: &str, allowed: &str, why: Option<String>) -> ConfigError {
+    ConfigError::Invalid(Box::new(InvalidValue {
+        key: key.to_owned(),
+        origin: origin.clone(),
+        given: format!("\"{given}\""),
+        allowed: allowed.to_owned(),
+        why,
+    }))
+}
+
+/// Turns a reading into a value inside `range`, or into the reason why it is refused.
+fn within<T: PartialOrd, E: Display>(reading: Result<T, E>, range: &RangeInclusive<T>) -> Result<T, Option<String>> {
+    let value = reading.map_err(|error| Some(error.to_string()))?;
+    if range.contains(&value) { Ok(value) } else { Err(None) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One case: sources in, settings out.
+    struct Case {
+        sources: Sources,
+        files: BTreeMap<PathBuf, String>,
+    }
+
+    fn case() -> Case {
+        let machine = Machine { cores: 4, user_id: 7, current_dir: "/here".into(), temporary_dir: "/tmp".into() };
+        let variables = BTreeMap::from([("HOME".to_owned(), "/home/me".to_owned())]);
+        Case { sources: Sources { file: None, variables, flags: Flags::default(), machine }, files: BTreeMap::new() }
+    }
+
+    impl Case {
+        fn yaml(mut self, text: &str) -> Case {
+            self.sources.file = Some(("/etc/cellblock/config.yaml".into(), text.to_owned()));
+            self
+        }
+
+        fn variable(mut self, name: &str, value: &str) -> Case {
+            self.sources.variables.insert(name.to_owned(), value.to_owned());
+            self
+        }
+
+        fn flag(mut self, key: Key, value: &str) -> Case {
+            self.sources.flags = self.sources.flags.single(key, Some(value.to_owned()));
+            self
+        }
+
+        fn flags(mut self, key: Key, values: &[&str]) -> Case {
+            let values = values.iter().map(|value| (*value).to_owned()).collect();
+            self.sources.flags = self.sources.flags.repeated(key, values);
+            self
+        }
+
+        fn file(mut self, path: &str, text: &str) -> Case {
+            self.files.insert(path.into(), text.to_owned());
+            self
+        }
+
+        fn result(self) -> Result<Settings, ConfigError> {
+            let files = self.files;
+            settle(self.sources, &|file| {
+                let (NamedFile::ByOperator(path) | NamedFile::InWorkspace(path)) = file;
+                Ok(files.get(path).cloned())
+            })
+        }
+
+        fn settings(self) -> Settings {
+            self.result().expect("it should be accepted")
+        }
+
+        fn refusal(self) -> String {
+            self.result().expect_err("it should be refused").to_string()
+        }
+    }
+
+    fn name(text: &str) -> EnvironmentName {
+        EnvironmentName::new(text).unwrap()
+    }
+
+    #[test]
+    fn without_any_source_the_defaults_hold() {
+        let settings = case().settings();
+        assert_eq!(settings.workspace, None);
+        assert_eq!(settings.allowed_dirs, Vec::<PathBuf>::new());
+        assert_eq!(settings.environment, name("default"));
+        assert_eq!(settings.environments.len(), 2);
+        let limits = SandboxLimits { memory: 2 << 30, cpus: 2.0, processes: 256, disk: 1 << 30, files: 100_000 };
+        assert_eq!(settings.limits, limits);
+        assert_eq!(settings.timeout, Duration::from_secs(120));
+        assert_eq!(settings.max_timeout, Duration::from_secs(3600));
+        assert_eq!(settings.max_sessions, 64);
+        assert_eq!(settings.idle_timeout, Duration::from_secs(3600));
+        assert_eq!(settings.pool, 2);
+        assert_eq!(settings.data_dir, Path::new("/home/me/.local/share/cellblock"));
+        assert_eq!(settings.runtime_dir, Path::new("/tmp/cellblock-7"));
+        assert!(settings.allow_missing.is_empty() && settings.mounts.is_empty() && settings.notices.is_empty());
+    }
+
+    #[test]
+    fn a_machine_with_one_core_gets_one() {
+        let mut case = case();
+        case.sources.machine.cores = 1;
+        assert_eq!(case.settings().limits.cpus, 1.0);
+    }
+
+    #[test]
+    fn flags_win_over_variables_and_variables_over_the_file() {
+        let yaml = "memory: 1G\ncpus: 1\ntimeout: 10";
+        let settings =
+            case().yaml(yaml).variable("CELLBLOCK_MEMORY", "2G").variable("CELLBLOCK_CPUS", "1.5").flag(Key::Cpus, "3");
+        let settings = settings.settings();
+        assert_eq!((settings.limits.memory, settings.limits.cpus), (2 << 30, 3.0));
+        assert_eq!(settings.timeout, Duration::from_secs(10));
+    }
+
+    #[test]
+    fn a_refused_value_names_key_place_value_and_range() {
+        assert_eq!(
+            case().yaml("cpus: 1\nmemory: 2X\n").refusal(),
+            "/etc/cellblock/config.yaml line 2: memory cannot be \"2X\" (the unit \"X\" is not known); allowed: a size such as 512M or \
+             2GiB, from 64 MiB to 16 TiB"
+        );
+        assert!(
+            case()
+                .variable("CELLBLOCK_MEMORY", "1M")
+                .refusal()
+                .starts_with("CELLBLOCK_MEMORY: memory cannot be \"1M\";")
+        );
+        assert!(case().flag(Key::Cpus, "5").refusal().contains("from 0.05 to 4"));
+        assert!(case().flag(Key::Cpus, "NaN").refusal().starts_with("--cpus: cpus cannot be \"NaN\""));
+        assert!(case().yaml("max_sessions: 0").refusal().contains("from 1 to 10000"));
+        assert!(case().yaml("max_sessions: -1").refusal().contains("-1"));
+        assert!(case().yaml("max_sessions: many").refusal().contains("many"));
+        assert!(case().yaml("timeout: 0").refusal().contains("from 1 s to 1 d"));
+        assert!(case().yaml("memory: {a: 1}").refusal().contains("a single value"));
+    }
+
+    #[test]
+    fn a_timeout_beyond_the_largest_is_refused_only_when_both_are_written() {
+        assert!(case().yaml("timeout: 2m\nmax_timeout: 1m").refusal().contains("max_timeout"));
+        assert_eq!(case().yaml("timeout: 2h").settings().max_timeout, Duration::from_secs(7200));
+        assert_eq!(case().yaml("max_timeout: 1m").settings().timeout, Duration::from_secs(60));
+    }
+
+    #[test]
+    fn relative_paths_start_at_the_file_or_at_the_folder_we_were_started_in() {
+        assert_eq!(case().yaml("workspace: work").settings().workspace, Some("/etc/cellblock/work".into()));
+        assert_eq!(case().flag(Key::Workspace, "work").settings().workspace, Some("/here/work".into()));
+        assert_eq!(case().variable("CELLBLOCK_WORKSPACE", "../w").settings().workspace, Some("/w".into()));
+        assert_eq!(case().flag(Key::Workspace, "~/w").settings().workspace, Some("/home/me/w".into()));
+        assert_eq!(case().flag(Key::DataDir, "/d").settings().data_dir, Path::new("/d"));
+    }
+
+    #[test]
+    fn the_workspace_is_allowed_unless_others_are_named() {
+        assert_eq!(case().flag(Key::Workspace, "w").settings().allowed_dirs, [Path::new("/here/w")]);
+        let named = case().flag(Key::Workspace, "w").flags(Key::AllowedDirs, &["/a", "b"]).settings();
+        assert_eq!(named.allowed_dirs, [Path::new("/a"), Path::new("/here/b")]);
+    }
+
+    #[test]
+    fn environments_are_added_and_changed_by_the_file() {
+        let yaml = "environment: science\nenvironments:\n  science:\n    packages: [scipy, 'numpy>=2']\n    preload: [scipy]\n    \
+                    python: '3.12'\n  default:\n    packages: [polars]\n";
+        let settings = case().yaml(yaml).settings();
+        let science = &settings.environments[&name("science")];
+        assert_eq!(science.packages, ["scipy", "numpy>=2"]);
+        assert_eq!(science.python, PythonRequest::Version("3.12".to_owned()));
+        let changed = &settings.environments[&name("default")];
+        assert_eq!((changed.packages.as_slice(), changed.preload.len()), (["polars".to_owned()].as_slice(), 0));
+        assert_eq!(settings.environments[&name("minimal")].packages, ["ipython"]);
+    }
+
+    #[test]
+    fn changing_only_the_python_keeps_the_packages() {
+        let settings = case().yaml("environments: {default: {python: 3.13}}").settings();
+        let changed = &settings.environments[&name("default")];
+        assert_eq!(changed.packages.len(), 4);
+        assert_eq!(changed.preload.len(), 3);
+        assert_eq!(changed.python, PythonRequest::Version("3.13".to_owned()));
+    }
+
+    #[test]
+    fn mistakes_in_an_environment_are_refused_with_their_place() {
+        let refusal = |yaml: &str| case().yaml(yaml).refusal();
+        assert!(
+            refusal("environments:\n  a:\n    package: [x]")
+                .contains("line 3: there is no setting \"package\"; did you mean \"packages\"?")
+        );
+        assert!(refusal("environments: {A: {}}").contains("lower-case"));
+        assert!(refusal("environments: {a: {packages: [--index-url=x]}}").contains("environments.a.packages"));
+        assert!(refusal("environments: {a: {preload: ['os;x']}}").contains("environments.a.preload"));
+        assert!(refusal("environments: {a: {python: 3.9}}").contains("from 3.10 on"));
+        assert!(refusal("environments: [a]").contains("table"));
+    }
+
+    #[test]
+    fn mounts_are_read_with_their_mode() {
+        let settings = case().flags(Key::Mounts, &["data:in/data:ro", "/x:y", "/p:q:rw", "/a:b:c"]).settings();
+        let mount = |host: &str, inside: &str, writable| Mount { host: host.into(), inside: inside.into(), writable };
+        let expected = [
+            mount("/here/data", "in/data", false),
+            mount("/x", "y", true),
+            mount("/p", "q", true),
+            mount("/a:b", "c", true),
+        ];
+        assert_eq!(settings.mounts, expected);
+    }
+
+    #[test]
+    fn a_mount_that_leaves_the_working_folder_is_refused() {
+        for bad in ["/x", "/x:", "/x:/y", "/x:../y", "/x:a/../../y", "/x:.", ":y", "/x:y\n", "/x:ro"] {
+            let accepted = case().flags(Key::Mounts, &[bad]).result();
+            match bad {
+                // The whole text is HOST:RELATIVE here: a folder called "ro" cannot be told from the mode.
+                "/x:ro" => assert!(accepted.unwrap_err().to_string().contains("no \":\"")),
+                _ => assert!(accepted.is_err(), "{bad:?}"),
+            }
+        }
+        assert!(case().flags(Key::Mounts, &["/x:a", "/y:a/b"]).refusal().contains("overlaps"));
+    }
+
+    #[test]
+    fn only_marked_variables_of_the_server_reach_the_inside() {
+        let settings = case()
+            .variable("KERNEL_ENV_TOKEN", "t")
+            .variable("AWS_SECRET", "s")
+            .variable("KERNEL_ENV_", "x")
+            .settings();
+        assert_eq!(settings.variables.iter().collect::<Vec<_>>(), [("TOKEN", "t")]);
+    }
+
+    #[test]
+    fn the_env_file_of_a_relative_workspace_is_found_and_never_overrides_the_real_environment() {
+        let dotenv = "KERNEL_ENV_A=file\nKERNEL_ENV_B=file\nOTHER=file\n";
+        let settings =
+            case().flag(Key::Workspace, "w").file("/here/w/.env", dotenv).variable("KERNEL_ENV_B", "real").settings();
+        assert_eq!(settings.variables.iter().collect::<Vec<_>>(), [("A", "file"), ("B", "real")]);
+    }
+
+    #[test]
+    fn later_sources_of_variables_win() {
+        let case = case()
+            .variable("KERNEL_ENV_A", "passed on")
+            .variable("KERNEL_ENV_B", "passed on")
+            .variable("KERNEL_ENV_C", "passed on")
+            .flags(Key::EnvFiles, &["x.env"])
+            .file("/here/x.env", "B=from a file\nC=from a file\nD=from a file")
+            .yaml("variables: {C: from yaml, E: 5}")
+            .flags(Key::Variables, &["E=from a flag", "F=a=b"]);
+        let settings = case.settings();
+        let expected = [
+            ("A", "passed on"),
+            ("B", "from a file"),
+            ("C", "from yaml"),
+            ("D", "from a file"),
+            ("E", "from a flag"),
+            ("F", "a=b"),
+        ];
+        assert_eq!(settings.variables.iter().collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn refused_variables_never_show_their_value() {
+        for bad in ["hunter2", "1A=hunter2", "=hunter2", "A=hunter2\0"] {
+            let refusal = case().flags(Key::Variables, &["OK=1", bad]).refusal();
+            assert!(refusal.starts_with("--env-var: ") && !refusal.contains("hunter2"), "{refusal}");
+        }
+        assert!(!case().yaml("variables: {A: [hunter2]}").refusal().contains("hunter2"));
+        let broken = case().flags(Key::EnvFiles, &["x.env"]).file("/here/x.env", "A='hunter2").result().unwrap_err();
+        let broken = format!("{:#}", anyhow::Error::from(broken));
+        assert!(broken.starts_with("could not read variables from /here/x.env: line 1") && !broken.contains("hunter2"));
+    }
+
+    #[test]
+    fn printing_settings_shows_no_value_of_a_variable() {
+        let settings = case().flags(Key::Variables, &["TOKEN=hunter2"]).settings();
+        let printed = format!("{settings:?}");
+        assert!(printed.contains("TOKEN") && !printed.contains("hunter2"));
+    }
+
+    #[test]
+    fn a_missing_file_named_by_the_operator_is_refused_and_a_broken_workspace_file_is_a_notice() {
+        assert!(case().flags(Key::EnvFiles, &["gone.env"]).refusal().contains("/here/gone.env"));
+        let settings = case().flag(Key::Workspace, "w").file("/here/w/.env", "nonsense").settings();
+        assert_eq!(settings.notices, ["the workspace's .env is not used: line 1: there is no \"=\""]);
+    }
+
+    #[test]
+    fn layers_that_may_be_missing_are_known_by_name() {
+        let settings = case().flags(Key::AllowMissing, &["landlock", "resources"]).settings();
+        assert_eq!(settings.allow_missing, BTreeSet::from([LayerKind::Landlock, LayerKind::Resources]));
+        assert_eq!(case().variable("CELLBLOCK_ALLOW_MISSING", "landlock,network").settings().allow_missing.len(), 2);
+        assert!(case().flags(Key::AllowMissing, &["everything"]).refusal().contains("system-calls"));
+    }
+
+    #[test]
+    fn the_log_follows_the_setting_then_rust_log() {
+        assert_eq!(case().settings().log_filter, None);
+        assert_eq!(case().variable("RUST_LOG", "hyper=off").settings().log_filter.as_deref(), Some("hyper=off"));
+        let both = case().variable("RUST_LOG", "hyper=off").flag(Key::LogLevel, "DEBUG").settings();
+        assert_eq!(both.log_filter.as_deref(), Some("debug"));
+        assert!(case().flag(Key::LogLevel, "loud").refusal().contains("error, warn, info, debug, trace"));
+    }
+
+    #[test]
+    fn the_pool_is_never_larger_than_the_number_of_sessions() {
+        assert_eq!(case().yaml("max_sessions: 1").settings().pool, 1);
+        assert_eq!(case().yaml("pool: 0").settings().pool, 0);
+    }
+
+    #[test]
+    fn profiles_are_known_by_name() {
+        assert_eq!(case().flag(Key::Profile, "default").settings().profile, Profile::Default);
+        assert!(case().flag(Key::Profile, "other").refusal().contains("one of: default"));
+    }
+}

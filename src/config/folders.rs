@@ -1,0 +1,192 @@
+//! The folders Cellblock keeps for itself, and the ones it shares with a sandbox.
+//!
+//! `data_dir` and `runtime_dir` choose; `make_private` and `make_shared` act. What a sandbox may write must never overlap with what the
+//! host trusts: `overlap` tells.
+
+use std::collections::BTreeMap;
+use std::fs::{DirBuilder, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Component, Path, PathBuf};
+
+/// Facts about the machine and the process, read once.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Machine {
+    pub cores: usize,
+    pub user_id: u32,
+    pub current_dir: PathBuf,
+    pub temporary_dir: PathBuf,
+}
+
+/// Chooses where environments and tools are kept.
+pub(super) fn default_data_dir(variables: &BTreeMap<String, String>) -> Option<PathBuf> {
+    absolute_variable(variables, "XDG_DATA_HOME")
+        .or_else(|| absolute_variable(variables, "HOME").map(|home| home.join(".local/share")))
+        .map(|base| base.join("cellblock"))
+}
+
+/// Chooses where the configuration file is looked for when nobody names one.
+pub(super) fn default_config_file(variables: &BTreeMap<String, String>) -> Option<PathBuf> {
+    absolute_variable(variables, "XDG_CONFIG_HOME")
+        .or_else(|| absolute_variable(variables, "HOME").map(|home| home.join(".config")))
+        .map(|base| base.join("cellblock/config.yaml"))
+}
+
+/// Chooses where sockets and sandboxes' roots live while the server runs.
+pub(super) fn runtime_dir(variables: &BTreeMap<String, String>, machine: &Machine) -> PathBuf {
+    if machine.user_id == 0 {
+        return PathBuf::from("/run/cellblock");
+    }
+    match absolute_variable(variables, "XDG_RUNTIME_DIR") {
+        Some(base) => base.join("cellblock"),
+        None => machine.temporary_dir.join(format!("cellblock-{}", machine.user_id)),
+    }
+}
+
+/// Makes a path absolute without asking the file system: relative to `base`, with `~/`, `.` and `..` resolved.
+pub(super) fn absolute(written: &str, base: &Path, home: Option<&str>) -> PathBuf {
+    let path = match (written.strip_prefix("~/"), home) {
+        (Some(rest), Some(home)) => Path::new(home).join(rest),
+        _ if written == "~" && home.is_some() => PathBuf::from(home.unwrap_or_default()),
+        _ => base.join(written),
+    };
+    let mut clean = PathBuf::new();
+    for component in path.components() {
+        match component {
+            Component::ParentDir => {
+                clean.pop();
+            }
+            Component::CurDir => {}
+            other => clean.push(other),
+        }
+    }
+    clean
+}
+
+/// Tells whether one of two folders holds the other. Both must be absolute and free of links.
+pub(super) fn overlap(one: &Path, other: &Path) -> bool {
+    one.starts_with(other) || other.starts_with(one)
+}
+
+/// Makes a folder that only we can enter, or checks that an existing one is ours and real.
+///
+/// Below a shared temporary folder somebody else could have made it first, or put a link in its place.
+pub(super) fn make_private(path: &Path, user_id: u32) -> io::Result<()> {
+    if let Some(parent) = path.parent() {
+        std::fs::create_dir_all(parent)?;
+    }
+    match DirBuilder::new().mode(0o700).create(path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let found = std::fs::symlink_metadata(path)?;
+    if !found.is_dir() {
+        return Err(io::Error::other("it is not a folder"));
+    }
+    if found.uid() != user_id {
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it belongs to another user"));
+    }
+    if found.mode() & 0o077 != 0 {
+        std::fs::set_permissions(path, Permissions::from_mode(0o700))?;
+    }
+    Ok(())
+}
+
+/// Makes a folder if it is missing and returns its path free of links.
+pub(super) fn make_shared(path: &Path) -> io::Result<PathBuf> {
+    std::fs::create_dir_all(path)?;
+    existing_folder(path)
+}
+
+/// Returns the path of an existing folder free of links.
+pub(super) fn existing_folder(path: &Path) -> io::Result<PathBuf> {
+    let real = path.canonicalize()?;
+    if !real.is_dir() {
+        return Err(io::Error::new(io::ErrorKind::NotADirectory, "it is not a folder"));
+    }
+    Ok(real)
+}
+
+fn absolute_variable(variables: &BTreeMap<String, String>, name: &str) -> Option<PathBuf> {
+    // The XDG specification says that a relative path is to be ignored.
+    variables.get(name).map(PathBuf::from).filter(|path| path.is_absolute())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn variables(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+        pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+    }
+
+    fn machine(user_id: u32) -> Machine {
+        Machine { cores: 2, user_id, current_dir: "/here".into(), temporary_dir: "/tmp".into() }
+    }
+
+    #[test]
+    fn the_data_folder_follows_xdg_then_home() {
+        let chosen = |pairs: &[(&str, &str)]| default_data_dir(&variables(pairs));
+        assert_eq!(chosen(&[("XDG_DATA_HOME", "/x"), ("HOME", "/h")]), Some("/x/cellblock".into()));
+        assert_eq!(chosen(&[("XDG_DATA_HOME", "relative"), ("HOME", "/h")]), Some("/h/.local/share/cellblock".into()));
+        assert_eq!(chosen(&[("HOME", "/h")]), Some("/h/.local/share/cellblock".into()));
+        assert_eq!(chosen(&[]), None);
+    }
+
+    #[test]
+    fn the_runtime_folder_depends_on_who_runs_us() {
+        assert_eq!(
+            runtime_dir(&variables(&[("XDG_RUNTIME_DIR", "/run/user/7")]), &machine(0)),
+            Path::new("/run/cellblock")
+        );
+        assert_eq!(
+            runtime_dir(&variables(&[("XDG_RUNTIME_DIR", "/run/user/7")]), &machine(7)),
+            Path::new("/run/user/7/cellblock")
+        );
+        assert_eq!(runtime_dir(&variables(&[]), &machine(7)), Path::new("/tmp/cellblock-7"));
+    }
+
+    #[test]
+    fn paths_are_made_absolute_without_the_file_system() {
+        for (written, expected) in [
+            ("a/b", "/here/a/b"),
+            ("/a/./b", "/a/b"),
+            ("../x", "/x"),
+            ("/../../x", "/x"),
+            (".", "/here"),
+            ("~/x", "/h/x"),
+            ("~", "/h"),
+            ("~other/x", "/here/~other/x"),
+        ] {
+            assert_eq!(absolute(written, Path::new("/here"), Some("/h")), Path::new(expected), "{written:?}");
+        }
+    }
+
+    #[test]
+    fn folders_overlap_when_one_holds_the_other() {
+        assert!(overlap(Path::new("/a"), Path::new("/a/b")));
+        assert!(overlap(Path::new("/a/b"), Path::new("/a")));
+        assert!(overlap(Path::new("/"), Path::new("/a")));
+        assert!(!overlap(Path::new("/a"), Path::new("/ab")));
+    }
+
+    #[test]
+    fn a_private_folder_is_closed_to_others() {
+        let base = tempfile::tempdir().unwrap();
+        let user_id = rustix::process::geteuid().as_raw();
+        let path = base.path().join("deep/private");
+        make_private(&path, user_id).unwrap();
+        std::fs::set_permissions(&path, Permissions::from_mode(0o755)).unwrap();
+        make_private(&path, user_id).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o700);
+        assert_eq!(make_private(&path, user_id + 1).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+    }
+
+    #[test]
+    fn a_link_does_not_pass_for_a_private_folder() {
+        let base = tempfile::tempdir().unwrap();
+        let link = base.path().join("link");
+        std::os::unix::fs::symlink(base.path(), &link).unwrap();
+        assert!(make_private(&link, rustix::process::geteuid().as_raw()).is_err());
+    }
+}

@@ -1,0 +1,385 @@
+//! Settings: what was written, checked once.
+//!
+//!     file (YAML)  <  CELLBLOCK_… variables  <  flags
+//!          \                 |                  /
+//!           layers: the same form for all, laid over each other
+//!                            |
+//!           checks: typed, in range, absolute, or refused by name   →   Settings
+//!
+//! `layers`, `checks`, `quantity` and `dotenv` are pure: they take texts and maps. `load` below is the thin part that reads the real
+//! file, environment and machine, and makes the folders that settings name.
+//!
+//! No other room reads files or the environment for settings. Values of variables meant for the inside are never printed.
+
+mod checks;
+mod dotenv;
+mod folders;
+mod layers;
+pub mod quantity;
+mod variables;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{CWD, Mode, OFlags};
+
+use crate::environment::{self, EnvironmentName, EnvironmentSpec};
+use crate::sandbox::{LayerKind, SandboxLimits};
+use checks::{NamedFile, Sources};
+use folders::Machine;
+
+pub use checks::LOG_LEVELS;
+pub use dotenv::DotenvError;
+pub use layers::{Flags, Key, Origin};
+pub use variables::Variables;
+
+/// Everything an operator can choose, checked.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// The host folder that becomes the working folder of sessions; without one each session has a private folder.
+    pub workspace: Option<PathBuf>,
+    /// Host folders that files may be uploaded from and downloaded to.
+    pub allowed_dirs: Vec<PathBuf>,
+    /// The environment sessions run in. It has an entry in `environments` once `load` has returned.
+    pub environment: EnvironmentName,
+    pub environments: BTreeMap<EnvironmentName, EnvironmentSpec>,
+    /// Which of them are built in or described in the file; the others are only known because they were built by hand.
+    pub described: BTreeSet<EnvironmentName>,
+    pub mounts: Vec<Mount>,
+    /// All variables that the inside sees by the operator's will. Nothing else is inherited.
+    pub variables: Variables,
+    pub limits: SandboxLimits,
+    /// How long one execution may take when the caller does not say.
+    pub timeout: Duration,
+    /// The most a caller may ask for.
+    pub max_timeout: Duration,
+    pub max_sessions: usize,
+    /// How long a session may do nothing before it ends.
+    pub idle_timeout: Duration,
+    /// How many warm sessions are kept ready.
+    pub pool: usize,
+    pub profile: Profile,
+    /// Isolation layers that may be missing.
+    pub allow_missing: BTreeSet<LayerKind>,
+    /// Where environments, tools and the runner's files are kept.
+    pub data_dir: PathBuf,
+    /// Where sockets and roots of sandboxes live while the server runs; only we can enter it.
+    pub runtime_dir: PathBuf,
+    /// What to log, from `log_level` or `RUST_LOG`.
+    pub log_filter: Option<String>,
+    /// What was coped with while settings were read; to be logged as warnings once there is a log.
+    pub notices: Vec<String>,
+}
+
+impl Settings {
+    /// Returns what the chosen environment is made of.
+    pub fn environment_spec(&self) -> &EnvironmentSpec {
+        self.environments.get(&self.environment).expect("load refuses an environment that nobody has described")
+    }
+}
+
+/// A host folder shown below the working folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mount {
+    pub host: PathBuf,
+    /// Relative, without `..`.
+    pub inside: PathBuf,
+    pub writable: bool,
+}
+
+/// Which set of tools is shown to clients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Profile {
+    Default,
+}
+
+impl Profile {
+    pub const ALL: [Profile; 1] = [Profile::Default];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Profile::Default => "default",
+        }
+    }
+
+    pub fn from_name(name: &str) -> Option<Profile> {
+        Profile::ALL.into_iter().find(|profile| profile.name() == name)
+    }
+}
+
+/// Why settings were refused.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("could not read {}", path.display())]
+    Unreadable {
+        path: PathBuf,
+        #[source]
+        cause: io::Error,
+    },
+    #[error("{}: {why}", Origin::File { path: path.clone(), line: *line })]
+    Yaml { path: PathBuf, line: Option<u64>, why: String },
+    #[error("{origin}: there is no setting \"{key}\"{}", did_you_mean(nearest.as_deref()))]
+    UnknownKey { key: String, origin: Origin, nearest: Option<String> },
+    #[error(transparent)]
+    Invalid(Box<InvalidValue>),
+    #[error("{origin}: the variable {name} is refused: {why}")]
+    Variable { origin: Origin, name: String, why: &'static str },
+    #[error("could not read variables from {}", path.display())]
+    EnvFile {
+        path: PathBuf,
+        #[source]
+        cause: DotenvError,
+    },
+    #[error(
+        "there is no environment \"{name}\"; known: {known}. Describe it in the configuration file or build it with \"cellblock env build {name} --packages …\""
+    )]
+    UnknownEnvironment { name: EnvironmentName, known: String },
+    #[error("there is no place for environments: set HOME, XDG_DATA_HOME or CELLBLOCK_DATA_DIR")]
+    NoDataDir,
+    #[error("the folder {} of the setting {key} cannot be used", path.display())]
+    Folder {
+        key: &'static str,
+        path: PathBuf,
+        #[source]
+        cause: io::Error,
+    },
+    #[error(
+        "the folder {} of the setting {key} cannot be shown to a sandbox for writing: it overlaps with {}, whose files run on the host. \
+         Choose another folder, or add \":ro\" to a mount",
+        path.display(), trusted.display()
+    )]
+    Overlap { key: &'static str, path: PathBuf, trusted: PathBuf },
+}
+
+/// A value that a setting cannot have.
+#[derive(Debug, thiserror::Error)]
+#[error("{origin}: {key} cannot be {given}{}; allowed: {allowed}", in_brackets(why.as_deref()))]
+pub struct InvalidValue {
+    pub key: String,
+    pub origin: Origin,
+    pub given: String,
+    pub allowed: String,
+    pub why: Option<String>,
+}
+
+fn did_you_mean(nearest: Option<&str>) -> String {
+    nearest.map(|name| format!("; did you mean \"{name}\"?")).unwrap_or_default()
+}
+
+fn in_brackets(why: Option<&str>) -> String {
+    why.map(|why| format!(" ({why})")).unwrap_or_default()
+}
+
+/// Reads the real file, environment and machine, checks everything, and makes the folders that settings name.
+///
+/// `config_file` is the file named by a flag. It must exist; so must one named by `CELLBLOCK_CONFIG`. The usual place may be empty.
+pub fn load(config_file: Option<&Path>, flags: Flags) -> Result<Settings, ConfigError> {
+    // A variable whose name or value is not UTF-8 can be none of ours.
+    let variables: BTreeMap<String, String> = std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .collect();
+    let here = PathBuf::from(".");
+    let current_dir = std::env::current_dir().map_err(|cause| ConfigError::Unreadable { path: here, cause })?;
+    let machine = Machine {
+        cores: std::thread::available_parallelism().map_or(1, usize::from),
+        user_id: rustix::process::geteuid().as_raw(),
+        temporary_dir: std::env::temp_dir(),
+        current_dir,
+    };
+    let file = config_text(config_file, &variables, &machine.current_dir)?;
+    let user_id = machine.user_id;
+    let mut settings = checks::settle(Sources { file, variables, flags, machine }, &read_named_file)?;
+    make_folders(&mut settings, user_id)?;
+    know_built_environments(&mut settings)?;
+    Ok(settings)
+}
+
+fn config_text(
+    flag: Option<&Path>,
+    variables: &BTreeMap<String, String>,
+    current_dir: &Path,
+) -> Result<Option<(PathBuf, String)>, ConfigError> {
+    let named = flag
+        .map(Path::to_owned)
+        .or_else(|| variables.get("CELLBLOCK_CONFIG").filter(|path| !path.is_empty()).map(PathBuf::from));
+    let (path, may_be_missing) = match (named, folders::default_config_file(variables)) {
+        (Some(path), _) => (current_dir.join(path), false),
+        (None, Some(path)) => (path, true),
+        (None, None) => return Ok(None),
+    };
+    match std::fs::read_to_string(&path) {
+        Ok(text) => Ok(Some((path, text))),
+        Err(error) if may_be_missing && error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(cause) => Err(ConfigError::Unreadable { path, cause }),
+    }
+}
+
+/// A file of variables larger than this is a mistake or an attack.
+const LARGEST_ENV_FILE: u64 = 1 << 20;
+
+fn read_named_file(file: NamedFile<'_>) -> io::Result<Option<String>> {
+    let (path, extra) = match file {
+        NamedFile::ByOperator(path) => (path, OFlags::empty()),
+        // Code in a sandbox could have put a link to a host file here, or a pipe that never answers.
+        NamedFile::InWorkspace(path) => (path, OFlags::NOFOLLOW | OFlags::NONBLOCK),
+    };
+    let file = match rustix::fs::openat(CWD, path, OFlags::RDONLY | OFlags::CLOEXEC | extra, Mode::empty()) {
+        Ok(descriptor) => File::from(descriptor),
+        Err(rustix::io::Errno::NOENT) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::other("it is not a regular file"));
+    }
+    let mut text = String::new();
+    let length = file.take(LARGEST_ENV_FILE + 1).read_to_string(&mut text)?;
+    if length as u64 > LARGEST_ENV_FILE {
+        return Err(io::Error::other("it is larger than 1 MiB"));
+    }
+    Ok(Some(text))
+}
+
+fn make_folders(settings: &mut Settings, user_id: u32) -> Result<(), ConfigError> {
+    fn folder_error(key: &'static str, path: &Path) -> impl FnOnce(io::Error) -> ConfigError {
+        let path = path.to_owned();
+        move |cause| ConfigError::Folder { key, path, cause }
+    }
+    settings.data_dir =
+        folders::make_shared(&settings.data_dir).map_err(folder_error("data_dir", &settings.data_dir))?;
+    folders::make_private(&settings.runtime_dir, user_id)
+        .map_err(folder_error("runtime_dir", &settings.runtime_dir))?;
+    settings.runtime_dir =
+        folders::existing_folder(&settings.runtime_dir).map_err(folder_error("runtime_dir", &settings.runtime_dir))?;
+    if let Some(workspace) = &mut settings.workspace {
+        *workspace = folders::make_shared(workspace).map_err(folder_error("workspace", workspace))?;
+    }
+    for directory in &mut settings.allowed_dirs {
+        *directory = folders::existing_folder(directory).map_err(folder_error("allowed_dirs", directory))?;
+    }
+    for mount in &mut settings.mounts {
+        let real =
+            if mount.writable { folders::make_shared(&mount.host) } else { folders::existing_folder(&mount.host) };
+        mount.host = real.map_err(folder_error("mounts", &mount.host))?;
+    }
+    refuse_overlaps(settings)
+}
+
+/// Refuses to let a sandbox write where the host's own tools, environments or sockets are.
+fn refuse_overlaps(settings: &Settings) -> Result<(), ConfigError> {
+    let workspace = settings.workspace.iter().map(|path| ("workspace", path));
+    let mounts = settings.mounts.iter().filter(|mount| mount.writable).map(|mount| ("mounts", &mount.host));
+    for (key, path) in workspace.chain(mounts) {
+        for trusted in [&settings.data_dir, &settings.runtime_dir] {
+            if folders::overlap(path, trusted) {
+                return Err(ConfigError::Overlap { key, path: path.clone(), trusted: trusted.clone() });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Adds environments that were built by hand and are described nowhere else.
+fn know_built_environments(settings: &mut Settings) -> Result<(), ConfigError> {
+    for spec in environment::built_specs(&settings.data_dir) {
+        settings.environments.entry(spec.name.clone()).or_insert(spec);
+    }
+    if settings.environments.contains_key(&settings.environment) {
+        return Ok(());
+    }
+    let known = settings.environments.keys().map(EnvironmentName::as_str).collect::<Vec<_>>().join(", ");
+    Err(ConfigError::UnknownEnvironment { name: settings.environment.clone(), known })
+}
+
+#[cfg(test)]
+pub(crate) mod tests_support {
+    use super::*;
+
+    /// Returns default settings whose folders all lie below `base`. It makes none of them.
+    pub(crate) fn settings_below(base: &Path) -> Settings {
+        let variables = BTreeMap::from([("HOME".to_owned(), base.to_string_lossy().into_owned())]);
+        let machine =
+            Machine { cores: 1, user_id: 1, current_dir: base.to_owned(), temporary_dir: base.join("temporary") };
+        let sources = Sources { file: None, variables, flags: Flags::default(), machine };
+        let mut settings = checks::settle(sources, &|_| Ok(None)).expect("nothing is written that could be refused");
+        settings.data_dir = base.join("data");
+        settings
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::tests_support::settings_below;
+    use super::*;
+
+    fn outcome(workspace: Option<&Path>, mounts: Vec<Mount>, base: &Path) -> Result<(), ConfigError> {
+        let mut settings = settings_below(base);
+        settings.workspace = workspace.map(Path::to_owned);
+        settings.mounts = mounts;
+        make_folders(&mut settings, rustix::process::geteuid().as_raw())
+    }
+
+    #[test]
+    fn a_writable_folder_over_our_own_files_is_refused() {
+        let base = tempfile::tempdir().unwrap();
+        let base = base.path().canonicalize().unwrap();
+        let mount = |writable| vec![Mount { host: base.clone(), inside: "x".into(), writable }];
+        assert!(matches!(outcome(Some(&base), vec![], &base), Err(ConfigError::Overlap { key: "workspace", .. })));
+        assert!(matches!(outcome(Some(&base.join("data/deep")), vec![], &base), Err(ConfigError::Overlap { .. })));
+        assert!(matches!(outcome(None, mount(true), &base), Err(ConfigError::Overlap { key: "mounts", .. })));
+        outcome(None, mount(false), &base).unwrap();
+        outcome(Some(&base.join("work")), vec![], &base).unwrap();
+        assert!(base.join("work").is_dir(), "a missing workspace is made");
+    }
+
+    #[test]
+    fn a_link_does_not_hide_an_overlap() {
+        let base = tempfile::tempdir().unwrap();
+        let base = base.path().canonicalize().unwrap();
+        std::fs::create_dir(base.join("data")).unwrap();
+        std::os::unix::fs::symlink(base.join("data"), base.join("innocent")).unwrap();
+        assert!(matches!(outcome(Some(&base.join("innocent")), vec![], &base), Err(ConfigError::Overlap { .. })));
+    }
+
+    #[test]
+    fn a_read_only_mount_must_exist_and_a_writable_one_is_made() {
+        let base = tempfile::tempdir().unwrap();
+        let base = base.path().canonicalize().unwrap();
+        let mount = |name: &str, writable| vec![Mount { host: base.join(name), inside: "x".into(), writable }];
+        assert!(matches!(
+            outcome(None, mount("missing", false), &base),
+            Err(ConfigError::Folder { key: "mounts", .. })
+        ));
+        outcome(None, mount("made", true), &base).unwrap();
+        assert!(base.join("made").is_dir());
+    }
+
+    #[test]
+    fn a_link_or_a_pipe_in_the_workspace_is_not_read_as_variables() {
+        let base = tempfile::tempdir().unwrap();
+        let (real, link, pipe) = (base.path().join("real"), base.path().join("link"), base.path().join("pipe"));
+        std::fs::write(&real, "A=1").unwrap();
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        rustix::fs::mkfifoat(CWD, &pipe, Mode::from_raw_mode(0o600)).unwrap();
+        assert_eq!(read_named_file(NamedFile::InWorkspace(&real)).unwrap().as_deref(), Some("A=1"));
+        assert_eq!(read_named_file(NamedFile::ByOperator(&link)).unwrap().as_deref(), Some("A=1"));
+        assert!(read_named_file(NamedFile::InWorkspace(&link)).is_err());
+        assert!(read_named_file(NamedFile::InWorkspace(&pipe)).is_err());
+        assert_eq!(read_named_file(NamedFile::InWorkspace(&base.path().join("none"))).unwrap(), None);
+    }
+
+    #[test]
+    fn a_config_file_that_was_named_must_exist() {
+        let base = tempfile::tempdir().unwrap();
+        let home = BTreeMap::from([("HOME".to_owned(), base.path().to_string_lossy().into_owned())]);
+        assert!(config_text(Some(Path::new("gone.yaml")), &home, base.path()).is_err());
+        assert!(config_text(None, &home, base.path()).unwrap().is_none());
+        std::fs::write(base.path().join("here.yaml"), "cpus: 1").unwrap();
+        assert_eq!(config_text(Some(Path::new("here.yaml")), &home, base.path()).unwrap().unwrap().1, "cpus: 1");
+        let mut named = home.clone();
+        named.insert("CELLBLOCK_CONFIG".to_owned(), "gone.yaml".to_owned());
+        assert!(config_text(None, &named, base.path()).is_err());
+    }
+}

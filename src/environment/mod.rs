@@ -1,0 +1,315 @@
+//! Python environments: an interpreter with packages, ready to be mounted read-only into sandboxes.
+//!
+//!     <data folder>/environments/<name>-<hash>/tree                         mounted at /opt/cellblock/env
+//!     <data folder>/environments/<name>-<hash>/cellblock-environment.json   what is in it; its presence says that it is complete
+//!     <data folder>/environments/<name>-<hash>/in-use.lock                  shared by every server that uses it
+//!     <data folder>/runner/<hash>                                           our own Python, mounted at /opt/cellblock/runner
+//!     <data folder>/tools/uv                                                the installer, when the machine has none
+//!
+//! The hash follows from what decides the content, so a finished environment never changes and a changed wish makes a new one. Only
+//! `tree` is shown to sandboxes: a lock inside it could be taken by anybody's code, and the note names paths of the host.
+//!
+//! `spec` says what is wanted, `interpreter` finds Python, `uv` installs, `build` puts it together, `record` remembers.
+//!
+//! This room never runs code of an installed package.
+
+mod build;
+mod interpreter;
+mod lock;
+mod record;
+pub mod runner_files;
+pub mod spec;
+mod uv;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+pub use record::Record;
+pub use spec::{EnvironmentName, EnvironmentSpec, PythonRequest};
+
+/// Where an environment is mounted inside.
+pub const ENVIRONMENT_INSIDE: &str = "/opt/cellblock/env";
+/// Where the interpreter's prefix is mounted inside, unless it lies in the system folders.
+pub const PYTHON_INSIDE: &str = "/opt/cellblock/python";
+/// Where the runner is mounted inside.
+pub const RUNNER_INSIDE: &str = "/opt/cellblock/runner";
+
+const TREE: &str = "tree";
+const IN_USE_FILE: &str = "in-use.lock";
+
+/// A finished environment. While this value lives, the environment cannot be removed by any process.
+#[derive(Debug)]
+pub struct Environment {
+    pub name: EnvironmentName,
+    /// The host folder to mount at `ENVIRONMENT_INSIDE`.
+    pub root: PathBuf,
+    /// The interpreter's prefix on the host.
+    pub base_prefix: PathBuf,
+    /// The interpreter on the host. The links in `root` lead nowhere there: they are made for the inside.
+    pub base_executable: PathBuf,
+    /// The interpreter's path inside.
+    pub python_inside: String,
+    /// Such as `3.12.4`.
+    pub python_version: String,
+    /// Modules that the warm interpreter imports before it is forked.
+    pub preload: Vec<String>,
+    /// What `LD_LIBRARY_PATH` must hold inside so that the interpreter starts, if anything.
+    pub library_path: Option<String>,
+    _in_use: File,
+}
+
+impl Environment {
+    /// Returns the host folder to mount at `PYTHON_INSIDE`, or `None` when the system folders hold the interpreter already.
+    pub fn prefix_to_mount(&self) -> Option<&Path> {
+        Some(self.base_prefix.as_path()).filter(|prefix| !interpreter::is_system(prefix))
+    }
+
+    /// Returns the variables that every process inside needs to find this environment.
+    pub fn variables_inside(&self) -> Vec<(&'static str, String)> {
+        let mut variables = vec![
+            ("PATH", format!("{ENVIRONMENT_INSIDE}/bin:/usr/local/bin:/usr/bin:/bin")),
+            ("VIRTUAL_ENV", ENVIRONMENT_INSIDE.to_owned()),
+        ];
+        variables.extend(self.library_path.clone().map(|path| ("LD_LIBRARY_PATH", path)));
+        variables
+    }
+}
+
+/// How far a build has come.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EnvironmentProgress {
+    /// A phrase for a person, such as "downloading numpy".
+    pub step: String,
+    pub done: u64,
+    pub total: Option<u64>,
+}
+
+impl EnvironmentProgress {
+    fn step(step: &str) -> EnvironmentProgress {
+        EnvironmentProgress { step: step.to_owned(), done: 0, total: None }
+    }
+}
+
+/// Hears of progress.
+pub type Progress<'a> = &'a (dyn Fn(EnvironmentProgress) + Send + Sync);
+
+/// Why an environment could not be had, or not be removed.
+#[derive(Debug, thiserror::Error)]
+pub enum EnvironmentError {
+    #[error(
+        "no usable Python was found for {request}{}\nInstall Python 3.10 or newer (Debian, Ubuntu: apt install python3), or install uv, \
+         which can download one",
+        each_on_a_line(tried)
+    )]
+    NoPython { request: PythonRequest, tried: Vec<String> },
+    #[error(
+        "packages cannot be installed: uv was not found, and {} has neither pip nor venv\nDebian, Ubuntu: apt install python3-venv\n\
+         Or install uv and put it on the PATH. What Python said:\n{output}", python.display()
+    )]
+    NoInstaller { python: PathBuf, output: String },
+    #[error("CELLBLOCK_UV names {}, which is not a program", .0.display())]
+    NoSuchInstaller(PathBuf),
+    #[error("could not {attempt}:\n{output}")]
+    Installer { attempt: String, output: String },
+    #[error("the environment was built but cannot be used inside a sandbox: {why}")]
+    Unusable { why: String },
+    #[error("there is no environment \"{name}\" to remove; built are: {built}")]
+    NotBuilt { name: EnvironmentName, built: String },
+    #[error(
+        "the environment \"{name}\" is in use{}; stop the servers that use it, then try again",
+        by_processes(processes)
+    )]
+    InUse { name: EnvironmentName, processes: Vec<u32> },
+    #[error("the environment \"{name}\" is being built right now")]
+    BeingBuilt { name: EnvironmentName },
+    #[error("could not {attempt}")]
+    Files {
+        attempt: &'static str,
+        #[source]
+        cause: io::Error,
+    },
+}
+
+fn each_on_a_line(lines: &[String]) -> String {
+    lines.iter().map(|line| format!("\n  {line}")).collect()
+}
+
+fn by_processes(processes: &[u32]) -> String {
+    match processes {
+        [] => String::new(),
+        [one] => format!(" by process {one}"),
+        many => format!(" by processes {}", many.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")),
+    }
+}
+
+/// Turns a failure of the file system into an error that names the attempt.
+fn while_doing(attempt: &'static str) -> impl FnOnce(io::Error) -> EnvironmentError {
+    move |cause| EnvironmentError::Files { attempt, cause }
+}
+
+/// Returns the environment that `spec` describes, building it first if need be.
+///
+/// A finished one is found without running anything. After a build, older ones of the same name that nobody uses are removed.
+pub async fn ensure(
+    spec: &EnvironmentSpec,
+    data_dir: &Path,
+    progress: Progress<'_>,
+) -> Result<Environment, EnvironmentError> {
+    // A variable that is not UTF-8 could not be shown in an error either; installers do without it.
+    let variables =
+        std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    ensure_with(spec, data_dir, &variables.collect(), progress).await
+}
+
+async fn ensure_with(
+    spec: &EnvironmentSpec,
+    data_dir: &Path,
+    variables: &BTreeMap<String, String>,
+    progress: Progress<'_>,
+) -> Result<Environment, EnvironmentError> {
+    loop {
+        if let Some(directory) = find_built(spec, data_dir)
+            && let Some(environment) = open(&directory, spec)?
+        {
+            return Ok(environment);
+        }
+        let directory = build::build(spec, data_dir, variables, progress).await?;
+        // Another process may have removed it between these two lines; then it is built again.
+        if let Some(environment) = open(&directory, spec)? {
+            remove_older(data_dir, &spec.name, &directory);
+            return Ok(environment);
+        }
+    }
+}
+
+/// An environment on this machine, as `list` shows it.
+#[derive(Debug, Clone)]
+pub struct Built {
+    pub record: Record,
+    pub directory: PathBuf,
+    /// Whether some process uses it.
+    pub in_use: bool,
+    /// The processes that use it, as far as they can be seen.
+    pub processes: Vec<u32>,
+}
+
+/// Lists the environments on this machine by name, newest first.
+pub fn list(data_dir: &Path) -> Vec<Built> {
+    let mut built: Vec<Built> = directories(data_dir)
+        .into_iter()
+        .filter_map(|(_, directory)| {
+            let record = Record::read(&directory)?;
+            let lock = directory.join(IN_USE_FILE);
+            let in_use = matches!(lock::try_exclusive(&lock), Ok(None));
+            let processes = if in_use { lock::holders(&lock) } else { Vec::new() };
+            Some(Built { record, directory, in_use, processes })
+        })
+        .collect();
+    built.sort_by(|left, right| {
+        (&left.record.name, right.record.created).cmp(&(&right.record.name, left.record.created))
+    });
+    built
+}
+
+/// Returns what the newest environment of each name was built from.
+pub fn built_specs(data_dir: &Path) -> Vec<EnvironmentSpec> {
+    let mut records: Vec<Record> =
+        directories(data_dir).into_iter().filter_map(|(_, directory)| Record::read(&directory)).collect();
+    records.sort_by(|left, right| (&left.name, right.created).cmp(&(&right.name, left.created)));
+    records.dedup_by(|later, earlier| later.name == earlier.name);
+    records.iter().map(Record::spec).collect()
+}
+
+/// Removes every environment of a name, or none while one of them is in use. Returns the bytes that were freed.
+pub fn remove(data_dir: &Path, name: &EnvironmentName) -> Result<u64, EnvironmentError> {
+    let folder = environments_dir(data_dir);
+    let wanted: Vec<PathBuf> =
+        directories(data_dir).into_iter().filter(|(found, _)| found == name).map(|(_, directory)| directory).collect();
+    if wanted.is_empty() {
+        let mut built: Vec<String> = directories(data_dir).into_iter().map(|(name, _)| name.to_string()).collect();
+        built.sort();
+        built.dedup();
+        let built = if built.is_empty() { "none".to_owned() } else { built.join(", ") };
+        return Err(EnvironmentError::NotBuilt { name: name.clone(), built });
+    }
+    let lock_path = build::build_lock(&folder, name);
+    let Some(_building) = lock::try_exclusive(&lock_path).map_err(while_doing("lock the environment"))? else {
+        return Err(EnvironmentError::BeingBuilt { name: name.clone() });
+    };
+    let mut locks = Vec::new();
+    for directory in &wanted {
+        let path = directory.join(IN_USE_FILE);
+        match lock::try_exclusive(&path).map_err(while_doing("lock the environment"))? {
+            Some(lock) => locks.push(lock),
+            None => return Err(EnvironmentError::InUse { name: name.clone(), processes: lock::holders(&path) }),
+        }
+    }
+    let mut freed = 0;
+    for directory in &wanted {
+        freed += Record::read(directory).map_or(0, |record| record.size);
+        discard(directory).map_err(while_doing("remove the environment"))?;
+    }
+    build::remove_leftovers(&folder, name);
+    Ok(freed)
+}
+
+fn environments_dir(data_dir: &Path) -> PathBuf {
+    data_dir.join("environments")
+}
+
+fn directories(data_dir: &Path) -> Vec<(EnvironmentName, PathBuf)> {
+    let Ok(entries) = std::fs::read_dir(environments_dir(data_dir)) else { return Vec::new() };
+    let named = |entry: std::fs::DirEntry| Some((record::name_in(entry.file_name().to_str()?)?, entry.path()));
+    entries.flatten().filter_map(named).collect()
+}
+
+/// Finds a finished environment that answers `spec` and whose interpreter is still the same.
+fn find_built(spec: &EnvironmentSpec, data_dir: &Path) -> Option<PathBuf> {
+    directories(data_dir).into_iter().filter(|(name, _)| *name == spec.name).map(|(_, directory)| directory).find(
+        |directory| {
+            Record::read(directory).is_some_and(|record| record.answers(spec) && record.interpreter_is_unchanged())
+        },
+    )
+}
+
+/// Opens a finished environment and marks it as used, or returns `None` when it has just been removed.
+fn open(directory: &Path, spec: &EnvironmentSpec) -> Result<Option<Environment>, EnvironmentError> {
+    let lock = lock::shared(&directory.join(IN_USE_FILE)).map_err(while_doing("mark the environment as used"))?;
+    let (Some(in_use), Some(record)) = (lock, Record::read(directory)) else { return Ok(None) };
+    let inside = |host: &Path| interpreter::path_inside(&record.base_prefix, host).to_string_lossy().into_owned();
+    Ok(Some(Environment {
+        name: record.name.clone(),
+        root: directory.join(TREE),
+        python_inside: format!("{ENVIRONMENT_INSIDE}/bin/python"),
+        library_path: record.library_dir.as_deref().map(inside),
+        python_version: record.python_version,
+        preload: spec.preload.clone(),
+        base_executable: record.executable,
+        base_prefix: record.base_prefix,
+        _in_use: in_use,
+    }))
+}
+
+/// Removes environments of the same name that a newer one has replaced, unless somebody uses them.
+fn remove_older(data_dir: &Path, name: &EnvironmentName, newest: &Path) {
+    for (_, directory) in directories(data_dir).into_iter().filter(|(found, path)| found == name && path != newest) {
+        if let Ok(Some(_lock)) = lock::try_exclusive(&directory.join(IN_USE_FILE))
+            && let Err(error) = discard(&directory)
+        {
+            tracing::warn!(%error, environment = name.as_str(), "could not remove an older environment");
+        }
+    }
+}
+
+/// Removes a folder so that at no moment a half of it can be taken for the whole. Its lock must be held.
+fn discard(directory: &Path) -> io::Result<()> {
+    let name = directory.file_name().unwrap_or_default().to_string_lossy();
+    let doomed = directory.with_file_name(format!(".removing-{name}"));
+    std::fs::rename(directory, &doomed)?;
+    std::fs::remove_dir_all(doomed)
+}
+
+#[cfg(test)]
+mod tests;

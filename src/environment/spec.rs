@@ -1,0 +1,231 @@
+//! What an environment should contain, before anybody has built it.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// The name of an environment: 1 to 40 of lower-case letters, digits, `_` and `-`, starting with a letter.
+///
+/// It becomes part of a folder's name, so it can hold neither a separator nor a dot.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct EnvironmentName(String);
+
+impl EnvironmentName {
+    /// What a name may be, for messages.
+    pub const ALLOWED: &str = "1 to 40 lower-case letters, digits, \"_\" and \"-\", starting with a letter";
+
+    pub fn new(name: &str) -> Option<EnvironmentName> {
+        let fits = (1..=40).contains(&name.len())
+            && name.starts_with(|letter: char| letter.is_ascii_lowercase())
+            && name
+                .chars()
+                .all(|letter| letter.is_ascii_lowercase() || letter.is_ascii_digit() || "_-".contains(letter));
+        fits.then(|| EnvironmentName(name.to_owned()))
+    }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for EnvironmentName {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
+impl TryFrom<String> for EnvironmentName {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<EnvironmentName, String> {
+        EnvironmentName::new(&name).ok_or_else(|| format!("an environment's name is {}", EnvironmentName::ALLOWED))
+    }
+}
+
+impl From<EnvironmentName> for String {
+    fn from(name: EnvironmentName) -> String {
+        name.0
+    }
+}
+
+/// What an environment is made of.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EnvironmentSpec {
+    pub name: EnvironmentName,
+    /// Requirements as they were written, such as `numpy>=2`.
+    pub packages: Vec<String>,
+    /// Modules that the warm interpreter imports before it is forked.
+    pub preload: Vec<String>,
+    pub python: PythonRequest,
+}
+
+impl EnvironmentSpec {
+    /// The environments that exist without any configuration.
+    pub fn built_in() -> [EnvironmentSpec; 2] {
+        let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
+        [
+            EnvironmentSpec {
+                name: EnvironmentName("default".to_owned()),
+                packages: words(&["ipython", "numpy", "pandas", "matplotlib"]),
+                preload: words(&["numpy", "pandas", "matplotlib.pyplot"]),
+                python: PythonRequest::Any,
+            },
+            EnvironmentSpec {
+                name: EnvironmentName("minimal".to_owned()),
+                packages: words(&["ipython"]),
+                preload: Vec::new(),
+                python: PythonRequest::Any,
+            },
+        ]
+    }
+
+    /// Returns what must be installed: the packages as written, and IPython, which the runner needs.
+    pub fn requirements(&self) -> Vec<String> {
+        let mut requirements = self.packages.clone();
+        if !requirements.iter().any(|requirement| project_name(requirement) == "ipython") {
+            requirements.push("ipython".to_owned());
+        }
+        requirements
+    }
+}
+
+/// Which Python an environment is built with.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PythonRequest {
+    /// The best that is found.
+    Any,
+    /// A version such as `3.12` or `3.12.4`.
+    Version(String),
+    /// The path of an interpreter.
+    Path(PathBuf),
+}
+
+impl PythonRequest {
+    /// What a request may be, for messages.
+    pub const ALLOWED: &str =
+        "a version from 3.10 on (such as 3.12 or 3.12.4) or the absolute path of a Python interpreter";
+
+    pub fn parse(text: &str) -> Option<PythonRequest> {
+        if text.starts_with('/') {
+            return Some(PythonRequest::Path(PathBuf::from(text)));
+        }
+        let parts = text.split('.').map(|part| part.parse::<u32>().ok()).collect::<Option<Vec<_>>>()?;
+        match parts[..] {
+            [3, minor] | [3, minor, _] if minor >= 10 => Some(PythonRequest::Version(text.to_owned())),
+            _ => None,
+        }
+    }
+
+    /// Tells whether an interpreter of this full version, such as `3.12.4`, is what was asked for.
+    pub fn accepts_version(&self, full: &str) -> bool {
+        match self {
+            PythonRequest::Version(wanted) => {
+                full == wanted || full.strip_prefix(wanted.as_str()).is_some_and(|rest| rest.starts_with('.'))
+            }
+            PythonRequest::Any | PythonRequest::Path(_) => true,
+        }
+    }
+}
+
+impl fmt::Display for PythonRequest {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PythonRequest::Any => formatter.write_str("any Python"),
+            PythonRequest::Version(version) => write!(formatter, "Python {version}"),
+            PythonRequest::Path(path) => write!(formatter, "{}", path.display()),
+        }
+    }
+}
+
+/// What a requirement may be, for messages.
+pub const REQUIREMENT_ALLOWED: &str =
+    "a requirement such as numpy, numpy>=2 or pandas[excel], not an option, not empty, on one line";
+
+/// Tells whether `text` may be handed to the installer. It checks form only: an option must not pass for a package.
+pub fn is_requirement(text: &str) -> bool {
+    text.starts_with(|letter: char| letter.is_ascii_alphanumeric())
+        && !text.contains(char::is_control)
+        && text.len() <= 500
+}
+
+/// Tells whether `text` is a dotted module name.
+pub fn is_module_name(text: &str) -> bool {
+    !text.is_empty()
+        && text.split('.').all(|part| {
+            part.starts_with(|letter: char| letter.is_alphabetic() || letter == '_')
+                && part.chars().all(|letter| letter.is_alphanumeric() || letter == '_')
+        })
+}
+
+fn project_name(requirement: &str) -> String {
+    let end = requirement.find(|letter: char| !(letter.is_ascii_alphanumeric() || "-_.".contains(letter)));
+    requirement[..end.unwrap_or(requirement.len())].to_ascii_lowercase().replace(['_', '.'], "-")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(packages: &[&str]) -> EnvironmentSpec {
+        EnvironmentSpec {
+            name: EnvironmentName::new("x").unwrap(),
+            packages: packages.iter().map(|package| (*package).to_owned()).collect(),
+            preload: Vec::new(),
+            python: PythonRequest::Any,
+        }
+    }
+
+    #[test]
+    fn a_name_cannot_leave_its_folder() {
+        assert!(EnvironmentName::new("data-science_2").is_some());
+        for name in ["", ".", "..", "a/b", "a.b", "A", "1a", "-a", "a b", "ä", &"a".repeat(41)] {
+            assert!(EnvironmentName::new(name).is_none(), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn ipython_is_added_once_and_only_when_it_is_missing() {
+        assert_eq!(spec(&["numpy"]).requirements(), ["numpy", "ipython"]);
+        assert_eq!(spec(&["IPython>=8", "numpy"]).requirements(), ["IPython>=8", "numpy"]);
+        assert_eq!(spec(&["ipython-extra"]).requirements(), ["ipython-extra", "ipython"]);
+    }
+
+    #[test]
+    fn an_option_does_not_pass_for_a_package() {
+        for good in ["numpy", "numpy>=2,<3", "pandas[excel]==2.2", "x @ https://example.com/x.whl", "7zip"] {
+            assert!(is_requirement(good), "{good:?}");
+        }
+        for bad in ["", "-r file", "--index-url=x", "./local", "/etc", "a\nb", " numpy", "@x"] {
+            assert!(!is_requirement(bad), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn module_names_are_dotted_words() {
+        assert!(is_module_name("matplotlib.pyplot"));
+        for bad in ["", ".", "a.", ".a", "a-b", "a b", "1a", "os;x"] {
+            assert!(!is_module_name(bad), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_version_request_accepts_its_own_line_only() {
+        let request = PythonRequest::parse("3.12").unwrap();
+        assert!(request.accepts_version("3.12.4"));
+        assert!(request.accepts_version("3.12"));
+        assert!(!request.accepts_version("3.1.2"));
+        assert!(!request.accepts_version("3.120.0"));
+        assert!(!PythonRequest::parse("3.12.4").unwrap().accepts_version("3.12.40"));
+    }
+
+    #[test]
+    fn requests_are_versions_or_absolute_paths() {
+        assert_eq!(PythonRequest::parse("/usr/bin/python3"), Some(PythonRequest::Path("/usr/bin/python3".into())));
+        for bad in ["", "3", "3.9", "2.7", "4.0", "python3", "./python", "3.12.1.1", "3.x"] {
+            assert_eq!(PythonRequest::parse(bad), None, "{bad:?}");
+        }
+    }
+}

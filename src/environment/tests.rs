@@ -1,0 +1,244 @@
+//! Whole builds. Most use a stand-in for uv, which copies nothing from anywhere; the last ones use the real uv and a package index.
+
+use std::os::unix::fs::PermissionsExt;
+use std::sync::Mutex;
+use std::time::Instant;
+
+use super::*;
+
+/// A stand-in for uv: makes the folders that uv would make, with an empty IPython in them. It fails for a package called "broken".
+const STAND_IN: &str = r#"#!/bin/sh
+echo "$*" >> "$(dirname "$0")/calls"
+case "$1" in
+venv)
+    for last; do :; done
+    mkdir -p "$last/bin"
+    ln -s /usr/bin/python3 "$last/bin/python" && ln -s python "$last/bin/python3"
+    touch "$last/bin/activate"
+    ;;
+pip)
+    case "$*" in *broken*) echo "No solution found for broken" >&2; exit 1 ;; esac
+    echo "Resolved 2 packages in 1ms" >&2
+    while [ "$1" != "--python" ]; do shift; done
+    tree="$(dirname "$(dirname "$2")")"
+    site="$tree/lib/python$("$tree/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')/site-packages"
+    mkdir -p "$site/IPython" "$site/ipython-9.0.dist-info"
+    echo "value = 1" > "$site/IPython/__init__.py"
+    chmod 600 "$site/IPython/__init__.py"
+    echo "open('/dev/null/x')" > "$site/hostile.pth"
+    echo "Installed 2 packages in 1ms" >&2
+    ;;
+esac
+"#;
+
+struct Bench {
+    folder: tempfile::TempDir,
+    variables: BTreeMap<String, String>,
+    told: Mutex<Vec<String>>,
+}
+
+impl Bench {
+    /// Returns `None`, and says so, when this machine has no Python in its system folders.
+    fn new() -> Option<Bench> {
+        if !Path::new("/usr/bin/python3").exists() {
+            println!("skipped: needs /usr/bin/python3");
+            return None;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let uv = folder.path().join("uv");
+        std::fs::write(&uv, STAND_IN).unwrap();
+        std::fs::set_permissions(&uv, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let variables = [("PATH", "/usr/bin:/bin"), ("CELLBLOCK_UV", uv.to_str().unwrap())];
+        let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
+        Some(Bench { folder, variables, told: Mutex::default() })
+    }
+
+    fn data_dir(&self) -> PathBuf {
+        self.folder.path().join("data")
+    }
+
+    async fn ensure(&self, spec: &EnvironmentSpec) -> Result<Environment, EnvironmentError> {
+        let tell = |progress: EnvironmentProgress| self.told.lock().unwrap().push(progress.step);
+        ensure_with(spec, &self.data_dir(), &self.variables, &tell).await
+    }
+
+    fn installs(&self) -> usize {
+        let calls = std::fs::read_to_string(self.folder.path().join("calls")).unwrap_or_default();
+        calls.lines().filter(|call| call.starts_with("pip")).count()
+    }
+
+    fn names_on_disk(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(self.data_dir().join("environments")).unwrap();
+        entries
+            .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+            .filter(|name| !name.ends_with(".lock"))
+            .collect()
+    }
+}
+
+fn spec(name: &str, packages: &[&str]) -> EnvironmentSpec {
+    EnvironmentSpec {
+        name: EnvironmentName::new(name).unwrap(),
+        packages: packages.iter().map(|package| (*package).to_owned()).collect(),
+        preload: Vec::new(),
+        python: PythonRequest::Any,
+    }
+}
+
+#[tokio::test]
+async fn an_environment_is_built_once_and_then_found() {
+    let Some(bench) = Bench::new() else { return };
+    let built = bench.ensure(&spec("a", &["x"])).await.unwrap();
+    assert_eq!(built.python_inside, "/opt/cellblock/env/bin/python");
+    assert!(built.root.join("bin/python").is_symlink() && !built.root.join("bin/activate").exists());
+    let packages = built.root.join(format!("lib/python{}/site-packages", line(&built.python_version)));
+    let mode = std::fs::metadata(packages.join("IPython/__init__.py")).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode, 0o644, "others can read what was closed to them");
+    assert_eq!(std::fs::read_dir(packages.join("IPython/__pycache__")).unwrap().count(), 1);
+    bench.told.lock().unwrap().clear();
+    let found = bench.ensure(&spec("a", &["x"])).await.unwrap();
+    assert_eq!(found.root, built.root);
+    assert_eq!((bench.installs(), bench.told.lock().unwrap().len()), (1, 0));
+    let listed = list(&bench.data_dir());
+    assert_eq!(listed[0].record.installed, ["ipython==9.0"]);
+    assert_eq!(listed[0].processes, [std::process::id()]);
+    assert!(listed[0].in_use && listed[0].record.size > 0);
+}
+
+fn line(version: &str) -> String {
+    version.splitn(3, '.').take(2).collect::<Vec<_>>().join(".")
+}
+
+#[tokio::test]
+async fn a_changed_wish_makes_a_new_one_and_removes_the_old_when_nobody_uses_it() {
+    let Some(bench) = Bench::new() else { return };
+    let first = bench.ensure(&spec("a", &["x"])).await.unwrap();
+    let second = bench.ensure(&spec("a", &["y"])).await.unwrap();
+    assert_eq!(bench.names_on_disk().len(), 2, "the first one is in use");
+    drop((first, second));
+    let third = bench.ensure(&spec("a", &["z"])).await.unwrap();
+    assert_eq!(bench.names_on_disk(), [third.root.parent().unwrap().file_name().unwrap().to_string_lossy()]);
+}
+
+#[tokio::test]
+async fn an_environment_in_use_is_not_removed() {
+    let Some(bench) = Bench::new() else { return };
+    let used = bench.ensure(&spec("a", &[])).await.unwrap();
+    let name = EnvironmentName::new("a").unwrap();
+    let refusal = remove(&bench.data_dir(), &name).unwrap_err().to_string();
+    assert!(refusal.contains(&format!("in use by process {}", std::process::id())), "{refusal}");
+    assert!(used.root.exists());
+    drop(used);
+    assert!(remove(&bench.data_dir(), &name).unwrap() > 0);
+    assert!(bench.names_on_disk().is_empty());
+    let refusal = remove(&bench.data_dir(), &name).unwrap_err().to_string();
+    assert_eq!(refusal, "there is no environment \"a\" to remove; built are: none");
+}
+
+#[tokio::test]
+async fn two_builders_of_one_name_wait_for_each_other() {
+    let Some(bench) = Bench::new() else { return };
+    let wish = spec("a", &["x"]);
+    let (one, two) = tokio::join!(bench.ensure(&wish), bench.ensure(&wish));
+    assert_eq!(one.unwrap().root, two.unwrap().root);
+    assert_eq!(bench.installs(), 1);
+    assert!(bench.told.lock().unwrap().iter().any(|step| step.starts_with("waiting for another process")));
+}
+
+#[tokio::test]
+async fn a_failed_build_repeats_the_installer_and_leaves_nothing_that_looks_finished() {
+    let Some(bench) = Bench::new() else { return };
+    let failure = bench.ensure(&spec("a", &["broken"])).await.unwrap_err().to_string();
+    assert_eq!(failure, "could not install the packages with uv:\nNo solution found for broken");
+    assert!(list(&bench.data_dir()).is_empty());
+    assert!(bench.names_on_disk().iter().all(|name| name.starts_with(".building-")));
+    bench.ensure(&spec("a", &["x"])).await.unwrap();
+    assert_eq!(bench.names_on_disk().len(), 1, "what the failed build left is gone");
+}
+
+#[tokio::test]
+async fn a_module_to_preload_that_is_not_there_is_noticed_at_once() {
+    let Some(bench) = Bench::new() else { return };
+    let mut wish = spec("a", &["x"]);
+    wish.preload = vec!["json".to_owned(), "IPython.nothing".to_owned()];
+    let failure = bench.ensure(&wish).await.unwrap_err().to_string();
+    assert!(failure.contains("the module IPython.nothing is not in the environment"), "{failure}");
+    wish.preload = vec!["json".to_owned(), "IPython".to_owned()];
+    assert_eq!(bench.ensure(&wish).await.unwrap().preload.len(), 2);
+}
+
+#[tokio::test]
+async fn a_python_that_does_not_exist_is_named() {
+    let Some(bench) = Bench::new() else { return };
+    let mut wish = spec("a", &["x"]);
+    wish.python = PythonRequest::Path("/nowhere/python3".into());
+    let failure = bench.ensure(&wish).await.unwrap_err().to_string();
+    assert!(failure.contains("/nowhere/python3") && failure.contains("apt install python3"), "{failure}");
+}
+
+#[tokio::test]
+async fn what_was_built_by_hand_is_known_by_its_newest_record() {
+    let Some(bench) = Bench::new() else { return };
+    bench.ensure(&spec("a", &["x"])).await.unwrap();
+    bench.ensure(&spec("b", &["y"])).await.unwrap();
+    let specs = built_specs(&bench.data_dir());
+    let known: Vec<_> = specs.iter().map(|spec| (spec.name.as_str(), spec.packages.join(" "))).collect();
+    assert_eq!(known, [("a", "x ipython".to_owned()), ("b", "y ipython".to_owned())]);
+    bench.ensure(&specs[0]).await.unwrap();
+    assert_eq!(bench.installs(), 2, "a recorded spec leads back to the same environment");
+}
+
+#[tokio::test]
+async fn the_runner_is_written_once_and_compiled_for_the_inside() {
+    let Some(bench) = Bench::new() else { return };
+    let environment = bench.ensure(&spec("a", &[])).await.unwrap();
+    let written = runner_files::ensure_runner(&bench.data_dir(), &environment).await.unwrap();
+    let package = written.join(runner_files::PACKAGE);
+    let cache = package.join("__pycache__");
+    let compiled: Vec<_> = std::fs::read_dir(&cache).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let sources = std::fs::read_dir(&package).unwrap().count() - 1;
+    assert_eq!(compiled.len(), sources);
+    let bytecode = std::fs::read(&compiled[0]).unwrap();
+    assert_eq!(bytecode[4], 1, "the source is never looked at again");
+    assert!(String::from_utf8_lossy(&bytecode).contains("/opt/cellblock/runner/cellblock_runner/"));
+    assert_eq!(std::fs::metadata(&written).unwrap().permissions().mode() & 0o777, 0o755);
+    assert_eq!(runner_files::ensure_runner(&bench.data_dir(), &environment).await.unwrap(), written);
+    assert_eq!(std::fs::read_dir(bench.data_dir().join("runner")).unwrap().count(), 1, "nothing else is left behind");
+}
+
+/// Surroundings for a build with a real package index, without any uv on the path. `None`, and a word, when that is not wanted here.
+fn with_package_index() -> Option<BTreeMap<String, String>> {
+    if std::env::var_os("SKIP_PACKAGE_INDEX_TESTS").is_some() || !Path::new("/usr/bin/python3").exists() {
+        println!("skipped: needs a package index");
+        return None;
+    }
+    let mut variables: BTreeMap<String, String> = std::env::vars().filter(|(name, _)| name != "CELLBLOCK_UV").collect();
+    variables.insert("PATH".to_owned(), "/usr/bin:/bin".to_owned());
+    Some(variables)
+}
+
+#[tokio::test]
+async fn uv_is_fetched_and_a_real_environment_is_built_found_and_removed() {
+    let Some(variables) = with_package_index() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let [_, minimal] = EnvironmentSpec::built_in();
+    let built = ensure_with(&minimal, folder.path(), &variables, &|_| {}).await.unwrap();
+    let site = built.root.join(format!("lib/python{}/site-packages", line(&built.python_version)));
+    assert!(site.join("IPython/core/interactiveshell.py").is_file());
+    assert!(folder.path().join("tools/uv").is_file() || uv::find(&variables, folder.path()).unwrap().is_some());
+    let started = Instant::now();
+    let found = ensure_with(&minimal, folder.path(), &variables, &|_| {}).await.unwrap();
+    println!("found again in {:?}", started.elapsed());
+    assert_eq!(found.root, built.root);
+    drop((built, found));
+    assert!(remove(folder.path(), &minimal.name).unwrap() > 1 << 20);
+}
+
+#[tokio::test]
+async fn a_package_without_wheels_is_refused_with_the_words_of_uv() {
+    let Some(variables) = with_package_index() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let wish = spec("a", &["there-is-surely-no-package-of-this-name-0"]);
+    let failure = ensure_with(&wish, folder.path(), &variables, &|_| {}).await.unwrap_err().to_string();
+    assert!(failure.contains("there-is-surely-no-package-of-this-name-0"), "{failure}");
+}

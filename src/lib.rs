@@ -1,0 +1,14 @@
+//! Cellblock: an MCP server that runs untrusted Python in fresh, locked-down Linux sandboxes.
+//!
+//! `ARCHITECTURE.md` has the map of the rooms, the invariants, and the path of one request.
+
+#![forbid(unsafe_code)]
+
+pub mod app;
+pub mod config;
+pub mod environment;
+pub mod mcp;
+pub mod runner_client;
+pub mod sandbox;
+pub mod session;
+pub mod telemetry;

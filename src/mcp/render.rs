@@ -1,0 +1,723 @@
+//! Results as a model reads them: from what happened to content blocks and structured content. Pure, no waiting, no
+//! state.
+//!
+//! The text of an execution is written for a model first: notes, then everything the code produced in true order
+//! (standard error in its place, images as numbered marks, cuts with their size and where to read the rest), then, when
+//! something went wrong, how it ended, what is lost and what to do. Image blocks follow in the order of their marks.
+//! The same text and every figure are in the structured content, for clients that show only that.
+//!
+//! An execution without output reads `(no output)`: an empty text block leaves a model guessing whether the call
+//! worked, and some model interfaces refuse empty blocks. `output.chars` is 0 then, so a program can still tell.
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use rmcp::model::{CallToolResult, ContentBlock};
+use serde_json::{Map, Value, json};
+
+use super::resources;
+use super::tools::Seconds;
+use crate::sandbox::{Exit, Isolation, Layer};
+use crate::session::{
+    FileChanges, FileNote, Image, Outcome, Output, Part, PythonError, ResetReport, SessionId, SessionInfo, StateAfter,
+    Status, Stream, Variable, VariableChanges,
+};
+
+/// What an execution without output reads.
+const NO_OUTPUT: &str = "(no output)";
+
+/// Renders a finished execution. Every status but `Completed` sets `isError`.
+pub(super) fn execution(session: &SessionId, outcome: &Outcome) -> CallToolResult {
+    let resource = (outcome.output.cut_chars > 0).then(|| resources::output_uri(session, outcome.execution));
+    let text = execution_text(outcome, resource.as_deref());
+    let images: Vec<&Image> = images(&outcome.output).collect();
+    let structured = json!({
+        "session_id": session.as_str(),
+        "execution": outcome.execution.0,
+        "status": outcome.status.name(),
+        "text": text,
+        "images": images
+            .iter()
+            .map(|image| json!({"mime_type": image.mime, "width": image.width, "height": image.height}))
+            .collect::<Vec<_>>(),
+        "error": match &outcome.status {
+            Status::Raised(error) => error_fields(error),
+            _ => Value::Null,
+        },
+        "duration_ms": outcome.duration.as_micros() as f64 / 1000.0,
+        "memory_bytes": outcome.memory.now,
+        "peak_memory_bytes": outcome.memory.peak,
+        "variables": outcome.variables.as_ref().map(variable_fields),
+        "files": outcome.files.as_ref().map(file_fields),
+        "output": {
+            "chars": outcome.output.total_chars,
+            "lines": outcome.output.total_lines,
+            "cut_chars": outcome.output.cut_chars,
+            "resource": resource,
+        },
+        "isolation": isolation_fields(&outcome.isolation),
+        "notes": outcome.notes,
+    });
+    let mut content = vec![ContentBlock::text(text)];
+    content.extend(images.iter().map(|image| ContentBlock::image(STANDARD.encode(&image.bytes), image.mime)));
+    finished(content, structured, !matches!(outcome.status, Status::Completed))
+}
+
+/// Renders a reset.
+pub(super) fn reset(session: &SessionId, report: &ResetReport) -> CallToolResult {
+    let running = if report.interrupted_running_cell { " The cell that was running was stopped." } else { "" };
+    let files = if report.files_kept { "files in the working folder are kept" } else { "files are gone too" };
+    let text = format!(
+        "Python was started anew in session \"{}\".{running} Variables and imports are gone; {files}.",
+        session.as_str()
+    );
+    let structured = json!({
+        "session_id": session.as_str(),
+        "interrupted_running_cell": report.interrupted_running_cell,
+        "files_kept": report.files_kept,
+    });
+    finished(vec![ContentBlock::text(text)], structured, false)
+}
+
+/// Renders a finished transfer. The host's path is the caller's own words and is not repeated in the structured part.
+pub(super) fn transfer(session: &SessionId, relpath: &str, bytes: u64, direction: Direction<'_>) -> CallToolResult {
+    let text = match direction {
+        Direction::In => {
+            format!("Copied {bytes} bytes to \"{relpath}\" in the working folder of session \"{}\".", session.as_str())
+        }
+        Direction::Out { local_path } => {
+            format!("Copied {bytes} bytes from \"{relpath}\" of session \"{}\" to \"{local_path}\".", session.as_str())
+        }
+    };
+    let structured = json!({"session_id": session.as_str(), "relpath": relpath, "bytes": bytes});
+    finished(vec![ContentBlock::text(text)], structured, false)
+}
+
+/// Which way a file went.
+pub(super) enum Direction<'a> {
+    In,
+    Out { local_path: &'a str },
+}
+
+/// Renders the list of sessions.
+pub(super) fn sessions(sessions: &[SessionInfo]) -> CallToolResult {
+    let lines: Vec<String> = sessions.iter().map(session_line).collect();
+    let text = if lines.is_empty() { "There are no sessions.".to_owned() } else { lines.join("\n") };
+    let structured = json!({
+        "sessions": sessions
+            .iter()
+            .map(|session| {
+                json!({
+                    "session_id": session.id.as_str(),
+                    "state": session.state,
+                    "ended": session.ended,
+                    "executions": session.executions,
+                    "age_seconds": session.age.as_secs_f64(),
+                    "idle_seconds": session.idle.as_secs_f64(),
+                    "memory_bytes": session.memory,
+                })
+            })
+            .collect::<Vec<_>>(),
+    });
+    finished(vec![ContentBlock::text(text)], structured, false)
+}
+
+/// Renders a closed session.
+pub(super) fn closed(session: &SessionId) -> CallToolResult {
+    let text = format!("Session \"{}\" is closed; its variables and files are gone.", session.as_str());
+    finished(vec![ContentBlock::text(text)], json!({"session_id": session.as_str()}), false)
+}
+
+/// Renders a call that was not carried out, with the chain of reasons in one sentence.
+pub(super) fn refused(error: &dyn std::error::Error) -> CallToolResult {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(reason) = cause {
+        let reason_text = reason.to_string();
+        // A transparent error shows its cause as itself; saying it twice helps nobody.
+        if !text.contains(&reason_text) {
+            text.push_str(": ");
+            text.push_str(&reason_text);
+        }
+        cause = reason.source();
+    }
+    CallToolResult::error(vec![ContentBlock::text(without_colours(&text))])
+}
+
+fn finished(content: Vec<ContentBlock>, structured: Value, failed: bool) -> CallToolResult {
+    let mut result = if failed { CallToolResult::error(content) } else { CallToolResult::success(content) };
+    result.structured_content = Some(structured);
+    result
+}
+
+fn execution_text(outcome: &Outcome, resource: Option<&str>) -> String {
+    let mut page = Page::default();
+    for note in &outcome.notes {
+        page.line(&format!("[{note}]"));
+    }
+    let notes_end = page.text.len();
+    let mut image_number = 0;
+    for part in &outcome.output.parts {
+        match part {
+            Part::Text { text, .. } => page.text.push_str(&without_colours(text)),
+            Part::Cut { chars, lines } => page.line(&cut_mark(*chars, *lines, resource)),
+            Part::Image(image) => {
+                image_number += 1;
+                page.line(&image_mark(image_number, image));
+            }
+        }
+    }
+    if let Some(ending) = ending(outcome) {
+        page.line(&ending);
+    } else if page.text[notes_end..].trim().is_empty() {
+        page.text.truncate(notes_end);
+        page.line(NO_OUTPUT);
+    }
+    page.text.truncate(page.text.trim_end_matches('\n').len());
+    page.text
+}
+
+/// Text under way. A line of our own never shares a line with the code's output.
+#[derive(Default)]
+struct Page {
+    text: String,
+}
+
+impl Page {
+    fn line(&mut self, line: &str) {
+        if !self.text.is_empty() && !self.text.ends_with('\n') {
+            self.text.push('\n');
+        }
+        self.text.push_str(line);
+        self.text.push('\n');
+    }
+}
+
+fn cut_mark(chars: u64, lines: u64, resource: Option<&str>) -> String {
+    let size = match lines {
+        0 | 1 => format!("{chars} characters"),
+        _ => format!("{chars} characters, {lines} lines"),
+    };
+    match resource {
+        Some(uri) => {
+            format!("[… {size} cut here; print less, raise max_output_chars, or read the resource {uri} …]")
+        }
+        None => format!("[… {size} cut here …]"),
+    }
+}
+
+fn image_mark(number: usize, image: &Image) -> String {
+    let kind = image.mime.strip_prefix("image/").unwrap_or(image.mime);
+    let size = format!("{}×{} {kind}", image.width, image.height);
+    match image.scaled_from {
+        Some((width, height)) => format!("[image {number}: {size}, scaled down from {width}×{height}]"),
+        None => format!("[image {number}: {size}]"),
+    }
+}
+
+/// Says how an execution ended, what is lost and what to do; nothing when all went well.
+fn ending(outcome: &Outcome) -> Option<String> {
+    Some(match &outcome.status {
+        Status::Completed => return None,
+        Status::Raised(error) => return untold(error, &outcome.output),
+        Status::TimedOut { limit, state } => format!(
+            "The execution was stopped because it ran longer than its time-out of {}. {} \
+             Run it in smaller steps, or give a larger `timeout`.",
+            Seconds(*limit),
+            kept_or_lost(*state)
+        ),
+        Status::Cancelled { state } => format!("The execution was cancelled. {}", kept_or_lost(*state)),
+        Status::Reset => {
+            "The execution was stopped because the session was reset. Variables and imports are gone; files in \
+                          the working folder are kept. The session is ready for the next cell."
+                .to_owned()
+        }
+        Status::Closed => {
+            "The execution was stopped because the session was closed or the server is ending. Its variables \
+                           and files are gone."
+                .to_owned()
+        }
+        Status::Died { exit: Exit::OutOfMemory { limit } } => format!(
+            "The execution was stopped because it used more than this session's {} of memory. {LOST} \
+             Then load the data in smaller parts.",
+            bytes_text(*limit)
+        ),
+        Status::Died { exit } => format!("Python ended while the code ran: {}. {LOST}", exit_text(*exit)),
+        Status::Nonsense { what } => format!(
+            "Python was ended because it broke the connection to the server ({}). {LOST}",
+            without_colours(what)
+        ),
+    })
+}
+
+/// Returns what the output does not say about an error. The traceback is normally the last thing in it; where it is
+/// missing, or was cut so short that not even the error's name is left, the error must still be the last word.
+fn untold(error: &PythonError, output: &Output) -> Option<String> {
+    let mut tracebacks = output.parts.iter().filter_map(|part| match part {
+        Part::Text { stream: Stream::Traceback, text } => Some(text),
+        _ => None,
+    });
+    let traceback = without_colours(&error.traceback);
+    match tracebacks.next_back() {
+        Some(told) if told.contains(&error.name) => None,
+        None if !traceback.trim().is_empty() => Some(traceback),
+        _ => Some(summary(error)),
+    }
+}
+
+const LOST: &str = "Variables and imports of this session are gone; files in the working folder are kept. \
+                    Call `reset` to start Python anew.";
+
+fn kept_or_lost(state: StateAfter) -> String {
+    match state {
+        StateAfter::Kept => "Variables and files are kept, with what the code had done until then.".to_owned(),
+        StateAfter::Lost => format!("The code ignored the interrupt, so Python was killed. {LOST}"),
+    }
+}
+
+fn exit_text(exit: Exit) -> String {
+    match exit {
+        Exit::Code(0) => "it left with exit code 0, as `os._exit(0)` does".to_owned(),
+        Exit::Code(code) => format!("it left with exit code {code}"),
+        Exit::Signal(signal) => match signal_meaning(signal) {
+            Some(meaning) => format!("signal {signal}, {meaning}"),
+            None => format!("signal {signal}"),
+        },
+        Exit::OutOfMemory { limit } => format!("it used more than {} of memory", bytes_text(limit)),
+        Exit::Unknown => "the reason is not known".to_owned(),
+    }
+}
+
+fn signal_meaning(signal: i32) -> Option<&'static str> {
+    Some(match signal {
+        4 => "SIGILL: an instruction this processor does not have",
+        6 => "SIGABRT: a library gave up",
+        7 => "SIGBUS: memory that could not be read or written",
+        8 => "SIGFPE: an arithmetic fault in native code",
+        9 => "SIGKILL: it was killed",
+        11 => "SIGSEGV: native code crashed",
+        15 => "SIGTERM: it was asked to end",
+        24 => "SIGXCPU: it used up its processor time",
+        25 => "SIGXFSZ: a file grew too large",
+        31 => "SIGSYS: a system call that the sandbox forbids",
+        _ => return None,
+    })
+}
+
+fn bytes_text(bytes: u64) -> String {
+    const MEBIBYTE: u64 = 1024 * 1024;
+    const GIBIBYTE: u64 = 1024 * MEBIBYTE;
+    match bytes {
+        _ if bytes >= GIBIBYTE && bytes.is_multiple_of(GIBIBYTE) => format!("{} GiB", bytes / GIBIBYTE),
+        _ if bytes >= MEBIBYTE => format!("{} MiB", bytes / MEBIBYTE),
+        _ => format!("{bytes} bytes"),
+    }
+}
+
+fn summary(error: &PythonError) -> String {
+    let name = without_colours(&error.name);
+    let message = without_colours(&error.message);
+    if message.is_empty() { name } else { format!("{name}: {message}") }
+}
+
+/// Removes terminal control sequences. They were meant for a terminal, cost tokens and can hide text from a person.
+fn without_colours(text: &str) -> String {
+    if !text.contains(['\u{1b}', '\u{9b}']) {
+        return text.to_owned();
+    }
+    // The parser treats tabs and carriage returns as commands to a terminal and would drop them.
+    let pieces = text.split_inclusive(['\t', '\r']).map(|piece| {
+        let end = piece.chars().next_back().filter(|last| matches!(last, '\t' | '\r'));
+        let mut plain = strip_ansi_escapes::strip_str(piece);
+        plain.extend(end);
+        plain
+    });
+    pieces.collect()
+}
+
+fn images(output: &Output) -> impl Iterator<Item = &Image> {
+    output.parts.iter().filter_map(|part| match part {
+        Part::Image(image) => Some(image),
+        _ => None,
+    })
+}
+
+fn error_fields(error: &PythonError) -> Value {
+    json!({
+        "name": without_colours(&error.name),
+        "message": without_colours(&error.message),
+        "traceback": without_colours(&error.traceback),
+        "line": error.line,
+    })
+}
+
+fn variable_fields(changes: &VariableChanges) -> Value {
+    let fields = |variable: &Variable| {
+        let Variable { name, kind, shape, size } = variable;
+        json!({"name": name, "type": kind, "shape": shape, "bytes": size})
+    };
+    json!({
+        "created": changes.created.iter().map(fields).collect::<Vec<_>>(),
+        "changed": changes.changed.iter().map(fields).collect::<Vec<_>>(),
+        "deleted": changes.deleted,
+        "omitted": changes.omitted,
+    })
+}
+
+fn file_fields(changes: &FileChanges) -> Value {
+    let fields = |file: &FileNote| json!({"path": file.path, "bytes": file.size});
+    json!({
+        "created": changes.created.iter().map(fields).collect::<Vec<_>>(),
+        "changed": changes.changed.iter().map(fields).collect::<Vec<_>>(),
+        "deleted": changes.deleted,
+        "omitted": changes.omitted,
+    })
+}
+
+fn isolation_fields(isolation: &Isolation) -> Map<String, Value> {
+    let state = |layer: &Layer| match layer {
+        Layer::Enforced { .. } => "enforced",
+        Layer::Reduced { .. } => "reduced",
+        Layer::Missing { .. } => "missing",
+    };
+    isolation.layers.iter().map(|(kind, layer)| (kind.name().to_owned(), Value::from(state(layer)))).collect()
+}
+
+fn session_line(session: &SessionInfo) -> String {
+    let mut line = format!("{}: {}, {} executions", session.id.as_str(), session.state, session.executions);
+    if let Some(memory) = session.memory {
+        line.push_str(&format!(", {}", bytes_text(memory)));
+    }
+    line.push_str(&format!(", idle for {} s", session.idle.as_secs()));
+    if let Some(why) = &session.ended {
+        line.push_str(&format!(" (ended: {why})"));
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::tools::ToolName;
+    use super::super::tools::tests::assert_valid_output;
+    use super::*;
+    use crate::sandbox::{LayerKind, MemoryUse};
+    use crate::session::ExecutionId;
+
+    fn outcome(status: Status, parts: Vec<Part>) -> Outcome {
+        let chars = |part: &Part| match part {
+            Part::Text { text, .. } => text.chars().count() as u64,
+            _ => 0,
+        };
+        Outcome {
+            execution: ExecutionId(3),
+            status,
+            output: Output {
+                total_chars: parts.iter().map(chars).sum(),
+                total_lines: 1,
+                cut_chars: parts.iter().map(|part| if let Part::Cut { chars, .. } = part { *chars } else { 0 }).sum(),
+                parts,
+            },
+            duration: Duration::from_micros(1500),
+            memory: MemoryUse { now: 10, peak: 20 },
+            variables: None,
+            files: None,
+            isolation: Isolation::default(),
+            notes: Vec::new(),
+        }
+    }
+
+    fn text(stream: Stream, text: &str) -> Part {
+        Part::Text { stream, text: text.to_owned() }
+    }
+
+    fn image(scaled_from: Option<(u32, u32)>) -> Part {
+        Part::Image(Image { mime: "image/png", bytes: vec![1, 2, 3], width: 640, height: 480, scaled_from })
+    }
+
+    fn error(traceback: &str) -> PythonError {
+        PythonError {
+            name: "ValueError".to_owned(),
+            message: "bad".to_owned(),
+            traceback: traceback.to_owned(),
+            line: Some(2),
+        }
+    }
+
+    /// Renders an outcome, checks it against the output schema, and returns it as it goes over the wire.
+    #[track_caller]
+    fn rendered(outcome: &Outcome) -> Value {
+        let result = serde_json::to_value(execution(&"default".parse().unwrap(), outcome)).unwrap();
+        assert_valid_output(ToolName::Execute, &result["structuredContent"]);
+        assert_eq!(result["structuredContent"]["text"], result["content"][0]["text"]);
+        result
+    }
+
+    #[track_caller]
+    fn check_text(outcome: &Outcome, expected: &str) {
+        assert_eq!(rendered(outcome)["content"][0]["text"], expected);
+    }
+
+    #[track_caller]
+    fn check_failure(status: Status, words: &[&str]) {
+        let result = rendered(&outcome(status, vec![text(Stream::Stdout, "before\n")]));
+        assert_eq!(result["isError"], true);
+        let text = result["content"][0]["text"].as_str().unwrap();
+        assert!(text.starts_with("before\n"), "{text}");
+        for word in words {
+            assert!(text.contains(word), "{word:?} is not in {text:?}");
+        }
+    }
+
+    #[test]
+    fn streams_stay_in_their_order_and_are_not_separated() {
+        let parts = vec![text(Stream::Stdout, "a\n"), text(Stream::Stderr, "b\n"), text(Stream::Value, "c")];
+        check_text(&outcome(Status::Completed, parts), "a\nb\nc");
+    }
+
+    #[test]
+    fn a_completed_execution_is_no_error_and_carries_its_figures() {
+        let result = rendered(&outcome(Status::Completed, vec![text(Stream::Stdout, "1\n")]));
+        assert_eq!(result["isError"], false);
+        let structured = &result["structuredContent"];
+        assert_eq!(structured["session_id"], "default");
+        assert_eq!(structured["execution"], 3);
+        assert_eq!(structured["status"], "ok");
+        assert_eq!(structured["duration_ms"], 1.5);
+        assert_eq!(structured["memory_bytes"], 10);
+        assert_eq!(structured["peak_memory_bytes"], 20);
+        assert_eq!(structured["error"], Value::Null);
+        assert_eq!(structured["variables"], Value::Null);
+        assert_eq!(structured["output"], json!({"chars": 2, "lines": 1, "cut_chars": 0, "resource": null}));
+    }
+
+    #[test]
+    fn an_execution_without_output_says_so() {
+        check_text(&outcome(Status::Completed, vec![]), "(no output)");
+        check_text(&outcome(Status::Completed, vec![text(Stream::Stdout, "\n\n")]), "(no output)");
+        assert_eq!(rendered(&outcome(Status::Completed, vec![]))["structuredContent"]["output"]["chars"], 0);
+    }
+
+    #[test]
+    fn indentation_at_the_start_is_kept() {
+        check_text(&outcome(Status::Completed, vec![text(Stream::Stdout, "   a\n  b\n")]), "   a\n  b");
+    }
+
+    #[test]
+    fn notes_come_first() {
+        let mut with_note = outcome(Status::Completed, vec![text(Stream::Stdout, "1")]);
+        with_note.notes = vec!["this is a new session".to_owned()];
+        check_text(&with_note, "[this is a new session]\n1");
+        with_note.output = Output::default();
+        check_text(&with_note, "[this is a new session]\n(no output)");
+    }
+
+    #[test]
+    fn images_leave_numbered_marks_and_follow_in_order() {
+        let parts = vec![
+            text(Stream::Stdout, "a"),
+            image(None),
+            text(Stream::Display, "<Figure>\n"),
+            image(Some((4000, 3000))),
+            text(Stream::Value, "b"),
+        ];
+        let result = rendered(&outcome(Status::Completed, parts));
+        assert_eq!(
+            result["content"][0]["text"],
+            "a\n[image 1: 640×480 png]\n<Figure>\n[image 2: 640×480 png, scaled down from 4000×3000]\nb"
+        );
+        assert_eq!(result["content"].as_array().unwrap().len(), 3);
+        assert_eq!(result["content"][1], json!({"type": "image", "data": "AQID", "mimeType": "image/png"}));
+        let described = json!({"mime_type": "image/png", "width": 640, "height": 480});
+        assert_eq!(result["structuredContent"]["images"], json!([described, described]));
+    }
+
+    #[test]
+    fn an_image_alone_is_output() {
+        check_text(&outcome(Status::Completed, vec![image(None)]), "[image 1: 640×480 png]");
+    }
+
+    #[test]
+    fn a_cut_says_how_much_and_where_the_rest_is() {
+        let parts =
+            vec![text(Stream::Stdout, "head"), Part::Cut { chars: 9000, lines: 40 }, text(Stream::Stdout, "tail")];
+        let result = rendered(&outcome(Status::Completed, parts));
+        let uri = "cellblock://sessions/default/executions/3/output";
+        let text = result["content"][0]["text"].as_str().unwrap();
+        assert!(text.starts_with("head\n[… 9000 characters, 40 lines cut here;"), "{text}");
+        assert!(text.contains(uri) && text.ends_with("…]\ntail"), "{text}");
+        assert_eq!(result["structuredContent"]["output"]["resource"], uri);
+        assert_eq!(result["structuredContent"]["output"]["cut_chars"], 9000);
+    }
+
+    #[test]
+    fn a_traceback_in_the_output_is_not_told_twice() {
+        let parts = vec![text(Stream::Stdout, "before\n"), text(Stream::Traceback, "Traceback …\nValueError: bad\n")];
+        let result = rendered(&outcome(Status::Raised(error("Traceback …\nValueError: bad")), parts));
+        assert_eq!(result["isError"], true);
+        assert_eq!(result["content"][0]["text"], "before\nTraceback …\nValueError: bad");
+        assert_eq!(
+            result["structuredContent"]["error"],
+            json!({"name": "ValueError", "message": "bad", "traceback": "Traceback …\nValueError: bad", "line": 2})
+        );
+    }
+
+    #[test]
+    fn an_error_that_is_not_in_the_output_ends_the_text() {
+        let parts = || vec![text(Stream::Stdout, "before")];
+        check_text(
+            &outcome(Status::Raised(error("Traceback\nValueError: bad")), parts()),
+            "before\nTraceback\nValueError: bad",
+        );
+        check_text(&outcome(Status::Raised(error("")), parts()), "before\nValueError: bad");
+    }
+
+    #[test]
+    fn an_error_whose_traceback_was_cut_away_is_still_named() {
+        let parts = vec![Part::Cut { chars: 900, lines: 9 }, text(Stream::Traceback, "d")];
+        let result = rendered(&outcome(Status::Raised(error("Traceback\nValueError: bad")), parts));
+        let text = result["content"][0]["text"].as_str().unwrap();
+        assert!(text.ends_with("d\nValueError: bad"), "{text}");
+    }
+
+    #[test]
+    fn a_time_out_says_what_is_kept_or_lost() {
+        let limit = Duration::from_secs(120);
+        check_failure(
+            Status::TimedOut { limit, state: StateAfter::Kept },
+            &["time-out of 2 min", "Variables and files are kept", "larger `timeout`"],
+        );
+        check_failure(
+            Status::TimedOut { limit, state: StateAfter::Lost },
+            &[
+                "time-out of 2 min",
+                "ignored the interrupt",
+                "are gone",
+                "files in the working folder are kept",
+                "`reset`",
+            ],
+        );
+    }
+
+    #[test]
+    fn a_cancelled_execution_says_what_is_kept_or_lost() {
+        check_failure(Status::Cancelled { state: StateAfter::Kept }, &["cancelled", "are kept"]);
+        check_failure(Status::Cancelled { state: StateAfter::Lost }, &["cancelled", "are gone", "`reset`"]);
+    }
+
+    #[test]
+    fn an_execution_whose_session_was_reset_or_closed_says_so() {
+        check_failure(Status::Reset, &["was reset", "Variables and imports are gone", "are kept", "ready"]);
+        check_failure(Status::Closed, &["was closed", "variables and files are gone"]);
+    }
+
+    #[test]
+    fn a_dead_interpreter_says_why_and_what_to_do() {
+        let died = |exit| Status::Died { exit };
+        check_failure(
+            died(Exit::OutOfMemory { limit: 512 * 1024 * 1024 }),
+            &["more than this session's 512 MiB of memory", "are gone", "`reset`", "smaller parts"],
+        );
+        check_failure(died(Exit::Signal(11)), &["signal 11, SIGSEGV", "are gone", "`reset`"]);
+        check_failure(died(Exit::Signal(31)), &["a system call that the sandbox forbids"]);
+        check_failure(died(Exit::Signal(63)), &["signal 63."]);
+        check_failure(died(Exit::Code(0)), &["exit code 0"]);
+        check_failure(died(Exit::Code(3)), &["exit code 3"]);
+        check_failure(died(Exit::Unknown), &["not known"]);
+        check_failure(Status::Nonsense { what: "a frame of 9 GiB".to_owned() }, &["a frame of 9 GiB", "are gone"]);
+    }
+
+    #[test]
+    fn colour_codes_are_removed_everywhere_and_tabs_stay() {
+        let mut coloured = error("\u{1b}[31mTraceback\u{1b}[0m");
+        coloured.message = "\u{1b}[1mbad\u{1b}[0m".to_owned();
+        let parts = vec![text(Stream::Stdout, "\u{1b}[32ma\tb\u{1b}[0m\tc\n")];
+        let result = rendered(&outcome(Status::Raised(coloured), parts));
+        assert_eq!(result["content"][0]["text"], "a\tb\tc\nTraceback");
+        assert_eq!(result["structuredContent"]["error"]["message"], "bad");
+        assert!(!result.to_string().contains("\\u001b"), "{result}");
+    }
+
+    #[test]
+    fn variables_files_and_isolation_are_told() {
+        let mut full = outcome(Status::Completed, vec![]);
+        full.variables = Some(VariableChanges {
+            created: vec![Variable {
+                name: "x".to_owned(),
+                kind: "ndarray".to_owned(),
+                shape: Some("(2, 3)".to_owned()),
+                size: Some(48),
+            }],
+            changed: vec![Variable { name: "y".to_owned(), kind: "int".to_owned(), shape: None, size: None }],
+            deleted: vec!["z".to_owned()],
+            omitted: 4,
+        });
+        full.files =
+            Some(FileChanges { created: vec![FileNote { path: "a".to_owned(), size: 1 }], ..FileChanges::default() });
+        full.isolation.record(LayerKind::Network, Layer::Enforced { how: "namespace".to_owned() });
+        full.isolation.record(LayerKind::Landlock, Layer::Missing { why: "old kernel".to_owned() });
+        let structured = &rendered(&full)["structuredContent"];
+        assert_eq!(
+            structured["variables"],
+            json!({
+                "created": [{"name": "x", "type": "ndarray", "shape": "(2, 3)", "bytes": 48}],
+                "changed": [{"name": "y", "type": "int", "shape": null, "bytes": null}],
+                "deleted": ["z"],
+                "omitted": 4,
+            })
+        );
+        assert_eq!(structured["files"]["created"], json!([{"path": "a", "bytes": 1}]));
+        assert_eq!(structured["isolation"], json!({"network": "enforced", "landlock": "missing"}));
+    }
+
+    #[test]
+    fn the_other_tools_results_fit_their_schemas() {
+        let session: SessionId = "s".parse().unwrap();
+        let info = SessionInfo {
+            id: session.clone(),
+            state: "ended",
+            ended: Some("it ran out of memory".to_owned()),
+            executions: 2,
+            age: Duration::from_secs(9),
+            idle: Duration::from_millis(1500),
+            memory: None,
+        };
+        let report = ResetReport { interrupted_running_cell: true, files_kept: true };
+        let results = [
+            (ToolName::Reset, reset(&session, &report)),
+            (ToolName::Upload, transfer(&session, "a", 5, Direction::In)),
+            (ToolName::Download, transfer(&session, "a", 5, Direction::Out { local_path: "b" })),
+            (ToolName::List, sessions(&[info])),
+            (ToolName::List, sessions(&[])),
+            (ToolName::Close, closed(&session)),
+        ];
+        for (tool, result) in results {
+            assert_eq!(result.is_error, Some(false));
+            assert_valid_output(tool, result.structured_content.as_ref().unwrap());
+        }
+    }
+
+    #[test]
+    fn a_reset_tells_what_it_stopped_and_kept() {
+        let session: SessionId = "s".parse().unwrap();
+        let told = |interrupted_running_cell, files_kept| {
+            let report = ResetReport { interrupted_running_cell, files_kept };
+            serde_json::to_value(reset(&session, &report)).unwrap()["content"][0]["text"].as_str().unwrap().to_owned()
+        };
+        assert!(told(true, true).contains("was stopped") && told(true, true).contains("are kept"));
+        assert!(!told(false, false).contains("was stopped") && told(false, false).contains("files are gone too"));
+    }
+
+    #[test]
+    fn a_refusal_tells_its_causes_once() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("the file could not be read")]
+        struct Outer(#[source] std::io::Error);
+        let text = |error: &dyn std::error::Error| {
+            serde_json::to_value(refused(error)).unwrap()["content"][0]["text"].as_str().unwrap().to_owned()
+        };
+        assert_eq!(text(&Outer(std::io::Error::other("disk full"))), "the file could not be read: disk full");
+        assert_eq!(text(&std::io::Error::other("disk full")), "disk full");
+        assert_eq!(refused(&std::io::Error::other("x")).is_error, Some(true));
+    }
+}

@@ -1,0 +1,649 @@
+//! MCP over standard input and output: one JSON message per line.
+//!
+//! ```text
+//! stdin → lines (bounded) → messages (checked) → rmcp → handler → rmcp → one writer task → stdout
+//! ```
+//!
+//! The library's own line transport leaves gaps that hurt clients, so this room has its own:
+//!
+//! - A line that is no JSON, a batch, a message of the wrong shape or a line over the cap gets an answer instead of
+//!   silence, and an over-long line is skipped without being kept.
+//! - Notifications that come before a client has chosen its protocol era (such as the cancellation of its own probe)
+//!   are dropped; the library would end the server.
+//! - The end of the input cancels every call at once. Answers that are ready within a short time still go out, then
+//!   serving ends, and that is success.
+//! - Whole lines only: one task writes, so no cancelled sender leaves half a line.
+//! - The process's own standard input and output are moved away first, so that nothing that prints can disturb the
+//!   protocol.
+
+use std::collections::HashSet;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use rmcp::RoleServer;
+use rmcp::model::{
+    ClientJsonRpcMessage, ClientNotification, ClientRequest, ErrorCode, GetMeta, JsonRpcMessage, ProtocolVersion,
+    RequestId, ServerJsonRpcMessage,
+};
+use rmcp::service::{ServerInitializeError, serve_server_with_ct};
+use rmcp::transport::Transport;
+use rustix::fs::{FileType, Mode, OFlags};
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use super::{Server, has_wrong_params};
+
+/// Bytes in one line. Room for the largest cell even when every character of it is escaped, and for nothing much
+/// larger.
+const LONGEST_LINE: usize = 16 * 1024 * 1024;
+
+/// Lines that may wait for a slow reader before those who answer wait too.
+const WAITING_LINES: usize = 64;
+
+/// How long answers may still go out after the input ended. A client that closed the pipe seldom reads them, and wants
+/// us gone.
+const LINGER: Duration = Duration::from_millis(500);
+
+/// How long lines that wait for the writer may take after that.
+const WRITE_OUT: Duration = Duration::from_millis(100);
+
+pub(super) type Reader = Box<dyn AsyncRead + Send + Unpin>;
+pub(super) type Writer = Box<dyn AsyncWrite + Send + Unpin>;
+
+/// Why serving ended other than by the client's leaving.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    #[error("standard input and output could not be taken over")]
+    TakeOver(#[source] io::Error),
+    #[error("the connection could not be opened")]
+    Open(#[source] Box<dyn std::error::Error + Send + Sync>),
+    #[error("the connection's task failed")]
+    Task(#[source] tokio::task::JoinError),
+    #[error("standard output could not be written")]
+    Write(#[source] io::Error),
+}
+
+/// Serves one client on standard input and output until it closes the input. Afterwards the process's own standard
+/// input is empty and its standard output is its standard error.
+pub async fn serve_stdio(server: Server) -> Result<(), ServeError> {
+    let (reader, writer) = take_over_stdio().map_err(ServeError::TakeOver)?;
+    serve(server, reader, writer).await
+}
+
+/// Serves one client on any pair of byte streams.
+pub(super) async fn serve(server: Server, reader: Reader, writer: Writer) -> Result<(), ServeError> {
+    let connection = CancellationToken::new();
+    let (outgoing, lines) = mpsc::channel(WAITING_LINES);
+    let mut writing = tokio::spawn(write_lines(writer, lines, connection.clone()));
+    let transport = LineTransport {
+        lines: Lines::new(reader, LONGEST_LINE),
+        outgoing: Some(outgoing),
+        rejection: None,
+        connection: connection.clone(),
+        era: Era::Open,
+        unanswered: Arc::default(),
+    };
+    let ended = match serve_server_with_ct(server, transport, connection.clone()).await {
+        Ok(running) => tokio::select! {
+            ended = running.waiting() => ended.map(drop).map_err(ServeError::Task),
+            () = lingered(&connection) => Ok(()),
+        },
+        // The client left before it said anything we had to answer.
+        Err(ServerInitializeError::ConnectionClosed(_) | ServerInitializeError::Cancelled) => Ok(()),
+        Err(_) if connection.is_cancelled() => Ok(()),
+        Err(error) => Err(ServeError::Open(Box::new(error))),
+    };
+    connection.cancel();
+    let written = match tokio::time::timeout(WRITE_OUT, &mut writing).await {
+        Ok(Ok(written)) => written,
+        Ok(Err(error)) => return Err(ServeError::Task(error)),
+        Err(_) => {
+            writing.abort();
+            Ok(())
+        }
+    };
+    ended?;
+    match written {
+        // A client that no longer reads has left; that is no failure of ours.
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(ServeError::Write(error)),
+        _ => Ok(()),
+    }
+}
+
+async fn lingered(connection: &CancellationToken) {
+    connection.cancelled().await;
+    tokio::time::sleep(LINGER).await;
+}
+
+/// Writes whole lines in the order in which they were sent, until all senders are gone or the reader is.
+async fn write_lines(
+    mut writer: Writer,
+    mut lines: mpsc::Receiver<Vec<u8>>,
+    connection: CancellationToken,
+) -> io::Result<()> {
+    let mut written = Ok(());
+    while let Some(line) = lines.recv().await {
+        written = async {
+            writer.write_all(&line).await?;
+            if lines.is_empty() { writer.flush().await } else { Ok(()) }
+        }
+        .await;
+        if written.is_err() {
+            // Nobody hears our answers any more, so nothing is worth going on.
+            connection.cancel();
+            break;
+        }
+    }
+    written
+}
+
+/// Whether the client has shown which protocol era it speaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Era {
+    /// Only probes and pings so far.
+    Open,
+    Chosen,
+}
+
+struct LineTransport {
+    lines: Lines,
+    outgoing: Option<mpsc::Sender<Vec<u8>>>,
+    /// An answer that could not be sent yet: `receive` may be dropped at any of its waits and must not lose it.
+    rejection: Option<Vec<u8>>,
+    connection: CancellationToken,
+    era: Era,
+    /// Ids of requests under way. The library would answer only one of two requests with the same id.
+    unanswered: Arc<Mutex<HashSet<RequestId>>>,
+}
+
+impl LineTransport {
+    /// Decides about one message: pass it on, drop it, or answer it ourselves.
+    fn admit(&mut self, message: ClientJsonRpcMessage) -> Result<Option<ClientJsonRpcMessage>, Rejection> {
+        let mut unanswered = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner);
+        match &message {
+            JsonRpcMessage::Request(request) => {
+                if !unanswered.insert(request.id.clone()) {
+                    // Answering with that id would end the first request in the client's eyes.
+                    let text = format!("a request with the id {} is still being answered", request.id);
+                    return Err(Rejection::new(Value::Null, ErrorCode::INVALID_REQUEST, text));
+                }
+                if chooses_era(&request.request) {
+                    self.era = Era::Chosen;
+                }
+                Ok(Some(message))
+            }
+            _ if self.era == Era::Open => {
+                tracing::debug!("a message before the first request was dropped");
+                Ok(None)
+            }
+            JsonRpcMessage::Notification(notification) => {
+                if let ClientNotification::CancelledNotification(cancelled) = &notification.notification
+                    && let Some(id) = &cancelled.params.request_id
+                {
+                    unanswered.remove(id);
+                }
+                Ok(Some(message))
+            }
+            _ => Ok(Some(message)),
+        }
+    }
+}
+
+impl Transport<RoleServer> for LineTransport {
+    type Error = io::Error;
+
+    fn send(&mut self, message: ServerJsonRpcMessage) -> impl Future<Output = io::Result<()>> + Send + 'static {
+        let answered = match &message {
+            JsonRpcMessage::Response(response) => Some(&response.id),
+            JsonRpcMessage::Error(error) => error.id.as_ref(),
+            _ => None,
+        };
+        if let Some(id) = answered {
+            self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
+        }
+        let line = serde_json::to_vec(&message).map_err(io::Error::other).map(|mut line| {
+            line.push(b'\n');
+            line
+        });
+        let outgoing = self.outgoing.clone();
+        async move {
+            let gone = || io::Error::new(io::ErrorKind::BrokenPipe, "the connection is closed");
+            outgoing.ok_or_else(gone)?.send(line?).await.map_err(|_| gone())
+        }
+    }
+
+    /// Returns the next message. Safe to drop while waiting: lines under way and unsent answers stay in the transport.
+    async fn receive(&mut self) -> Option<ClientJsonRpcMessage> {
+        loop {
+            if self.rejection.is_some() {
+                let Ok(place) = self.outgoing.as_ref()?.reserve().await else {
+                    self.connection.cancel();
+                    return None;
+                };
+                place.send(self.rejection.take().expect("checked above, and nothing else takes it"));
+            }
+            let admitted = match self.lines.next().await {
+                Ok(Some(Line::Whole(line))) => match read_message(&line) {
+                    Ok(Some(message)) => self.admit(message),
+                    Ok(None) => Ok(None),
+                    Err(rejection) => Err(rejection),
+                },
+                Ok(Some(Line::TooLong)) => {
+                    let text = format!("the message is longer than {LONGEST_LINE} bytes and was skipped");
+                    Err(Rejection::new(Value::Null, ErrorCode::INVALID_REQUEST, text))
+                }
+                ended => {
+                    if let Err(error) = ended {
+                        tracing::warn!(%error, "the connection's input failed");
+                    }
+                    self.connection.cancel();
+                    return None;
+                }
+            };
+            match admitted {
+                Ok(Some(message)) => return Some(message),
+                Ok(None) => {}
+                Err(rejection) => self.rejection = Some(rejection.line()),
+            }
+        }
+    }
+
+    async fn close(&mut self) -> io::Result<()> {
+        self.outgoing = None;
+        Ok(())
+    }
+}
+
+/// Tells whether the library settles on a protocol era when it sees this request. It does not for probes, pings and
+/// requests it refuses.
+fn chooses_era(request: &ClientRequest) -> bool {
+    match request {
+        ClientRequest::InitializeRequest(_) => true,
+        ClientRequest::PingRequest(_) | ClientRequest::DiscoverRequest(_) => false,
+        other => {
+            let meta = other.get_meta();
+            meta.missing_required_keys(&ProtocolVersion::V_2026_07_28).is_empty()
+                && meta.protocol_version().is_some_and(|version| ProtocolVersion::KNOWN_VERSIONS.contains(&version))
+        }
+    }
+}
+
+/// A message that is answered here and goes no further.
+#[derive(Debug, PartialEq)]
+struct Rejection {
+    /// Null when the id of the message could not be read.
+    id: Value,
+    code: i32,
+    text: String,
+}
+
+impl Rejection {
+    fn new(id: Value, code: ErrorCode, text: impl Into<String>) -> Rejection {
+        Rejection { id, code: code.0, text: text.into() }
+    }
+
+    fn line(&self) -> Vec<u8> {
+        let message = json!({"jsonrpc": "2.0", "id": self.id, "error": {"code": self.code, "message": self.text}});
+        format!("{message}\n").into_bytes()
+    }
+}
+
+/// Reads one line as a message. Nothing is answered to an empty line, and to notifications and responses of the wrong
+/// shape: JSON-RPC allows no answer.
+fn read_message(line: &[u8]) -> Result<Option<ClientJsonRpcMessage>, Rejection> {
+    const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+    let line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line).trim_ascii();
+    if line.is_empty() {
+        return Ok(None);
+    }
+    let value: Value = serde_json::from_slice(line).map_err(|error| {
+        Rejection::new(Value::Null, ErrorCode::PARSE_ERROR, format!("the line is not valid JSON: {error}"))
+    })?;
+    let invalid = |id: Value, text: &str| Err(Rejection::new(id, ErrorCode::INVALID_REQUEST, text));
+    let message = match &value {
+        Value::Object(message) => message,
+        Value::Array(_) => return invalid(Value::Null, "batches are not supported; send one message per line"),
+        _ => return invalid(Value::Null, "a message is a JSON object"),
+    };
+    let is_answer = message.contains_key("result") || message.contains_key("error");
+    let id = match message.get("id") {
+        None => None,
+        Some(id) if serde_json::from_value::<RequestId>(id.clone()).is_ok() => Some(id.clone()),
+        Some(_) if is_answer => return Ok(None),
+        Some(_) => return invalid(Value::Null, "an id is a string or a whole number"),
+    };
+    let known_id = || id.clone().unwrap_or(Value::Null);
+    if message.get("jsonrpc").is_none_or(|version| version != "2.0") {
+        return invalid(known_id(), "\"jsonrpc\" must be \"2.0\"");
+    }
+    match message.get("method") {
+        Some(Value::String(_)) => {}
+        Some(_) => return invalid(known_id(), "\"method\" must be a string"),
+        None if is_answer => {}
+        None => return invalid(known_id(), "\"method\" is missing"),
+    }
+    if message.get("params").is_some_and(|params| !params.is_object()) {
+        return match id {
+            Some(id) => Err(Rejection::new(id, ErrorCode::INVALID_PARAMS, "\"params\" must be an object")),
+            None => Ok(None),
+        };
+    }
+    // The library takes a cursor it cannot read for none at all, and would answer with the first page.
+    let cursor = message.get("params").and_then(|params| params.get("cursor"));
+    if let (Some(id), Some(cursor)) = (&id, cursor)
+        && is_list(message)
+        && !cursor.is_string()
+    {
+        return Err(Rejection::new(id.clone(), ErrorCode::INVALID_PARAMS, "the cursor in params must be a string"));
+    }
+    match serde_json::from_value::<ClientJsonRpcMessage>(value) {
+        Ok(JsonRpcMessage::Request(request)) => match has_wrong_params(&request.request) {
+            Some(error) => Err(Rejection::new(known_id(), error.code, error.message)),
+            None => Ok(Some(JsonRpcMessage::Request(request))),
+        },
+        Ok(message) => Ok(Some(message)),
+        Err(_) if id.is_some() && !is_answer => invalid(known_id(), "the message is no request"),
+        Err(_) => Ok(None),
+    }
+}
+
+fn is_list(message: &serde_json::Map<String, Value>) -> bool {
+    message.get("method").and_then(Value::as_str).is_some_and(|method| method.ends_with("/list"))
+}
+
+/// One line of input.
+#[derive(Debug, PartialEq)]
+enum Line {
+    Whole(Vec<u8>),
+    /// A line went over the cap. What is left of it will be skipped.
+    TooLong,
+}
+
+/// Cuts input into lines and never holds more than one line and one buffer.
+struct Lines {
+    reader: BufReader<Reader>,
+    line: Vec<u8>,
+    longest: usize,
+    skipping: bool,
+}
+
+impl Lines {
+    fn new(reader: Reader, longest: usize) -> Lines {
+        Lines { reader: BufReader::with_capacity(64 * 1024, reader), line: Vec::new(), longest, skipping: false }
+    }
+
+    /// Returns the next line, or nothing at the end; a last line needs no line break. Safe to drop while waiting:
+    /// `fill_buf` takes nothing from the reader, and between taking and storing there is no wait.
+    async fn next(&mut self) -> io::Result<Option<Line>> {
+        loop {
+            let available = self.reader.fill_buf().await?;
+            if available.is_empty() {
+                let rest = std::mem::take(&mut self.line);
+                return Ok((!rest.is_empty()).then_some(Line::Whole(rest)));
+            }
+            let line_break = available.iter().position(|byte| *byte == b'\n');
+            let piece = &available[..line_break.unwrap_or(available.len())];
+            let consumed = line_break.map_or(available.len(), |end| end + 1);
+            let too_long = !self.skipping && self.line.len() + piece.len() > self.longest;
+            if too_long {
+                // A fresh vector, so that the memory of the refused line is given back.
+                self.line = Vec::new();
+            } else if !self.skipping {
+                self.line.extend_from_slice(piece);
+            }
+            self.reader.consume(consumed);
+            let was_skipping = self.skipping;
+            self.skipping = (was_skipping || too_long) && line_break.is_none();
+            if too_long {
+                return Ok(Some(Line::TooLong));
+            }
+            if line_break.is_some() && !was_skipping {
+                return Ok(Some(Line::Whole(std::mem::take(&mut self.line))));
+            }
+        }
+    }
+}
+
+/// Moves the protocol away from descriptors 0 and 1. What is printed by a library, by a panic or by a child that
+/// inherits them goes to standard error, and nobody else can eat the client's messages.
+fn take_over_stdio() -> io::Result<(Reader, Writer)> {
+    /// Copies must not land on 0, 1 or 2 in case one of those is closed.
+    const FIRST_FREE: i32 = 3;
+    let input = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), FIRST_FREE)?;
+    let output = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), FIRST_FREE)?;
+    let nothing = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+    rustix::stdio::dup2_stdin(&nothing)?;
+    rustix::stdio::dup2_stdout(rustix::stdio::stderr())?;
+    Ok((reader_of(input)?, writer_of(output)?))
+}
+
+fn reader_of(input: OwnedFd) -> io::Result<Reader> {
+    Ok(match kind_of(&input)? {
+        FileType::Fifo => match reopened(&input, OFlags::RDONLY) {
+            Some(pipe) => Box::new(tokio::net::unix::pipe::Receiver::from_owned_fd(pipe)?),
+            None => Box::new(blocking(input)),
+        },
+        FileType::Socket => Box::new(socket(input)?),
+        _ => Box::new(blocking(input)),
+    })
+}
+
+fn writer_of(output: OwnedFd) -> io::Result<Writer> {
+    Ok(match kind_of(&output)? {
+        FileType::Fifo => match reopened(&output, OFlags::WRONLY) {
+            Some(pipe) => Box::new(tokio::net::unix::pipe::Sender::from_owned_fd(pipe)?),
+            None => Box::new(blocking(output)),
+        },
+        FileType::Socket => Box::new(socket(output)?),
+        _ => Box::new(blocking(output)),
+    })
+}
+
+fn kind_of(descriptor: &OwnedFd) -> io::Result<FileType> {
+    Ok(FileType::from_raw_mode(rustix::fs::fstat(descriptor)?.st_mode))
+}
+
+/// Opens a pipe once more, without blocking. The flag belongs to the open file, which the parent may share; a file of
+/// our own leaves theirs alone. Gives nothing where that is not possible, for example when the pipe belongs to another
+/// user.
+fn reopened(pipe: &OwnedFd, access: OFlags) -> Option<OwnedFd> {
+    let path = format!("/proc/self/fd/{}", pipe.as_raw_fd());
+    rustix::fs::open(path, access | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty()).ok()
+}
+
+/// Some clients connect a child by socket pairs. Our end of such a pair is ours alone.
+fn socket(descriptor: OwnedFd) -> io::Result<tokio::net::UnixStream> {
+    let stream = std::os::unix::net::UnixStream::from(descriptor);
+    stream.set_nonblocking(true)?;
+    tokio::net::UnixStream::from_std(stream)
+}
+
+/// Terminals and files: each read and write waits on a thread of its own.
+fn blocking(descriptor: OwnedFd) -> tokio::fs::File {
+    tokio::fs::File::from_std(std::fs::File::from(descriptor))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(text: &'static [u8], longest: usize) -> Lines {
+        Lines::new(Box::new(text), longest)
+    }
+
+    async fn all(mut lines: Lines) -> Vec<Line> {
+        let mut found = Vec::new();
+        while let Some(line) = lines.next().await.unwrap() {
+            found.push(line);
+        }
+        found
+    }
+
+    fn whole(text: &str) -> Line {
+        Line::Whole(text.as_bytes().to_vec())
+    }
+
+    #[track_caller]
+    fn check_rejected(line: &str, id: Value, code: i32, words: &str) {
+        let rejection = read_message(line.as_bytes()).expect_err("the line should be rejected");
+        assert_eq!((rejection.id, rejection.code), (id, code), "{}", rejection.text);
+        assert!(rejection.text.contains(words), "{words:?} is not in {:?}", rejection.text);
+    }
+
+    #[tokio::test]
+    async fn input_is_cut_at_line_breaks_and_the_last_needs_none() {
+        assert_eq!(all(lines(b"a\n\nbc\nd", 10)).await, [whole("a"), whole(""), whole("bc"), whole("d")]);
+        assert_eq!(all(lines(b"", 10)).await, []);
+    }
+
+    #[tokio::test]
+    async fn a_line_over_the_cap_is_reported_once_and_skipped() {
+        assert_eq!(all(lines(b"12345\n123456\n1\n", 5)).await, [whole("12345"), Line::TooLong, whole("1")]);
+        assert_eq!(all(lines(b"123456", 5)).await, [Line::TooLong]);
+    }
+
+    #[tokio::test]
+    async fn a_line_far_over_the_cap_is_never_kept() {
+        let (mut sender, receiver) = tokio::io::duplex(1000);
+        let sending = tokio::spawn(async move {
+            for _ in 0..500 {
+                sender.write_all(&[b'x'; 1000]).await.unwrap();
+            }
+            sender.write_all(b"\nok\n").await.unwrap();
+        });
+        let mut lines = Lines::new(Box::new(receiver), 2000);
+        assert_eq!(lines.next().await.unwrap(), Some(Line::TooLong));
+        assert_eq!(lines.next().await.unwrap(), Some(whole("ok")));
+        assert!(lines.line.capacity() <= 4000, "{} bytes were kept", lines.line.capacity());
+        sending.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_line_survives_a_reader_that_was_dropped_halfway() {
+        let (mut sender, receiver) = tokio::io::duplex(1000);
+        let mut lines = Lines::new(Box::new(receiver), 100);
+        sender.write_all(b"first ").await.unwrap();
+        tokio::select! {
+            biased;
+            line = lines.next() => panic!("there is no whole line yet: {line:?}"),
+            () = std::future::ready(()) => {}
+        }
+        sender.write_all(b"half\n").await.unwrap();
+        assert_eq!(lines.next().await.unwrap(), Some(whole("first half")));
+    }
+
+    #[test]
+    fn empty_lines_and_answers_of_no_use_are_passed_over() {
+        for line in ["", "  \r", "\u{feff}", r#"{"jsonrpc":"2.0","id":null,"error":{"code":-32700,"message":"x"}}"#] {
+            assert!(matches!(read_message(line.as_bytes()), Ok(None)), "{line}");
+        }
+        let notification = r#"{"jsonrpc":"2.0","method":"notifications/initialized","params":[]}"#;
+        assert!(matches!(read_message(notification.as_bytes()), Ok(None)));
+    }
+
+    #[test]
+    fn a_sound_request_is_read_also_with_carriage_return_and_byte_order_mark() {
+        for line in [
+            "{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"ping\"}\r",
+            "\u{feff}{\"jsonrpc\":\"2.0\",\"id\":\"a\",\"method\":\"tools/list\",\"params\":{}}",
+        ] {
+            assert!(matches!(read_message(line.as_bytes()), Ok(Some(JsonRpcMessage::Request(_)))), "{line}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_json_is_a_parse_error_without_id() {
+        for line in ["garbage", "{\"jsonrpc\":", "{} {}", "\"\\ud800\""] {
+            check_rejected(line, Value::Null, -32700, "not valid JSON");
+        }
+        assert_eq!(read_message(b"{\"a\":\"\xff\"}").unwrap_err().code, -32700);
+    }
+
+    #[test]
+    fn deeply_nested_json_is_refused_without_harm() {
+        check_rejected(&"[".repeat(100_000), Value::Null, -32700, "recursion limit");
+    }
+
+    #[test]
+    fn batches_are_refused_clearly() {
+        check_rejected(
+            r#"[{"jsonrpc":"2.0","id":1,"method":"ping"}]"#,
+            Value::Null,
+            -32600,
+            "batches are not supported",
+        );
+        check_rejected("[]", Value::Null, -32600, "batches");
+    }
+
+    #[test]
+    fn messages_of_the_wrong_shape_are_invalid_requests() {
+        check_rejected("5", Value::Null, -32600, "a JSON object");
+        check_rejected("{}", Value::Null, -32600, "jsonrpc");
+        check_rejected(r#"{"jsonrpc":"1.0","id":4,"method":"ping"}"#, json!(4), -32600, "jsonrpc");
+        check_rejected(r#"{"jsonrpc":"2.0","id":4,"method":7}"#, json!(4), -32600, "method");
+        check_rejected(r#"{"jsonrpc":"2.0","id":4}"#, json!(4), -32600, "method");
+    }
+
+    #[test]
+    fn ids_are_strings_or_whole_numbers() {
+        for id in ["1.5", "null", "true", "[1]", "{}"] {
+            let line = format!(r#"{{"jsonrpc":"2.0","id":{id},"method":"ping"}}"#);
+            check_rejected(&line, Value::Null, -32600, "an id is");
+        }
+    }
+
+    #[test]
+    fn wrongly_typed_parameters_of_a_known_method_are_invalid_parameters() {
+        for (method, params) in [
+            ("tools/call", "5"),
+            ("tools/call", "{}"),
+            ("tools/call", r#"{"name":5}"#),
+            ("tools/call", r#"{"name":"reset","arguments":[1]}"#),
+            ("tools/list", r#"{"cursor":5}"#),
+            ("resources/read", r#"{"uri":5}"#),
+            ("initialize", "{}"),
+        ] {
+            let line = format!(r#"{{"jsonrpc":"2.0","id":"x","method":"{method}","params":{params}}}"#);
+            check_rejected(&line, json!("x"), -32602, "params");
+        }
+    }
+
+    #[test]
+    fn unknown_methods_are_left_to_the_handler() {
+        let line = br#"{"jsonrpc":"2.0","id":1,"method":"what/ever","params":{"a":1}}"#;
+        assert!(matches!(read_message(line), Ok(Some(JsonRpcMessage::Request(_)))));
+    }
+
+    #[test]
+    fn a_rejection_is_one_line_with_an_explicit_id() {
+        let line = Rejection::new(Value::Null, ErrorCode::PARSE_ERROR, "a\nb").line();
+        assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1);
+        let value: Value = serde_json::from_slice(&line).unwrap();
+        assert_eq!(value, json!({"jsonrpc": "2.0", "id": null, "error": {"code": -32700, "message": "a\nb"}}));
+    }
+
+    #[tokio::test]
+    async fn pipes_sockets_and_files_can_all_carry_the_protocol() {
+        let (read_end, write_end) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+        let (left, right) = std::os::unix::net::UnixStream::pair().unwrap();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let pairs: [(OwnedFd, OwnedFd); 3] = [
+            (write_end, read_end),
+            (left.into(), right.into()),
+            (file.reopen().unwrap().into(), file.reopen().unwrap().into()),
+        ];
+        for (output, input) in pairs {
+            let mut writer = writer_of(output).unwrap();
+            writer.write_all(b"hello\n").await.unwrap();
+            writer.flush().await.unwrap();
+            let mut lines = Lines::new(reader_of(input).unwrap(), 100);
+            assert_eq!(lines.next().await.unwrap(), Some(whole("hello")));
+            drop(writer);
+            assert_eq!(lines.next().await.unwrap(), None);
+        }
+    }
+}

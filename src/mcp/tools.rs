@@ -1,0 +1,852 @@
+//! The tools a client sees: names, descriptions, schemas, and the one door through which their arguments become values.
+//!
+//! The schemas are written by hand and are the only list of argument names: `parse` takes the allowed and required
+//! names from them and checks the ranges against the same constants. Nothing is executed here, and nothing is guessed:
+//! an argument that is unknown, of the wrong type or out of range is refused with a sentence a model can act on.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rmcp::model::{JsonObject, Tool, ToolAnnotations};
+use serde_json::{Value, json};
+
+use super::McpSettings;
+use crate::session::{InsidePath, SessionId};
+
+/// The longest time-out a caller may ask for: a day.
+const LONGEST_TIMEOUT: u64 = 86_400;
+
+/// More text than this helps no model, and the whole of it can be read as a resource.
+const MOST_OUTPUT_CHARS: u64 = 1_000_000;
+
+/// Bytes of code in one cell. Larger inputs are data, and data belongs in an uploaded file.
+const LARGEST_CODE: usize = 4 * 1024 * 1024;
+
+/// The longest path the kernel takes, without the zero at its end.
+const LONGEST_PATH: usize = 4095;
+
+/// A tool of the default profile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ToolName {
+    Execute,
+    Reset,
+    Upload,
+    Download,
+    List,
+    Close,
+}
+
+impl ToolName {
+    /// All tools, in the order in which they are listed.
+    pub(super) const ALL: [ToolName; 6] =
+        [ToolName::Execute, ToolName::Reset, ToolName::Upload, ToolName::Download, ToolName::List, ToolName::Close];
+
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            ToolName::Execute => "execute_ipython_cell",
+            ToolName::Reset => "reset",
+            ToolName::Upload => "upload_file",
+            ToolName::Download => "download_file",
+            ToolName::List => "list_sessions",
+            ToolName::Close => "close_session",
+        }
+    }
+
+    pub(super) fn from_name(name: &str) -> Option<ToolName> {
+        ToolName::ALL.into_iter().find(|tool| tool.as_str() == name)
+    }
+}
+
+/// A call whose arguments have been checked.
+#[derive(Debug, PartialEq)]
+pub(super) enum Call {
+    Execute { session: SessionId, code: String, timeout: Duration, max_output_chars: usize },
+    Reset { session: SessionId },
+    Upload { session: SessionId, relpath: InsidePath, local_path: String, overwrite: bool },
+    Download { session: SessionId, relpath: InsidePath, local_path: String, overwrite: bool },
+    List,
+    Close { session: SessionId },
+}
+
+/// Why a call was refused before anything happened. Its text is written for a model.
+#[derive(Debug, PartialEq, thiserror::Error)]
+pub(super) enum BadArgument {
+    #[error("{tool} has no argument \"{given}\".{} Nothing was executed.", suggestion(nearest, allowed))]
+    Unknown { tool: &'static str, given: String, nearest: Option<String>, allowed: Vec<String> },
+    #[error("{tool} needs the argument \"{name}\" ({expected}). Nothing was executed.")]
+    Missing { tool: &'static str, name: &'static str, expected: String },
+    #[error("The argument \"{name}\" of {tool} must be {expected}, but it was {given}. Nothing was executed.")]
+    Wrong { tool: &'static str, name: &'static str, given: String, expected: String },
+}
+
+fn suggestion(nearest: &Option<String>, allowed: &[String]) -> String {
+    match (nearest, allowed) {
+        (_, []) => " It takes no arguments.".to_owned(),
+        (Some(nearest), _) => format!(" Did you mean \"{nearest}\"? It takes: {}.", allowed.join(", ")),
+        (None, _) => format!(" It takes: {}.", allowed.join(", ")),
+    }
+}
+
+/// The tools as they are listed to clients.
+#[derive(Debug, Clone)]
+pub(super) struct Catalogue {
+    tools: Arc<Vec<Tool>>,
+    default_timeout: Duration,
+    default_max_output_chars: usize,
+}
+
+impl Catalogue {
+    pub(super) fn new(settings: &McpSettings) -> Catalogue {
+        Catalogue {
+            tools: Arc::new(ToolName::ALL.into_iter().map(|tool| describe(tool, settings)).collect()),
+            default_timeout: settings.default_timeout,
+            default_max_output_chars: settings.default_max_output_chars,
+        }
+    }
+
+    pub(super) fn all(&self) -> &[Tool] {
+        &self.tools
+    }
+
+    pub(super) fn get(&self, tool: ToolName) -> &Tool {
+        &self.tools[tool as usize]
+    }
+
+    /// Returns the tool whose name is most like `name`, for a message about a name that does not exist.
+    pub(super) fn nearest(&self, name: &str) -> Option<&str> {
+        nearest(name, self.tools.iter().map(|tool| tool.name.as_ref()))
+    }
+
+    /// Checks the arguments of a call. Refuses names that are not in the schema, and everything the schema would
+    /// refuse.
+    pub(super) fn parse(&self, tool: ToolName, mut arguments: JsonObject) -> Result<Call, BadArgument> {
+        let allowed: Vec<String> = properties(self.get(tool)).keys().cloned().collect();
+        if let Some(given) = arguments.keys().find(|name| !allowed.contains(name)) {
+            return Err(BadArgument::Unknown {
+                tool: tool.as_str(),
+                given: shortened(given),
+                nearest: nearest(given, allowed.iter().map(String::as_str)).map(str::to_owned),
+                allowed,
+            });
+        }
+        let mut take = |name| Given { tool: tool.as_str(), name, value: arguments.remove(name) };
+        Ok(match tool {
+            ToolName::Execute => Call::Execute {
+                session: take("session_id").session()?,
+                code: take("code").text(LARGEST_CODE, 0)?,
+                timeout: take("timeout").timeout(self.default_timeout)?,
+                max_output_chars: take("max_output_chars").output_chars(self.default_max_output_chars)?,
+            },
+            ToolName::Reset => Call::Reset { session: take("session_id").session()? },
+            ToolName::Upload => Call::Upload {
+                session: take("session_id").session()?,
+                relpath: take("relpath").inside_path()?,
+                local_path: take("local_path").text(LONGEST_PATH, 1)?,
+                overwrite: take("overwrite").flag()?,
+            },
+            ToolName::Download => Call::Download {
+                session: take("session_id").session()?,
+                relpath: take("relpath").inside_path()?,
+                local_path: take("local_path").text(LONGEST_PATH, 1)?,
+                overwrite: take("overwrite").flag()?,
+            },
+            ToolName::List => Call::List,
+            ToolName::Close => Call::Close { session: take("session_id").session()? },
+        })
+    }
+}
+
+/// One argument as the caller gave it, or did not.
+struct Given {
+    tool: &'static str,
+    name: &'static str,
+    value: Option<Value>,
+}
+
+impl Given {
+    fn text(self, most_bytes: usize, fewest: usize) -> Result<String, BadArgument> {
+        let expected = match fewest {
+            0 => format!("a string of at most {most_bytes} bytes"),
+            _ => format!("a string of {fewest} to {most_bytes} bytes"),
+        };
+        match self.value {
+            Some(Value::String(text)) if (fewest..=most_bytes).contains(&text.len()) => Ok(text),
+            Some(Value::String(text)) => {
+                Err(wrong(self.tool, self.name, format!("a string of {} bytes", text.len()), expected))
+            }
+            Some(other) => Err(wrong(self.tool, self.name, shown(&other), expected)),
+            None => Err(BadArgument::Missing { tool: self.tool, name: self.name, expected }),
+        }
+    }
+
+    fn session(self) -> Result<SessionId, BadArgument> {
+        let (tool, name) = (self.tool, self.name);
+        match self.value {
+            None => Ok(SessionId::default_session()),
+            Some(Value::String(text)) => SessionId::from_str(&text)
+                .map_err(|cause| wrong(tool, name, quoted(&text), format!("the name of a session ({cause})"))),
+            Some(other) => Err(wrong(tool, name, shown(&other), "a string that names a session".to_owned())),
+        }
+    }
+
+    fn inside_path(self) -> Result<InsidePath, BadArgument> {
+        let (tool, name) = (self.tool, self.name);
+        let text = self.text(LONGEST_PATH, 1)?;
+        InsidePath::from_str(&text)
+            .map_err(|cause| wrong(tool, name, quoted(&text), format!("a path below the working folder ({cause})")))
+    }
+
+    fn timeout(self, default: Duration) -> Result<Duration, BadArgument> {
+        let expected = || format!("a number of seconds greater than 0 and at most {LONGEST_TIMEOUT}");
+        let Some(value) = self.value else { return Ok(default) };
+        match value.as_f64() {
+            Some(seconds) if seconds > 0.0 && seconds <= LONGEST_TIMEOUT as f64 => Ok(Duration::from_secs_f64(seconds)),
+            _ => Err(wrong(self.tool, self.name, shown(&value), expected())),
+        }
+    }
+
+    fn output_chars(self, default: usize) -> Result<usize, BadArgument> {
+        let Some(value) = self.value else { return Ok(default) };
+        // JSON has one kind of number: 5000.0 is an integer too.
+        let whole = value.as_u64().or_else(|| value.as_f64().filter(|number| number.fract() == 0.0).map(|n| n as u64));
+        match whole {
+            Some(chars) if (1..=MOST_OUTPUT_CHARS).contains(&chars) => Ok(chars as usize),
+            _ => {
+                Err(wrong(self.tool, self.name, shown(&value), format!("a whole number from 1 to {MOST_OUTPUT_CHARS}")))
+            }
+        }
+    }
+
+    fn flag(self) -> Result<bool, BadArgument> {
+        match self.value {
+            None => Ok(false),
+            Some(Value::Bool(flag)) => Ok(flag),
+            Some(other) => Err(wrong(self.tool, self.name, shown(&other), "true or false".to_owned())),
+        }
+    }
+}
+
+fn wrong(tool: &'static str, name: &'static str, given: String, expected: String) -> BadArgument {
+    BadArgument::Wrong { tool, name, given, expected }
+}
+
+/// Says what a value is, briefly: a refused value is quoted back and may be as large as a message.
+fn shown(value: &Value) -> String {
+    match value {
+        Value::Null => "null (leave an argument out to get its default)".to_owned(),
+        Value::Bool(flag) => flag.to_string(),
+        Value::Number(number) => number.to_string(),
+        Value::String(text) => format!("the string {}", quoted(text)),
+        Value::Array(_) => "a list".to_owned(),
+        Value::Object(_) => "an object".to_owned(),
+    }
+}
+
+fn quoted(text: &str) -> String {
+    format!("{:?}", shortened(text))
+}
+
+fn shortened(text: &str) -> String {
+    const SHOWN_CHARS: usize = 60;
+    match text.char_indices().nth(SHOWN_CHARS) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+/// Names further away than this are another word, not a slip.
+const LEAST_SIMILARITY: f64 = 0.7;
+
+fn nearest<'a>(given: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let given = given.to_lowercase();
+    candidates
+        .map(|candidate| (strsim::jaro_winkler(&given, candidate), candidate))
+        .filter(|(similarity, _)| *similarity >= LEAST_SIMILARITY)
+        .max_by(|left, right| left.0.total_cmp(&right.0))
+        .map(|(_, candidate)| candidate)
+}
+
+fn properties(tool: &Tool) -> &JsonObject {
+    tool.input_schema.get("properties").and_then(Value::as_object).expect("every input schema here has properties")
+}
+
+fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
+    let (title, description, input, output, annotations) = match tool {
+        ToolName::Execute => (
+            "Run Python",
+            format!(
+                "Runs one IPython cell (magics, `!commands`, top-level `await`, plots) in a private Linux sandbox \
+                 and returns what it printed, the value of its last expression and its images. Variables, imports \
+                 and files stay for the next call with the same session_id; a new session_id starts a new, empty \
+                 session. Variables are lost at reset; files too when the session is closed, is not used for {idle}, \
+                 or the server ends. No network. Files are in the current folder, private to the session: nothing of \
+                 the user's computer is visible until uploaded. After the timeout the code is interrupted and \
+                 variables are kept; code that ignores the interrupt is killed and its variables are lost. A failed \
+                 cell is not rolled back.",
+                idle = Seconds(settings.idle_timeout)
+            ),
+            object(
+                json!({
+                    "code": {"type": "string", "maxLength": LARGEST_CODE, "description": "The cell."},
+                    "session_id": session_schema(),
+                    "timeout": {
+                        "type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_TIMEOUT,
+                        "default": settings.default_timeout.as_secs_f64(),
+                        "description": "Seconds until the code is interrupted.",
+                    },
+                    "max_output_chars": {
+                        "type": "integer", "minimum": 1, "maximum": MOST_OUTPUT_CHARS,
+                        "default": settings.default_max_output_chars,
+                        "description": "Longer text keeps its head and tail; the rest can be read as a resource.",
+                    },
+                }),
+                &["code"],
+            ),
+            execution_schema(),
+            // Code can overwrite and delete the session's own files, so it is destructive within the session.
+            hints(Effect::Changes { destructive: true, idempotent: false }),
+        ),
+        ToolName::Reset => (
+            "Restart Python",
+            "Starts Python anew in a session, also while a cell is running (that cell is stopped) and after Python \
+             has died. Variables and imports are lost; files are kept."
+                .to_owned(),
+            object(json!({"session_id": session_schema()}), &[]),
+            object(
+                json!({
+                    "session_id": {"type": "string"},
+                    "interrupted_running_cell": {"type": "boolean"},
+                    "files_kept": {"type": "boolean"},
+                }),
+                &["session_id", "interrupted_running_cell", "files_kept"],
+            ),
+            hints(Effect::Changes { destructive: true, idempotent: true }),
+        ),
+        ToolName::Upload => (
+            "Copy a file into a session",
+            "Copies one regular file from the user's computer into a session's working folder; folders on the way \
+             are made. Only files in the directories the user has allowed; links are not followed."
+                .to_owned(),
+            object(
+                json!({
+                    "relpath": path_schema("Where to put it, relative to the working folder."),
+                    "local_path": path_schema("The file to copy; relative: below the first allowed directory."),
+                    "session_id": session_schema(),
+                    "overwrite": overwrite_schema(),
+                }),
+                &["relpath", "local_path"],
+            ),
+            transfer_schema(),
+            hints(Effect::Changes { destructive: true, idempotent: true }),
+        ),
+        ToolName::Download => (
+            "Copy a file out of a session",
+            "Copies one regular file from a session's working folder to the user's computer; folders on the way are \
+             made. Only into the directories the user has allowed, and never onto configuration files such as \
+             .bashrc, .git or .ssh."
+                .to_owned(),
+            object(
+                json!({
+                    "relpath": path_schema("The file to copy, relative to the working folder."),
+                    "local_path": path_schema("Where to put it; relative: below the first allowed directory."),
+                    "session_id": session_schema(),
+                    "overwrite": overwrite_schema(),
+                }),
+                &["relpath", "local_path"],
+            ),
+            transfer_schema(),
+            hints(Effect::Changes { destructive: true, idempotent: true }),
+        ),
+        ToolName::List => (
+            "List sessions",
+            "Lists the sessions with their state, age and memory; also those that ended, with the reason.".to_owned(),
+            object(json!({}), &[]),
+            object(
+                json!({"sessions": {"type": "array", "items": object(
+                    json!({
+                        "session_id": {"type": "string"},
+                        "state": {"type": "string"},
+                        "ended": nullable(json!({"type": "string"})),
+                        "executions": count_schema(),
+                        "age_seconds": {"type": "number", "minimum": 0},
+                        "idle_seconds": {"type": "number", "minimum": 0},
+                        "memory_bytes": nullable(count_schema()),
+                    }),
+                    &["session_id", "state", "ended", "executions", "age_seconds", "idle_seconds", "memory_bytes"],
+                )}}),
+                &["sessions"],
+            ),
+            hints(Effect::ReadsOnly),
+        ),
+        ToolName::Close => (
+            "Close a session",
+            "Ends a session and deletes its variables and files. Download first what should be kept.".to_owned(),
+            object(json!({"session_id": session_schema()}), &[]),
+            object(json!({"session_id": {"type": "string"}}), &["session_id"]),
+            hints(Effect::Changes { destructive: true, idempotent: true }),
+        ),
+    };
+    Tool::new(tool.as_str(), description, map(input))
+        .with_title(title)
+        .with_raw_output_schema(Arc::new(map(output)))
+        .with_annotations(annotations)
+}
+
+/// What a tool does to the world, as far as the protocol can say it.
+enum Effect {
+    ReadsOnly,
+    Changes { destructive: bool, idempotent: bool },
+}
+
+fn hints(effect: Effect) -> ToolAnnotations {
+    // No tool reaches a network, so none touches an open world.
+    let closed = ToolAnnotations::new().open_world(false);
+    match effect {
+        Effect::ReadsOnly => closed.read_only(true).destructive(false).idempotent(true),
+        Effect::Changes { destructive, idempotent } => {
+            closed.read_only(false).destructive(destructive).idempotent(idempotent)
+        }
+    }
+}
+
+fn execution_schema() -> Value {
+    let texts = json!({"type": "array", "items": {"type": "string"}});
+    let variables = json!({"type": "array", "items": object(
+        json!({
+            "name": {"type": "string"},
+            "type": {"type": "string"},
+            "shape": nullable(json!({"type": "string"})),
+            "bytes": nullable(count_schema()),
+        }),
+        &["name", "type", "shape", "bytes"],
+    )});
+    let files = json!({"type": "array", "items": object(
+        json!({"path": {"type": "string"}, "bytes": count_schema()}),
+        &["path", "bytes"],
+    )});
+    let changes = |items: &Value| {
+        nullable(object(
+            json!({"created": items, "changed": items, "deleted": texts, "omitted": count_schema()}),
+            &["created", "changed", "deleted", "omitted"],
+        ))
+    };
+    object(
+        json!({
+            "session_id": {"type": "string"},
+            "execution": count_schema(),
+            "status": {"type": "string", "description": "ok, error, timeout, cancelled, out_of_memory, died, …"},
+            "text": {"type": "string"},
+            "images": {"type": "array", "items": object(
+                json!({"mime_type": {"type": "string"}, "width": count_schema(), "height": count_schema()}),
+                &["mime_type", "width", "height"],
+            )},
+            "error": nullable(object(
+                json!({
+                    "name": {"type": "string"},
+                    "message": {"type": "string"},
+                    "traceback": {"type": "string"},
+                    "line": nullable(count_schema()),
+                }),
+                &["name", "message", "traceback", "line"],
+            )),
+            "duration_ms": {"type": "number", "minimum": 0},
+            "memory_bytes": count_schema(),
+            "peak_memory_bytes": count_schema(),
+            "variables": changes(&variables),
+            "files": changes(&files),
+            "output": object(
+                json!({
+                    "chars": count_schema(),
+                    "lines": count_schema(),
+                    "cut_chars": count_schema(),
+                    "resource": nullable(json!({"type": "string"})),
+                }),
+                &["chars", "lines", "cut_chars", "resource"],
+            ),
+            "isolation": {"type": "object", "additionalProperties": {"type": "string"}},
+            "notes": texts,
+        }),
+        &[
+            "session_id",
+            "execution",
+            "status",
+            "text",
+            "images",
+            "error",
+            "duration_ms",
+            "memory_bytes",
+            "peak_memory_bytes",
+            "variables",
+            "files",
+            "output",
+            "isolation",
+            "notes",
+        ],
+    )
+}
+
+fn transfer_schema() -> Value {
+    object(
+        json!({"session_id": {"type": "string"}, "relpath": {"type": "string"}, "bytes": count_schema()}),
+        &["session_id", "relpath", "bytes"],
+    )
+}
+
+fn session_schema() -> Value {
+    json!({"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$", "default": SessionId::default_session().as_str()})
+}
+
+fn path_schema(description: &str) -> Value {
+    json!({"type": "string", "minLength": 1, "maxLength": LONGEST_PATH, "description": description})
+}
+
+fn overwrite_schema() -> Value {
+    json!({"type": "boolean", "default": false, "description": "Replace a file that is already there."})
+}
+
+fn count_schema() -> Value {
+    json!({"type": "integer", "minimum": 0})
+}
+
+fn nullable(schema: Value) -> Value {
+    json!({"anyOf": [schema, {"type": "null"}]})
+}
+
+/// An object schema that allows nothing but `properties`.
+fn object(properties: Value, required: &[&str]) -> Value {
+    match required {
+        [] => json!({"type": "object", "properties": properties, "additionalProperties": false}),
+        _ => json!({"type": "object", "properties": properties, "required": required, "additionalProperties": false}),
+    }
+}
+
+fn map(schema: Value) -> JsonObject {
+    match schema {
+        Value::Object(map) => map,
+        _ => unreachable!("schemas are written as objects above"),
+    }
+}
+
+/// A duration as people say it: `90 s`, `15 min`, `2 h`.
+pub(super) struct Seconds(pub(super) Duration);
+
+impl fmt::Display for Seconds {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = self.0.as_secs();
+        if self.0.subsec_nanos() > 0 && seconds < 60 {
+            let text = format!("{:.3}", self.0.as_secs_f64());
+            write!(formatter, "{} s", text.trim_end_matches('0').trim_end_matches('.'))
+        } else if seconds >= 3600 && seconds.is_multiple_of(3600) {
+            write!(formatter, "{} h", seconds / 3600)
+        } else if seconds >= 120 && seconds.is_multiple_of(60) {
+            write!(formatter, "{} min", seconds / 60)
+        } else {
+            write!(formatter, "{seconds} s")
+        }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    fn catalogue() -> Catalogue {
+        Catalogue::new(&McpSettings::default())
+    }
+
+    fn parse(tool: ToolName, arguments: Value) -> Result<Call, BadArgument> {
+        catalogue().parse(tool, map(arguments))
+    }
+
+    #[track_caller]
+    fn check_refused(tool: ToolName, arguments: Value, words: &[&str]) {
+        let text = parse(tool, arguments).expect_err("the call should be refused").to_string();
+        for word in words {
+            assert!(text.contains(word), "{word:?} is not in {text:?}");
+        }
+        assert!(text.ends_with("Nothing was executed."), "{text:?}");
+    }
+
+    /// Checks a value against the part of JSON Schema that this file uses. Panics on a keyword it does not know, so
+    /// that no rule goes unchecked.
+    pub(in crate::mcp) fn violations(schema: &Value, value: &Value, at: &str) -> Vec<String> {
+        let mut found = Vec::new();
+        let schema = schema.as_object().expect("a schema is an object");
+        for (keyword, rule) in schema {
+            let holds = match keyword.as_str() {
+                "description" | "default" => true,
+                "type" => match rule.as_str().expect("type is one word, never a list") {
+                    "object" => value.is_object(),
+                    "array" => value.is_array(),
+                    "string" => value.is_string(),
+                    "boolean" => value.is_boolean(),
+                    "null" => value.is_null(),
+                    "number" => value.is_number(),
+                    "integer" => value.is_u64() || value.is_i64(),
+                    other => panic!("unknown type {other}"),
+                },
+                "minimum" => value.as_f64().is_none_or(|number| number >= rule.as_f64().unwrap()),
+                "maximum" => value.as_f64().is_none_or(|number| number <= rule.as_f64().unwrap()),
+                "exclusiveMinimum" => value.as_f64().is_none_or(|number| number > rule.as_f64().unwrap()),
+                "minLength" => value.as_str().is_none_or(|text| text.chars().count() as u64 >= rule.as_u64().unwrap()),
+                "maxLength" => value.as_str().is_none_or(|text| text.chars().count() as u64 <= rule.as_u64().unwrap()),
+                "pattern" => {
+                    assert_eq!(rule, "^[A-Za-z0-9_.-]{1,64}$", "the only pattern this validator knows");
+                    value.as_str().is_none_or(|text| {
+                        (1..=64).contains(&text.len())
+                            && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte))
+                    })
+                }
+                "required" => rule.as_array().unwrap().iter().all(|name| value.get(name.as_str().unwrap()).is_some()),
+                "properties" => {
+                    for (name, inner) in rule.as_object().unwrap() {
+                        if let Some(field) = value.get(name) {
+                            found.extend(violations(inner, field, &format!("{at}/{name}")));
+                        }
+                    }
+                    true
+                }
+                "additionalProperties" => {
+                    let known = schema.get("properties").and_then(Value::as_object);
+                    let extra = value.as_object().into_iter().flatten();
+                    let mut extra = extra.filter(|(name, _)| known.is_none_or(|known| !known.contains_key(*name)));
+                    match rule {
+                        Value::Bool(false) => extra.next().is_none(),
+                        inner => {
+                            found.extend(
+                                extra.flat_map(|(name, field)| violations(inner, field, &format!("{at}/{name}"))),
+                            );
+                            true
+                        }
+                    }
+                }
+                "items" => {
+                    for (index, item) in value.as_array().into_iter().flatten().enumerate() {
+                        found.extend(violations(rule, item, &format!("{at}/{index}")));
+                    }
+                    true
+                }
+                "anyOf" => rule.as_array().unwrap().iter().any(|inner| violations(inner, value, at).is_empty()),
+                other => panic!("the validator does not know the keyword {other}"),
+            };
+            if !holds {
+                found.push(format!("{at}: {keyword} {rule} does not hold for {value}"));
+            }
+        }
+        found
+    }
+
+    /// Checks a structured result against the output schema of its tool.
+    #[track_caller]
+    pub(in crate::mcp) fn assert_valid_output(tool: ToolName, value: &Value) {
+        let catalogue = catalogue();
+        let schema = catalogue.get(tool).output_schema.as_deref().expect("every tool has an output schema");
+        assert_eq!(violations(&Value::Object(schema.clone()), value, ""), Vec::<String>::new());
+    }
+
+    #[test]
+    fn the_whole_list_of_tools_is_short_enough_for_a_model() {
+        let bytes = serde_json::to_vec(catalogue().all()).unwrap().len();
+        assert!(bytes < 10_000, "{bytes} bytes");
+    }
+
+    #[test]
+    fn tools_are_listed_in_one_fixed_order() {
+        let names: Vec<_> = catalogue().all().iter().map(|tool| tool.name.to_string()).collect();
+        let expected =
+            ["execute_ipython_cell", "reset", "upload_file", "download_file", "list_sessions", "close_session"];
+        assert_eq!(names, expected);
+        for tool in ToolName::ALL {
+            assert_eq!(catalogue().get(tool).name, tool.as_str());
+            assert_eq!(ToolName::from_name(tool.as_str()), Some(tool));
+        }
+    }
+
+    #[test]
+    fn every_schema_has_an_object_root_and_no_list_of_types() {
+        fn walk(value: &Value) {
+            match value {
+                Value::Object(map) => {
+                    assert!(!map.get("type").is_some_and(Value::is_array), "{map:?}");
+                    map.values().for_each(walk);
+                }
+                Value::Array(items) => items.iter().for_each(walk),
+                _ => {}
+            }
+        }
+        for tool in catalogue().all() {
+            for schema in [&tool.input_schema, tool.output_schema.as_ref().unwrap()] {
+                assert_eq!(schema["type"], "object");
+                assert_eq!(schema["additionalProperties"], false);
+                walk(&Value::Object(schema.as_ref().clone()));
+            }
+            assert!(tool.title.is_some() && tool.description.is_some() && tool.annotations.is_some());
+        }
+    }
+
+    #[test]
+    fn only_listing_is_read_only_and_no_tool_reaches_an_open_world() {
+        for tool in ToolName::ALL {
+            let annotations = catalogue().get(tool).annotations.clone().unwrap();
+            assert_eq!(annotations.open_world_hint, Some(false));
+            assert_eq!(annotations.read_only_hint, Some(tool == ToolName::List));
+        }
+    }
+
+    #[test]
+    fn the_description_names_the_configured_idle_time() {
+        let settings = McpSettings { idle_timeout: Duration::from_secs(5400), ..McpSettings::default() };
+        let text = Catalogue::new(&settings).get(ToolName::Execute).description.clone().unwrap();
+        assert!(text.contains("not used for 90 min"), "{text}");
+    }
+
+    #[test]
+    fn a_call_with_only_code_gets_the_defaults() {
+        assert_eq!(
+            parse(ToolName::Execute, json!({"code": ""})).unwrap(),
+            Call::Execute {
+                session: "default".parse().unwrap(),
+                code: String::new(),
+                timeout: Duration::from_secs(120),
+                max_output_chars: 5000
+            }
+        );
+    }
+
+    #[test]
+    fn every_argument_is_used_when_it_is_given() {
+        let arguments = json!({"code": "1", "session_id": "a.b-c", "timeout": 0.5, "max_output_chars": 7.0});
+        assert_eq!(
+            parse(ToolName::Execute, arguments).unwrap(),
+            Call::Execute {
+                session: "a.b-c".parse().unwrap(),
+                code: "1".to_owned(),
+                timeout: Duration::from_millis(500),
+                max_output_chars: 7
+            }
+        );
+        let arguments = json!({"relpath": "a/b", "local_path": "c", "session_id": "s", "overwrite": true});
+        assert_eq!(
+            parse(ToolName::Upload, arguments).unwrap(),
+            Call::Upload {
+                session: "s".parse().unwrap(),
+                relpath: "a/b".parse().unwrap(),
+                local_path: "c".to_owned(),
+                overwrite: true
+            }
+        );
+    }
+
+    #[test]
+    fn a_misspelt_argument_is_answered_with_the_nearest_name() {
+        check_refused(ToolName::Execute, json!({"code": "1", "time_out": 3}), &["\"time_out\"", "\"timeout\"?"]);
+        check_refused(ToolName::Execute, json!({"code": "1", "sessionId": "a"}), &["\"sessionId\"", "\"session_id\"?"]);
+        check_refused(ToolName::List, json!({"x": 1}), &["\"x\"", "takes no arguments"]);
+    }
+
+    #[test]
+    fn an_argument_unlike_any_other_is_answered_with_the_list() {
+        check_refused(
+            ToolName::Execute,
+            json!({"code": "1", "zzz": 3}),
+            &["\"zzz\"", "It takes: code, max_output_chars"],
+        );
+    }
+
+    #[test]
+    fn missing_code_is_named() {
+        check_refused(ToolName::Execute, json!({}), &["needs the argument \"code\""]);
+    }
+
+    #[test]
+    fn wrong_types_are_named_with_what_was_given() {
+        check_refused(ToolName::Execute, json!({"code": 5}), &["\"code\"", "but it was 5"]);
+        check_refused(ToolName::Execute, json!({"code": "1", "timeout": "9"}), &["\"timeout\"", "the string \"9\""]);
+        check_refused(
+            ToolName::Execute,
+            json!({"code": "1", "session_id": null}),
+            &["\"session_id\"", "null", "default"],
+        );
+        check_refused(ToolName::Execute, json!({"code": ["a"]}), &["\"code\"", "a list"]);
+        let arguments = json!({"relpath": "a", "local_path": "b", "overwrite": "yes"});
+        check_refused(ToolName::Download, arguments, &["\"overwrite\"", "true or false"]);
+    }
+
+    #[test]
+    fn numbers_out_of_range_are_refused_and_the_bounds_themselves_are_not() {
+        for timeout in [json!(0), json!(-1), json!(86_400.5), json!(1e300)] {
+            check_refused(
+                ToolName::Execute,
+                json!({"code": "1", "timeout": timeout}),
+                &["\"timeout\"", "at most 86400"],
+            );
+        }
+        for chars in [json!(0), json!(-5), json!(1.5), json!(1_000_001)] {
+            let arguments = json!({"code": "1", "max_output_chars": chars});
+            check_refused(ToolName::Execute, arguments, &["\"max_output_chars\"", "1 to 1000000"]);
+        }
+        for (timeout, chars) in [(86_400, 1), (1, 1_000_000)] {
+            parse(ToolName::Execute, json!({"code": "1", "timeout": timeout, "max_output_chars": chars})).unwrap();
+        }
+    }
+
+    #[test]
+    fn code_over_four_mebibytes_is_refused_and_exactly_that_is_not() {
+        parse(ToolName::Execute, json!({"code": "a".repeat(LARGEST_CODE)})).unwrap();
+        check_refused(ToolName::Execute, json!({"code": "a".repeat(LARGEST_CODE + 1)}), &["4194305 bytes"]);
+    }
+
+    #[test]
+    fn bad_names_of_sessions_and_paths_are_refused() {
+        check_refused(ToolName::Reset, json!({"session_id": "a/b"}), &["\"session_id\"", "\"a/b\""]);
+        check_refused(ToolName::Reset, json!({"session_id": ".."}), &["\"session_id\""]);
+        check_refused(ToolName::Upload, json!({"relpath": "../a", "local_path": "b"}), &["\"relpath\"", "\"../a\""]);
+        check_refused(ToolName::Upload, json!({"relpath": "a", "local_path": ""}), &["\"local_path\"", "0 bytes"]);
+    }
+
+    #[test]
+    fn a_long_refused_value_is_not_sent_back_whole() {
+        let text = parse(ToolName::Reset, json!({"session_id": "x".repeat(100_000)})).unwrap_err().to_string();
+        assert!(text.len() < 400, "{} bytes", text.len());
+    }
+
+    #[test]
+    fn whatever_the_parser_takes_the_schema_takes_too() {
+        let samples = [
+            (ToolName::Execute, json!({"code": "", "session_id": "a", "timeout": 0.001, "max_output_chars": 1})),
+            (ToolName::Execute, json!({"code": "x", "timeout": 86_400, "max_output_chars": 1_000_000})),
+            (ToolName::Reset, json!({"session_id": "a".repeat(64)})),
+            (ToolName::Download, json!({"relpath": "a", "local_path": "b", "overwrite": true})),
+            (ToolName::List, json!({})),
+        ];
+        for (tool, arguments) in samples {
+            let schema = Value::Object(catalogue().get(tool).input_schema.as_ref().clone());
+            assert_eq!(violations(&schema, &arguments, ""), Vec::<String>::new());
+            parse(tool, arguments).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_validator_of_these_tests_finds_violations() {
+        let schema = Value::Object(catalogue().get(ToolName::Execute).input_schema.as_ref().clone());
+        for arguments in [json!({}), json!({"code": 1}), json!({"code": "", "x": 1}), json!({"code": "", "timeout": 0})]
+        {
+            assert!(!violations(&schema, &arguments, "").is_empty(), "{arguments}");
+        }
+    }
+
+    #[test]
+    fn durations_read_as_people_say_them() {
+        for (duration, text) in [
+            (Duration::from_millis(1500), "1.5 s"),
+            (Duration::from_secs(90), "90 s"),
+            (Duration::from_secs(120), "2 min"),
+            (Duration::from_secs(5400), "90 min"),
+            (Duration::from_secs(7200), "2 h"),
+        ] {
+            assert_eq!(Seconds(duration).to_string(), text);
+        }
+    }
+}

@@ -1,0 +1,533 @@
+//! Claims: what the runner says, typed and bounded.
+//!
+//! Unknown types and members are passed over so that a newer runner can say more. Text that is only shown is cut to its bound; a
+//! list that is too long is cut and the rest counted. What cannot be read as described breaks the conversation.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::frame::{Frame, FrameError};
+
+/// Entries kept of each list of changes.
+const MOST_CHANGES: usize = 50;
+/// Bytes kept of names, types and shapes.
+const LONGEST_NAME: usize = 256;
+/// Bytes kept of a path; the kernel accepts no longer ones.
+const LONGEST_PATH: usize = 4096;
+/// Bytes kept of an exception's message and of a reason for failure.
+const LONGEST_MESSAGE: usize = 16 * 1024;
+/// Bytes kept of a traceback before the caller's own limit cuts it further.
+const LONGEST_TRACEBACK: usize = 1024 * 1024;
+/// Kinds of the same content in one bundle.
+const MOST_KINDS: usize = 32;
+
+/// One thing the runner says. Any of it may be a lie.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Claim {
+    Hello {
+        version: u32,
+        python: String,
+        marker: [u8; 16],
+    },
+    Started {
+        id: u64,
+        rotated: bool,
+    },
+    Display {
+        id: u64,
+        bundle: Bundle,
+        display_id: Option<String>,
+        update: bool,
+    },
+    Value {
+        id: u64,
+        bundle: Bundle,
+    },
+    Clear {
+        id: u64,
+        wait: bool,
+    },
+    Done(Box<DoneClaim>),
+    FileData {
+        id: u64,
+        bytes: Vec<u8>,
+    },
+    FileEnd {
+        id: u64,
+        size: u64,
+    },
+    Written {
+        id: u64,
+        size: u64,
+    },
+    Failed {
+        id: u64,
+        reason: Trouble,
+        message: String,
+    },
+    /// A type this version does not know.
+    Unknown,
+}
+
+/// The same content in several kinds.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Bundle {
+    pub texts: BTreeMap<String, String>,
+    pub blobs: Vec<(String, Vec<u8>)>,
+}
+
+/// The end of a cell.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DoneClaim {
+    pub id: u64,
+    pub error: Option<ClaimedError>,
+    pub variables: Option<Changes<ClaimedVariable>>,
+    pub files: Option<Changes<ClaimedFile>>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+#[derive(Default)]
+pub struct ClaimedError {
+    pub name: String,
+    pub message: String,
+    pub traceback: String,
+    pub line: Option<u32>,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, bound = "T: Deserialize<'de> + Default")]
+pub struct Changes<T> {
+    pub created: Vec<T>,
+    pub changed: Vec<T>,
+    pub deleted: Vec<String>,
+    pub omitted: u64,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct ClaimedVariable {
+    pub name: String,
+    #[serde(rename = "type")]
+    pub kind: String,
+    pub shape: Option<String>,
+    pub size: Option<u64>,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct ClaimedFile {
+    pub path: String,
+    pub size: u64,
+}
+
+/// Why a file could not be sent or stored.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Trouble {
+    Missing,
+    NotAFile,
+    Exists,
+    Outside,
+    TooLarge,
+    NoSpace,
+    Denied,
+    #[default]
+    Other,
+}
+
+impl Trouble {
+    fn from_word(word: &str) -> Trouble {
+        match word {
+            "missing" => Trouble::Missing,
+            "not_a_file" => Trouble::NotAFile,
+            "exists" => Trouble::Exists,
+            "outside" => Trouble::Outside,
+            "too_large" => Trouble::TooLarge,
+            "no_space" => Trouble::NoSpace,
+            "denied" => Trouble::Denied,
+            _ => Trouble::Other,
+        }
+    }
+}
+
+/// Every member any frame may have. Each frame uses a few of them.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Header {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    id: Option<u64>,
+    seq: Option<u32>,
+    version: u32,
+    python: String,
+    marker: String,
+    rotated: bool,
+    data: BTreeMap<String, Value>,
+    blobs: Vec<BlobHeader>,
+    display_id: Option<String>,
+    update: bool,
+    wait: bool,
+    status: String,
+    error: Option<ClaimedError>,
+    variables: Option<Changes<ClaimedVariable>>,
+    files: Option<Changes<ClaimedFile>>,
+    size: u64,
+    reason: String,
+    message: String,
+}
+
+#[derive(Deserialize)]
+struct BlobHeader {
+    mime: String,
+    size: u64,
+}
+
+/// Reads a frame as a claim, with its `seq` if it has a place among the pipes' bytes.
+pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
+    let header = parse_header(&frame.header)?;
+    let kind = header.kind.as_deref().ok_or_else(|| wrong("it has no type"))?;
+    let id = || header.id.ok_or_else(|| wrong("it has no id"));
+    let seq = header.seq;
+    let claim = match kind {
+        "hello" => Claim::Hello {
+            version: header.version,
+            python: shortened(header.python, LONGEST_NAME),
+            marker: read_marker(&header.marker).ok_or_else(|| wrong("its marker is not 32 hexadecimal digits"))?,
+        },
+        "started" => Claim::Started { id: id()?, rotated: header.rotated },
+        "display" => Claim::Display {
+            id: id()?,
+            display_id: header.display_id.map(|id| shortened(id, LONGEST_NAME)),
+            update: header.update,
+            bundle: bundle(header.data, header.blobs, frame.payload)?,
+        },
+        "value" => Claim::Value { id: id()?, bundle: bundle(header.data, header.blobs, frame.payload)? },
+        "clear" => Claim::Clear { id: id()?, wait: header.wait },
+        "done" => Claim::Done(Box::new(DoneClaim {
+            id: id()?,
+            error: match header.status.as_str() {
+                "ok" => None,
+                "error" => Some(bounded_error(header.error.unwrap_or_default())),
+                _ => return Err(wrong("its status is neither ok nor error")),
+            },
+            variables: header.variables.map(bounded_variables),
+            files: header.files.map(bounded_files),
+        })),
+        "file_data" => Claim::FileData { id: id()?, bytes: frame.payload },
+        "file_end" => Claim::FileEnd { id: id()?, size: header.size },
+        "written" => Claim::Written { id: id()?, size: header.size },
+        "failed" => Claim::Failed {
+            id: id()?,
+            reason: Trouble::from_word(&header.reason),
+            message: shortened(header.message, LONGEST_MESSAGE),
+        },
+        _ => Claim::Unknown,
+    };
+    Ok((claim, seq))
+}
+
+fn wrong(why: &str) -> FrameError {
+    FrameError::Header { why: why.to_owned() }
+}
+
+fn parse_header(bytes: &[u8]) -> Result<Header, FrameError> {
+    // The parser would also take a list of the members' values.
+    if !bytes.trim_ascii_start().starts_with(b"{") {
+        return Err(wrong("not an object"));
+    }
+    let first = match serde_json::from_slice(bytes) {
+        Ok(header) => return Ok(header),
+        Err(error) => error,
+    };
+    // Python strings may hold half of a surrogate pair, which JSON can write and UTF-8 cannot. That is the user's text and no
+    // breach of the protocol.
+    let repaired = without_lone_surrogates(bytes);
+    if repaired != bytes
+        && let Ok(header) = serde_json::from_slice(&repaired)
+    {
+        return Ok(header);
+    }
+    // Only the place is told: the parser's text may quote the header, which is the user's.
+    Err(FrameError::Header { why: format!("not readable at byte {}", first.column()) })
+}
+
+/// Replaces each escaped half of a surrogate pair that has no other half.
+fn without_lone_surrogates(bytes: &[u8]) -> Vec<u8> {
+    let unit = |at: usize| -> Option<u16> {
+        let escape = bytes.get(at..at + 6)?;
+        if !escape.starts_with(b"\\u") {
+            return None;
+        }
+        u16::from_str_radix(str::from_utf8(&escape[2..]).ok()?, 16).ok()
+    };
+    let mut repaired = Vec::with_capacity(bytes.len());
+    let mut at = 0;
+    while at < bytes.len() {
+        let width = match unit(at) {
+            Some(0xd800..=0xdbff) if matches!(unit(at + 6), Some(0xdc00..=0xdfff)) => 12,
+            Some(0xd800..=0xdfff) => {
+                repaired.extend_from_slice(b"\\ufffd");
+                at += 6;
+                continue;
+            }
+            Some(_) => 6,
+            // Any other escape is two bytes; the second may be a backslash that starts nothing.
+            None if bytes[at] == b'\\' => 2,
+            None => 1,
+        };
+        let end = (at + width).min(bytes.len());
+        repaired.extend_from_slice(&bytes[at..end]);
+        at = end;
+    }
+    repaired
+}
+
+fn read_marker(text: &str) -> Option<[u8; 16]> {
+    let digits = text.as_bytes();
+    if digits.len() != 32 || !digits.iter().all(u8::is_ascii_hexdigit) {
+        return None;
+    }
+    Some(u128::from_str_radix(text, 16).ok()?.to_be_bytes())
+}
+
+fn bundle(data: BTreeMap<String, Value>, blobs: Vec<BlobHeader>, payload: Vec<u8>) -> Result<Bundle, FrameError> {
+    let mut bundle = Bundle::default();
+    for (mime, value) in data.into_iter().take(MOST_KINDS) {
+        let text = match value {
+            Value::String(text) => text,
+            other => other.to_string(),
+        };
+        bundle.texts.insert(shortened(mime, LONGEST_NAME), text);
+    }
+    let mut rest = &payload[..];
+    let many = blobs.len() > MOST_KINDS;
+    for blob in blobs.into_iter().take(MOST_KINDS) {
+        let size = usize::try_from(blob.size).map_err(|_| FrameError::Payload)?;
+        let (bytes, later) = rest.split_at_checked(size).ok_or(FrameError::Payload)?;
+        bundle.blobs.push((shortened(blob.mime, LONGEST_NAME), bytes.to_vec()));
+        rest = later;
+    }
+    if !rest.is_empty() && !many {
+        return Err(FrameError::Payload);
+    }
+    Ok(bundle)
+}
+
+fn bounded_error(error: ClaimedError) -> ClaimedError {
+    ClaimedError {
+        name: shortened(error.name, LONGEST_NAME),
+        message: shortened(error.message, LONGEST_MESSAGE),
+        traceback: shortened_in_the_middle(error.traceback, LONGEST_TRACEBACK),
+        line: error.line,
+    }
+}
+
+fn bounded_variables(changes: Changes<ClaimedVariable>) -> Changes<ClaimedVariable> {
+    bounded(changes, |variable| ClaimedVariable {
+        name: shortened(variable.name, LONGEST_NAME),
+        kind: shortened(variable.kind, LONGEST_NAME),
+        shape: variable.shape.map(|shape| shortened(shape, LONGEST_NAME)),
+        size: variable.size,
+    })
+}
+
+fn bounded_files(changes: Changes<ClaimedFile>) -> Changes<ClaimedFile> {
+    bounded(changes, |file| ClaimedFile { path: shortened(file.path, LONGEST_PATH), size: file.size })
+}
+
+fn bounded<T>(mut changes: Changes<T>, entry: impl Fn(T) -> T) -> Changes<T> {
+    let all = changes.created.len() + changes.changed.len() + changes.deleted.len();
+    changes.created.truncate(MOST_CHANGES);
+    changes.changed.truncate(MOST_CHANGES);
+    changes.deleted.truncate(MOST_CHANGES);
+    let kept = changes.created.len() + changes.changed.len() + changes.deleted.len();
+    Changes {
+        created: changes.created.into_iter().map(&entry).collect(),
+        changed: changes.changed.into_iter().map(&entry).collect(),
+        deleted: changes.deleted.into_iter().map(|name| shortened(name, LONGEST_PATH)).collect(),
+        omitted: changes.omitted.saturating_add((all - kept) as u64),
+    }
+}
+
+fn shortened(mut text: String, most: usize) -> String {
+    if text.len() > most {
+        text.truncate(text.floor_char_boundary(most));
+        text.shrink_to_fit();
+        text.push('…');
+    }
+    text
+}
+
+/// Keeps both ends: a traceback names the caller first and the error last.
+fn shortened_in_the_middle(text: String, most: usize) -> String {
+    if text.len() <= most {
+        return text;
+    }
+    let head = text.floor_char_boundary(most / 2);
+    let tail = text.ceil_char_boundary(text.len() - most / 2);
+    format!("{}\n…\n{}", &text[..head], &text[tail..])
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::runner_client::frame::Decoder;
+
+    fn claim(header: Value, payload: &[u8]) -> Result<Claim, FrameError> {
+        let frame = Frame { header: header.to_string().into_bytes(), payload: payload.to_vec() };
+        read(frame).map(|(claim, _)| claim)
+    }
+
+    fn done(header: Value) -> DoneClaim {
+        match claim(header, b"") {
+            Ok(Claim::Done(done)) => *done,
+            other => panic!("expected the end of a cell, got {other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_hello_needs_a_whole_marker() {
+        let marker = "000102030405060708090a0b0c0d0e0f";
+        let hello = claim(json!({"type": "hello", "version": 1, "python": "3.12", "marker": marker}), b"").unwrap();
+        let bytes = std::array::from_fn(|index| index as u8);
+        assert_eq!(hello, Claim::Hello { version: 1, python: "3.12".to_owned(), marker: bytes });
+        for wrong in ["", "00", "+00102030405060708090a0b0c0d0e0f", "zz0102030405060708090a0b0c0d0e0f"] {
+            assert!(claim(json!({"type": "hello", "marker": wrong}), b"").is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn unknown_types_and_members_are_passed_over() {
+        assert_eq!(claim(json!({"type": "later", "x": [1]}), b"zzz"), Ok(Claim::Unknown));
+        let clear = claim(json!({"type": "clear", "id": 4, "wait": true, "novel": {}}), b"");
+        assert_eq!(clear, Ok(Claim::Clear { id: 4, wait: true }));
+    }
+
+    #[test]
+    fn a_header_that_is_not_as_described_is_refused() {
+        for header in
+            [json!([]), json!({}), json!({"type": 5}), json!({"type": "done", "id": -1}), json!({"type": "clear"})]
+        {
+            assert!(matches!(claim(header.clone(), b""), Err(FrameError::Header { .. })), "{header}");
+        }
+        assert!(claim(json!({"type": "done", "id": 1, "status": "great"}), b"").is_err());
+        let not_json = Frame { header: b"{\"type\":".to_vec(), payload: vec![] };
+        assert!(read(not_json).is_err());
+    }
+
+    #[test]
+    fn the_place_of_a_frame_is_read() {
+        let frame = |header: Value| Frame { header: header.to_string().into_bytes(), payload: vec![] };
+        assert_eq!(read(frame(json!({"type": "clear", "id": 1, "seq": 9}))).unwrap().1, Some(9));
+        assert_eq!(read(frame(json!({"type": "clear", "id": 1}))).unwrap().1, None);
+    }
+
+    #[test]
+    fn blobs_are_cut_from_the_payload_and_must_fill_it() {
+        let header = |size: u64| {
+            json!({"type": "value", "id": 1, "data": {"text/plain": "x", "application/json": {"a": 1}},
+                "blobs": [{"mime": "image/png", "size": 2}, {"mime": "image/jpeg", "size": size}]})
+        };
+        let Ok(Claim::Value { bundle, .. }) = claim(header(3), b"aabbb") else { panic!("a value was sent") };
+        assert_eq!(bundle.blobs[1], ("image/jpeg".to_owned(), b"bbb".to_vec()));
+        assert_eq!(bundle.texts["application/json"], "{\"a\":1}");
+        assert_eq!(claim(header(2), b"aabbb"), Err(FrameError::Payload));
+        assert_eq!(claim(header(4), b"aabbb"), Err(FrameError::Payload));
+        assert_eq!(claim(header(u64::MAX), b"aabbb"), Err(FrameError::Payload));
+    }
+
+    #[test]
+    fn long_lists_are_cut_and_counted() {
+        let many = (0..80).map(|number| json!({"name": format!("v{number}"), "type": "int"})).collect::<Vec<_>>();
+        let done = done(json!({"type": "done", "id": 1, "status": "ok", "files": null,
+            "variables": {"created": many, "changed": [], "deleted": [], "omitted": 5}}));
+        let variables = done.variables.unwrap();
+        assert_eq!((variables.created.len(), variables.omitted), (50, 35));
+        assert_eq!(done.files, None);
+    }
+
+    #[test]
+    fn long_texts_are_cut_at_a_character() {
+        let done = done(json!({"type": "done", "id": 1, "status": "error", "error":
+            {"name": "ä".repeat(1000), "message": "m".repeat(100_000), "traceback": "t".repeat(3_000_000), "line": 3}}));
+        let error = done.error.unwrap();
+        assert!(error.name.len() < 300 && error.name.ends_with('…'));
+        assert!(error.message.len() < 20_000);
+        assert!(error.traceback.len() < 1_100_000);
+        assert_eq!(error.line, Some(3));
+    }
+
+    #[test]
+    fn half_a_surrogate_pair_is_replaced() {
+        let text = |escaped: &str| {
+            let header = format!(r#"{{"type":"failed","id":1,"reason":"missing","message":"{escaped}"}}"#);
+            match read(Frame { header: header.into_bytes(), payload: vec![] }) {
+                Ok((Claim::Failed { message, reason: Trouble::Missing, .. }, _)) => message,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(text(r"a\ud800b"), "a\u{fffd}b");
+        assert_eq!(text(r"\udc00\ud800"), "\u{fffd}\u{fffd}");
+        assert_eq!(text(r"\ud83d\ude00 \ud83d"), "😀 \u{fffd}");
+        assert_eq!(text(r"\\ud800 \ud800"), "\\ud800 \u{fffd}");
+    }
+
+    fn golden(name: &str) -> Vec<u8> {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("runner/frames").join(name);
+        std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    }
+
+    fn decoded(bytes: &[u8]) -> Result<Frame, FrameError> {
+        let mut decoder = Decoder::default();
+        decoder.feed(bytes);
+        let frame = decoder.next()?.expect("a golden file holds a whole frame");
+        assert!(decoder.is_empty(), "a golden file holds one frame");
+        Ok(frame)
+    }
+
+    #[test]
+    fn golden_frames_are_read_and_written_as_the_runner_does() {
+        let manifest: Value = serde_json::from_slice(&golden("manifest.json")).unwrap();
+        let frames = manifest["frames"].as_array().unwrap();
+        assert!(frames.len() >= 14, "every type has a golden frame");
+        for entry in frames {
+            let name = entry["name"].as_str().unwrap();
+            let frame = decoded(&golden(&format!("{name}.bin"))).unwrap();
+            assert_eq!(serde_json::from_slice::<Value>(&frame.header).unwrap(), entry["header"], "{name}");
+            let payload = frame.payload.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+            assert_eq!(payload, entry["payload"], "{name}");
+            let mut written = Vec::new();
+            crate::runner_client::encode(&entry["header"], &frame.payload, &mut written);
+            let again = decoded(&written).unwrap();
+            assert_eq!(serde_json::from_slice::<Value>(&again.header).unwrap(), entry["header"], "{name}");
+            let from_host = ["execute", "read_file", "write_begin", "write_data", "write_end"];
+            let known = !matches!(read(frame).unwrap().0, Claim::Unknown);
+            assert_eq!(known, !from_host.contains(&entry["header"]["type"].as_str().unwrap()), "{name}");
+        }
+    }
+
+    #[test]
+    fn golden_broken_frames_are_refused() {
+        let names = [
+            "header_empty",
+            "header_longer_than_frame",
+            "header_not_an_object",
+            "header_not_json",
+            "header_not_utf8",
+            "length_too_large",
+            "length_too_small",
+            "no_type",
+            "type_not_text",
+        ];
+        for name in names {
+            let bytes = golden(&format!("broken/{name}.bin"));
+            assert!(decoded(&bytes).and_then(read).is_err(), "{name}");
+        }
+    }
+}

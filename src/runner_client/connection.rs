@@ -1,0 +1,693 @@
+//! The connection: reads the channel and the pipes, writes frames, yields events in order.
+//!
+//! All reading and writing is non-blocking by the call itself, never by a flag on the descriptor alone: a pipe's read end may be shared
+//! with code inside, which could clear such a flag and hold a thread of ours for ever.
+//!
+//! `next` may be dropped at any await: what was read stays in the connection.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::task::{Context, Poll, ready};
+
+use rustix::io::{Errno, ReadWriteFlags};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags};
+use serde::Serialize;
+use tokio::io::Interest;
+use tokio::net::UnixStream;
+use tokio::net::unix::pipe::Receiver;
+
+use super::claim::{self, Claim};
+use super::frame::{self, Decoder, Frame, FrameError};
+use super::merge::{Merger, Need, Pipe};
+
+/// The version of `runner/PROTOCOL.md` that is spoken here.
+const VERSION: u32 = 1;
+/// One read. As large as a pipe usually is, so that a full pipe is emptied by one call.
+const CHUNK: usize = 64 * 1024;
+/// Pipes of earlier cells that are still read, so that processes left behind neither block nor die. Older ones are closed.
+const MOST_RETIRED: usize = 16;
+/// What is read from each lane after the end of the interpreter: all that a pipe can hold. A process that was left behind may go on
+/// writing for ever.
+const LAST_WORDS: usize = 1024 * 1024;
+/// The file system of pipes made by `pipe`. A named one could live on a file system the user controls.
+const PIPE_FILE_SYSTEM: u64 = 0x5049_5045;
+
+/// What comes from inside, in order.
+#[derive(Debug, PartialEq)]
+pub enum Event {
+    Text {
+        pipe: Pipe,
+        bytes: Vec<u8>,
+    },
+    Claim(Claim),
+    /// Everything that was sent has left. A maker of many frames goes on now.
+    Sent,
+    /// The other side is gone and all it wrote has been told.
+    Closed,
+}
+
+/// How the conversation broke.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectionError {
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+    #[error("descriptors were sent that the protocol does not ask for")]
+    Descriptors,
+    #[error("the first frame was not a greeting")]
+    NoGreeting,
+    #[error("the runner speaks version {found} of the protocol and the server version {VERSION}")]
+    Version { found: u32 },
+    #[error("the runner went away before its greeting")]
+    Gone,
+    #[error("the channel failed")]
+    Channel(#[from] io::Error),
+}
+
+/// The host's end of one interpreter's channel and pipes.
+pub struct Connection {
+    channel: UnixStream,
+    decoder: Decoder,
+    /// Descriptors that arrived and whose frame has not been read yet.
+    descriptors: VecDeque<OwnedFd>,
+    pipes: [Option<PipeEnd>; 2],
+    retired: VecDeque<PipeEnd>,
+    merger: Merger,
+    /// The claim that waits until the text before it has been told.
+    pending: Option<Claim>,
+    outgoing: Vec<u8>,
+    sent: usize,
+    buffer: Box<[u8]>,
+    ending: Ending,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ending {
+    Open,
+    /// The channel is over; so many bytes may still be read from the pipes.
+    LastWords {
+        left: [usize; 2],
+    },
+    Over,
+}
+
+impl Connection {
+    /// Takes over the channel of a new interpreter and waits for its greeting. The caller bounds the time.
+    pub async fn open(channel: UnixStream) -> Result<Connection, ConnectionError> {
+        let mut connection = Connection {
+            channel,
+            decoder: Decoder::default(),
+            descriptors: VecDeque::new(),
+            pipes: [None, None],
+            retired: VecDeque::new(),
+            merger: Merger::new([0; 16]),
+            pending: None,
+            outgoing: Vec::new(),
+            sent: 0,
+            buffer: vec![0; CHUNK].into_boxed_slice(),
+            ending: Ending::Open,
+        };
+        match connection.next().await? {
+            Event::Claim(Claim::Hello { version: VERSION, marker, .. }) => {
+                connection.merger = Merger::new(marker);
+                connection.adopt_pipes()?;
+                Ok(connection)
+            }
+            Event::Claim(Claim::Hello { version, .. }) => Err(ConnectionError::Version { found: version }),
+            Event::Closed => Err(ConnectionError::Gone),
+            _ => Err(ConnectionError::NoGreeting),
+        }
+    }
+
+    /// Sends one frame. What the socket does not take at once leaves during `next`.
+    pub fn send(&mut self, header: &impl Serialize, payload: &[u8]) -> Result<(), ConnectionError> {
+        if self.sent == self.outgoing.len() {
+            self.outgoing.clear();
+            self.sent = 0;
+        }
+        frame::encode(header, payload, &mut self.outgoing);
+        match write_some(&self.channel, &mut self.outgoing, &mut self.sent) {
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Tells whether frames still wait to leave. Then `next` will say `Sent`.
+    pub fn is_sending(&self) -> bool {
+        self.sent < self.outgoing.len()
+    }
+
+    /// Waits for the next event.
+    pub async fn next(&mut self) -> Result<Event, ConnectionError> {
+        std::future::poll_fn(|context| self.poll_next(context)).await
+    }
+
+    /// Returns the next event that needs no waiting. After `hang_up` there always is one, and `Closed` is the last.
+    pub fn next_now(&mut self) -> Result<Option<Event>, ConnectionError> {
+        self.step()
+    }
+
+    /// Stops listening: after what was written until now, `next` says `Closed` and never waits again.
+    pub fn hang_up(&mut self) -> Result<(), ConnectionError> {
+        let mut left = LAST_WORDS;
+        while self.ending == Ending::Open && left > 0 {
+            match receive(&self.channel, &mut self.buffer, &mut self.descriptors) {
+                Ok(Received::Bytes(0)) => break,
+                Ok(Received::Bytes(size)) => self.decoder.feed(&self.buffer[..size]),
+                Ok(Received::WrongDescriptors) => return Err(ConnectionError::Descriptors),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) => return Err(error.into()),
+            }
+            left = left.saturating_sub(CHUNK);
+        }
+        self.end();
+        Ok(())
+    }
+
+    fn end(&mut self) {
+        if self.ending == Ending::Open {
+            self.ending = Ending::LastWords { left: [LAST_WORDS; 2] };
+        }
+        self.outgoing.clear();
+        self.sent = 0;
+    }
+
+    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Result<Event, ConnectionError>> {
+        loop {
+            if let Some(event) = self.step()? {
+                return Poll::Ready(Ok(event));
+            }
+            if self.is_sending() && self.poll_write(context)?.is_ready() {
+                return Poll::Ready(Ok(Event::Sent));
+            }
+            let mut progress = self.poll_channel(context)?.is_ready();
+            for pipe in Pipe::BOTH {
+                progress |= self.poll_pipe(pipe, context).is_ready();
+            }
+            self.poll_retired(context);
+            if !progress {
+                return Poll::Pending;
+            }
+        }
+    }
+
+    /// Does everything that needs no waiting and returns the next event, if there is one.
+    fn step(&mut self) -> Result<Option<Event>, ConnectionError> {
+        loop {
+            if let Some((pipe, bytes)) = self.merger.pop() {
+                return Ok(Some(Event::Text { pipe, bytes }));
+            }
+            match self.merger.need() {
+                Some(Need::Pipe(pipe)) => {
+                    if self.read_pipe_now(pipe) == 0 {
+                        self.merger.dry(Need::Pipe(pipe));
+                    }
+                    continue;
+                }
+                Some(Need::Channel) => {
+                    if let Some(event) = self.take_frame()? {
+                        return Ok(Some(event));
+                    }
+                    if self.pending.is_none() && !self.read_channel_now()? {
+                        self.merger.dry(Need::Channel);
+                    }
+                    continue;
+                }
+                None => {}
+            }
+            if let Some(claim) = self.pending.take() {
+                self.merger.pass();
+                return self.told(claim).map(Some);
+            }
+            if let Some(event) = self.take_frame()? {
+                return Ok(Some(event));
+            }
+            if self.pending.is_some() {
+                continue;
+            }
+            match self.ending {
+                Ending::Open => return Ok(None),
+                Ending::Over => return Ok(Some(Event::Closed)),
+                Ending::LastWords { mut left } => {
+                    let mut read = 0;
+                    for pipe in Pipe::BOTH {
+                        if left[pipe as usize] > 0 {
+                            let size = self.read_pipe_now(pipe);
+                            left[pipe as usize] = if size == 0 { 0 } else { left[pipe as usize].saturating_sub(size) };
+                            read += size;
+                        }
+                    }
+                    self.ending = Ending::LastWords { left };
+                    if read == 0 {
+                        self.merger.finish();
+                        self.ending = Ending::Over;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Reads the next whole frame. One that has a place among the text becomes `pending`; any other is an event at once.
+    fn take_frame(&mut self) -> Result<Option<Event>, ConnectionError> {
+        let Some(frame) = self.decoder.next()? else { return Ok(None) };
+        let (claim, seq) = self.read_claim(frame)?;
+        match seq {
+            Some(seq) => {
+                self.merger.expect(seq);
+                self.pending = Some(claim);
+                Ok(None)
+            }
+            None => self.told(claim).map(Some),
+        }
+    }
+
+    fn read_claim(&mut self, frame: Frame) -> Result<(Claim, Option<u32>), ConnectionError> {
+        let (claim, seq) = claim::read(frame)?;
+        let takes_descriptors = matches!(claim, Claim::Hello { .. } | Claim::Started { rotated: true, .. });
+        // Descriptors arrive together with the first bytes of their frame, so those of a later frame leave bytes in the decoder.
+        if !takes_descriptors && !self.descriptors.is_empty() && self.decoder.is_empty() {
+            return Err(ConnectionError::Descriptors);
+        }
+        Ok((claim, seq))
+    }
+
+    fn told(&mut self, claim: Claim) -> Result<Event, ConnectionError> {
+        if matches!(claim, Claim::Started { rotated: true, .. }) {
+            self.adopt_pipes()?;
+        }
+        Ok(Event::Claim(claim))
+    }
+
+    /// Puts the two descriptors that came with a frame in the place of the pipes.
+    fn adopt_pipes(&mut self) -> Result<(), ConnectionError> {
+        let (Some(out), Some(err)) = (self.descriptors.pop_front(), self.descriptors.pop_front()) else {
+            return Err(ConnectionError::Descriptors);
+        };
+        let new = [Some(PipeEnd::new(out)?), Some(PipeEnd::new(err)?)];
+        self.merger.rotate();
+        self.retired.extend(std::mem::replace(&mut self.pipes, new).into_iter().flatten());
+        while self.retired.len() > MOST_RETIRED {
+            self.retired.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Reads a pipe without waiting and returns how much there was.
+    fn read_pipe_now(&mut self, pipe: Pipe) -> usize {
+        let Some(end) = &mut self.pipes[pipe as usize] else { return 0 };
+        match end.read(&mut self.buffer) {
+            Ok(0) => {
+                self.pipes[pipe as usize] = None;
+                0
+            }
+            Ok(size) => {
+                self.merger.feed(pipe, &self.buffer[..size]);
+                size
+            }
+            Err(_) => 0,
+        }
+    }
+
+    /// Reads the channel without waiting and tells whether there was anything.
+    fn read_channel_now(&mut self) -> Result<bool, ConnectionError> {
+        if self.ending != Ending::Open {
+            return Ok(false);
+        }
+        match receive(&self.channel, &mut self.buffer, &mut self.descriptors) {
+            Ok(Received::Bytes(0)) => {
+                self.end();
+                Ok(false)
+            }
+            Ok(Received::Bytes(size)) => {
+                self.decoder.feed(&self.buffer[..size]);
+                Ok(true)
+            }
+            Ok(Received::WrongDescriptors) => Err(ConnectionError::Descriptors),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn poll_write(&mut self, context: &mut Context<'_>) -> Poll<Result<(), ConnectionError>> {
+        loop {
+            ready!(self.channel.poll_write_ready(context))?;
+            let write = || write_some(&self.channel, &mut self.outgoing, &mut self.sent);
+            match self.channel.try_io(Interest::WRITABLE, write) {
+                Ok(()) => return Poll::Ready(Ok(())),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Poll::Ready(Err(error.into())),
+            }
+        }
+    }
+
+    fn poll_channel(&mut self, context: &mut Context<'_>) -> Poll<Result<(), ConnectionError>> {
+        loop {
+            ready!(self.channel.poll_read_ready(context))?;
+            let read = || receive(&self.channel, &mut self.buffer, &mut self.descriptors);
+            match self.channel.try_io(Interest::READABLE, read) {
+                Ok(Received::Bytes(0)) => self.end(),
+                Ok(Received::Bytes(size)) => self.decoder.feed(&self.buffer[..size]),
+                Ok(Received::WrongDescriptors) => return Poll::Ready(Err(ConnectionError::Descriptors)),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+                Err(error) => return Poll::Ready(Err(error.into())),
+            }
+            return Poll::Ready(Ok(()));
+        }
+    }
+
+    fn poll_pipe(&mut self, pipe: Pipe, context: &mut Context<'_>) -> Poll<()> {
+        let Some(end) = &mut self.pipes[pipe as usize] else { return Poll::Pending };
+        match end.poll_read(context, &mut self.buffer) {
+            Poll::Pending => Poll::Pending,
+            Poll::Ready(0) => {
+                self.pipes[pipe as usize] = None;
+                Poll::Ready(())
+            }
+            Poll::Ready(size) => {
+                self.merger.feed(pipe, &self.buffer[..size]);
+                Poll::Ready(())
+            }
+        }
+    }
+
+    /// Throws away what processes of earlier cells still write, one piece each time.
+    fn poll_retired(&mut self, context: &mut Context<'_>) {
+        let buffer = &mut self.buffer;
+        self.retired.retain_mut(|end| match end.poll_read(context, buffer) {
+            Poll::Pending => true,
+            Poll::Ready(0) => false,
+            Poll::Ready(_) => {
+                // There may be more, and nobody else would wake us for it.
+                context.waker().wake_by_ref();
+                true
+            }
+        });
+    }
+}
+
+/// Writes what the socket takes now. A peer that is gone takes everything: its end is noticed by reading.
+fn write_some(channel: &UnixStream, outgoing: &mut Vec<u8>, sent: &mut usize) -> io::Result<()> {
+    while *sent < outgoing.len() {
+        match rustix::net::send(channel, &outgoing[*sent..], SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+            Ok(size) => *sent += size,
+            Err(Errno::INTR) => {}
+            Err(Errno::PIPE | Errno::CONNRESET) => *sent = outgoing.len(),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    outgoing.clear();
+    outgoing.shrink_to(CHUNK);
+    *sent = 0;
+    Ok(())
+}
+
+enum Received {
+    /// Zero bytes are the end of the channel.
+    Bytes(usize),
+    WrongDescriptors,
+}
+
+/// Reads bytes and descriptors from the channel.
+fn receive(channel: &UnixStream, buffer: &mut [u8], descriptors: &mut VecDeque<OwnedFd>) -> io::Result<Received> {
+    // Room for one more than any frame brings: too many are noticed, and none is lost unseen.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let message = loop {
+        match rustix::net::recvmsg(channel, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
+            Ok(message) => break message,
+            Err(Errno::INTR) => {}
+            Err(Errno::CONNRESET) => return Ok(Received::Bytes(0)),
+            Err(error) => return Err(error.into()),
+        }
+    };
+    for ancillary in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(received) = ancillary {
+            descriptors.extend(received);
+        }
+    }
+    if message.flags.contains(ReturnFlags::CTRUNC) || descriptors.len() > 2 || !descriptors.iter().all(is_pipe) {
+        return Ok(Received::WrongDescriptors);
+    }
+    Ok(Received::Bytes(message.bytes))
+}
+
+fn is_pipe(descriptor: &OwnedFd) -> bool {
+    rustix::fs::fstatfs(descriptor).is_ok_and(|found| found.f_type as u64 == PIPE_FILE_SYSTEM)
+}
+
+/// The read end of a pipe.
+struct PipeEnd {
+    receiver: Receiver,
+    /// Whether the kernel knows "do not wait" as a property of one read of a pipe (Linux 6.4 and later).
+    waits_never: bool,
+}
+
+impl PipeEnd {
+    /// Takes a descriptor that must be a pipe's read end.
+    fn new(descriptor: OwnedFd) -> Result<PipeEnd, ConnectionError> {
+        let receiver = Receiver::from_owned_fd(descriptor).map_err(|_| ConnectionError::Descriptors)?;
+        Ok(PipeEnd { receiver, waits_never: true })
+    }
+
+    /// Reads what is there. Zero bytes are the end.
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match read_once(&self.receiver, self.waits_never, buffer) {
+                Err(Errno::OPNOTSUPP) if self.waits_never => self.use_own_flags(),
+                read => return Ok(read?),
+            }
+        }
+    }
+
+    /// Prepares for a kernel that cannot say "do not wait" in the read itself: opens the pipe again, so that its flags are ours
+    /// alone. Where that is not permitted either (an unprivileged server whose sessions have other uids), the shared flag must do.
+    fn use_own_flags(&mut self) {
+        self.waits_never = false;
+        let path = format!("/proc/self/fd/{}", self.receiver.as_raw_fd());
+        let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::CLOEXEC;
+        if let Ok(own) = rustix::fs::open(path, flags, rustix::fs::Mode::empty())
+            && let Ok(own) = Receiver::from_owned_fd(own)
+        {
+            self.receiver = own;
+        }
+    }
+
+    /// Waits until something can be read, and reads it. An end that fails counts as over.
+    fn poll_read(&mut self, context: &mut Context<'_>, buffer: &mut [u8]) -> Poll<usize> {
+        loop {
+            if ready!(self.receiver.poll_read_ready(context)).is_err() {
+                return Poll::Ready(0);
+            }
+            let waits_never = self.waits_never;
+            let read = || Ok(read_once(&self.receiver, waits_never, buffer)?);
+            match self.receiver.try_io(read) {
+                Ok(size) => return Poll::Ready(size),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) if Errno::from_io_error(&error) == Some(Errno::OPNOTSUPP) && waits_never => {
+                    self.use_own_flags()
+                }
+                Err(_) => return Poll::Ready(0),
+            }
+        }
+    }
+}
+
+fn read_once(receiver: &Receiver, waits_never: bool, buffer: &mut [u8]) -> Result<usize, Errno> {
+    loop {
+        let read = if waits_never {
+            // The largest offset means "where the pipe is".
+            rustix::io::preadv2(receiver, &mut [IoSliceMut::new(buffer)], u64::MAX, ReadWriteFlags::NOWAIT)
+        } else {
+            rustix::io::read(receiver, &mut *buffer)
+        };
+        if read != Err(Errno::INTR) {
+            return read;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::fd::AsFd;
+
+    use serde_json::json;
+    use tokio::io::AsyncWriteExt;
+
+    use super::*;
+
+    const SECRET: &str = "30313233343536373839616263646566";
+
+    /// The runner's end.
+    struct Inside {
+        channel: UnixStream,
+        pipes: [io::PipeWriter; 2],
+    }
+
+    fn send_with(channel: &UnixStream, header: serde_json::Value, descriptors: &[std::os::fd::BorrowedFd<'_>]) {
+        use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage};
+        let mut bytes = Vec::new();
+        frame::encode(&header, b"", &mut bytes);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(descriptors)));
+        let sent =
+            rustix::net::sendmsg(channel, &[io::IoSlice::new(&bytes)], &mut control, SendFlags::empty()).unwrap();
+        assert_eq!(sent, bytes.len());
+    }
+
+    fn marker(seq: u32, kind: u8) -> Vec<u8> {
+        [b"\0\x1bCB0123456789abcdef", &seq.to_be_bytes()[..], &[kind, b'\n']].concat()
+    }
+
+    impl Inside {
+        fn write(&mut self, pipe: Pipe, bytes: &[u8]) {
+            self.pipes[pipe as usize].write_all(bytes).unwrap();
+        }
+
+        fn mark(&mut self, seq: u32, kind: u8) {
+            for pipe in Pipe::BOTH {
+                self.write(pipe, &marker(seq, kind));
+            }
+        }
+
+        async fn say(&mut self, header: serde_json::Value) {
+            let mut bytes = Vec::new();
+            frame::encode(&header, b"", &mut bytes);
+            self.channel.write_all(&bytes).await.unwrap();
+        }
+    }
+
+    async fn connect() -> (Connection, Inside) {
+        let (host, channel) = UnixStream::pair().unwrap();
+        let (out, out_writer) = io::pipe().unwrap();
+        let (err, err_writer) = io::pipe().unwrap();
+        send_with(&channel, json!({"type": "hello", "version": 1, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
+        (Connection::open(host).await.unwrap(), Inside { channel, pipes: [out_writer, err_writer] })
+    }
+
+    fn text(pipe: Pipe, text: &str) -> Event {
+        Event::Text { pipe, bytes: text.as_bytes().to_vec() }
+    }
+
+    #[tokio::test]
+    async fn text_and_frames_come_in_their_order_although_the_frame_is_seen_first() {
+        let (mut connection, mut inside) = connect().await;
+        inside.write(Pipe::Err, b"first");
+        inside.mark(1, b'P');
+        inside.write(Pipe::Out, b"second");
+        inside.mark(2, b'F');
+        inside.say(json!({"type": "clear", "id": 1, "seq": 2, "wait": false})).await;
+        inside.write(Pipe::Out, b"third");
+        assert_eq!(connection.next().await.unwrap(), text(Pipe::Err, "first"));
+        assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "second"));
+        assert_eq!(connection.next().await.unwrap(), Event::Claim(Claim::Clear { id: 1, wait: false }));
+        assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "third"));
+    }
+
+    #[tokio::test]
+    async fn new_pipes_take_the_place_of_the_old_and_the_old_are_thrown_away() {
+        let (mut connection, mut inside) = connect().await;
+        let (out, mut new_out) = io::pipe().unwrap();
+        let (err, _new_err) = io::pipe().unwrap();
+        send_with(
+            &inside.channel,
+            json!({"type": "started", "id": 2, "seq": 1, "rotated": true}),
+            &[out.as_fd(), err.as_fd()],
+        );
+        assert_eq!(connection.next().await.unwrap(), Event::Claim(Claim::Started { id: 2, rotated: true }));
+        inside.write(Pipe::Out, b"of an earlier cell");
+        new_out.write_all(&marker(1, b'F')).unwrap();
+        new_out.write_all(b"of this cell").unwrap();
+        assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "of this cell"));
+        assert_eq!(connection.retired.len(), 2);
+    }
+
+    #[tokio::test]
+    async fn descriptors_that_are_no_pipes_or_too_many_or_uninvited_break_the_conversation() {
+        let file = tempfile::tempfile().unwrap();
+        let (reader, _writer) = io::pipe().unwrap();
+        let pipe = reader.as_fd();
+        let started = |rotated: bool| json!({"type": "started", "id": 2, "seq": 1, "rotated": rotated});
+        let cases = [
+            (started(true), vec![file.as_fd(), file.as_fd()]),
+            (started(true), vec![pipe, pipe, pipe]),
+            (started(true), vec![pipe; 8]),
+            (started(true), vec![pipe]),
+            (started(false), vec![pipe, pipe]),
+        ];
+        for (header, descriptors) in cases {
+            let (mut connection, inside) = connect().await;
+            send_with(&inside.channel, header, &descriptors);
+            assert!(matches!(connection.next().await, Err(ConnectionError::Descriptors)), "{}", descriptors.len());
+        }
+        let (mut connection, inside) = connect().await;
+        send_with(&inside.channel, started(true), &[pipe, pipe]);
+        assert!(connection.next().await.is_ok(), "the control: two pipes are what the frame brings");
+    }
+
+    #[tokio::test]
+    async fn a_pipe_whose_flags_were_changed_from_inside_does_not_hold_a_thread() {
+        let (host, channel) = UnixStream::pair().unwrap();
+        let (out, _out_writer) = io::pipe().unwrap();
+        let (err, _err_writer) = io::pipe().unwrap();
+        send_with(&channel, json!({"type": "hello", "version": 1, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
+        let mut connection = Connection::open(host).await.unwrap();
+        rustix::fs::fcntl_setfl(&out, rustix::fs::OFlags::empty()).unwrap();
+        // On older kernels the pipe would have to be opened again first, which happens at the first read.
+        assert_eq!(connection.read_pipe_now(Pipe::Out), 0);
+    }
+
+    #[tokio::test]
+    async fn what_was_written_before_the_end_is_told_before_the_end() {
+        let (mut connection, mut inside) = connect().await;
+        inside.write(Pipe::Out, b"last words");
+        drop(inside);
+        assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "last words"));
+        assert_eq!(connection.next().await.unwrap(), Event::Closed);
+    }
+
+    #[tokio::test]
+    async fn hanging_up_tells_what_is_there_and_does_not_wait() {
+        let (mut connection, mut inside) = connect().await;
+        inside.write(Pipe::Out, b"a");
+        inside.say(json!({"type": "later"})).await;
+        connection.hang_up().unwrap();
+        assert_eq!(connection.next().await.unwrap(), Event::Claim(Claim::Unknown));
+        assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "a"));
+        assert_eq!(connection.next().await.unwrap(), Event::Closed);
+    }
+
+    #[tokio::test]
+    async fn a_large_frame_leaves_while_the_other_side_reads() {
+        let (mut connection, mut inside) = connect().await;
+        connection.send(&json!({"type": "execute", "id": 1}), &vec![b'x'; 4_000_000]).unwrap();
+        assert!(connection.is_sending());
+        let reader = tokio::spawn(async move {
+            let mut bytes = vec![0; 4_000_000];
+            tokio::io::AsyncReadExt::read_exact(&mut inside.channel, &mut bytes).await.unwrap();
+            inside
+        });
+        assert_eq!(connection.next().await.unwrap(), Event::Sent);
+        assert!(!connection.is_sending());
+        drop(reader.await.unwrap());
+        assert_eq!(connection.next().await.unwrap(), Event::Closed);
+    }
+
+    #[tokio::test]
+    async fn a_greeting_of_another_version_or_another_frame_is_refused() {
+        for (header, expected) in [
+            (json!({"type": "hello", "version": 2, "marker": SECRET}), "version 2"),
+            (json!({"type": "clear", "id": 1}), "not a greeting"),
+        ] {
+            let (host, mut channel) = UnixStream::pair().unwrap();
+            let mut bytes = Vec::new();
+            frame::encode(&header, b"", &mut bytes);
+            channel.write_all(&bytes).await.unwrap();
+            let Err(error) = Connection::open(host).await else { panic!("{header} was accepted") };
+            assert!(error.to_string().contains(expected), "{error}");
+        }
+    }
+}

@@ -1,0 +1,638 @@
+//! The merger: one order for three lanes.
+//!
+//! Text arrives in two pipes, frames on the channel. Markers in the pipes tell how they belong together: the bytes before marker *n*
+//! come before frame *n* and before everything after marker *n* in either pipe. The runner writes a marker into both pipes before it goes
+//! on, so whoever sees what follows a marker finds the marker's twin by reading, without waiting. Hence the rule here:
+//!
+//! 1. A lane stops at a marker. Its bytes behind the marker are held.
+//! 2. `need` names the lane that must be looked at before they may go on. The caller reads it without blocking and feeds what it found, or
+//!    says that it is `dry`.
+//! 3. A lane that is dry, or that gave more than a pipe can hold without showing the marker, will not show it: the marker was forged, or
+//!    its twin was swallowed. Then the bytes go on without it.
+//!
+//! So forged, missing, repeated and reordered markers can spoil the order of the text, never lose a byte, wait, or fill the memory. Nothing
+//! in here reads or writes.
+
+use std::collections::VecDeque;
+
+/// A marker without its seq and what follows: two bytes no text has, our name, the session's own bytes.
+const PREFIX: usize = 20;
+const MARKER: usize = PREFIX + 6;
+/// The largest pipe an unprivileged process can make. A marker that was written before we looked is no further away.
+const SEARCH: usize = 1024 * 1024;
+/// Bytes a lane may hold behind a marker. Two lanes together stay below one MiB.
+const MOST_HELD: usize = 400 * 1024;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pipe {
+    Out,
+    Err,
+}
+
+impl Pipe {
+    pub const BOTH: [Pipe; 2] = [Pipe::Out, Pipe::Err];
+
+    fn other(self) -> Pipe {
+        match self {
+            Pipe::Out => Pipe::Err,
+            Pipe::Err => Pipe::Out,
+        }
+    }
+}
+
+/// What must be looked at, without blocking, before anything else.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Need {
+    Pipe(Pipe),
+    Channel,
+}
+
+#[derive(Debug)]
+pub(super) struct Merger {
+    prefix: [u8; PREFIX],
+    lanes: [Lane; 2],
+    /// The frame that waits for its place.
+    expected: Option<u32>,
+    /// The last frame that had its place.
+    passed: Option<u32>,
+    ready: VecDeque<(Pipe, Vec<u8>)>,
+}
+
+#[derive(Debug, Default)]
+struct Lane {
+    held: Vec<u8>,
+    from: usize,
+    stop: Option<Stop>,
+    /// Bytes fed since the present search began.
+    searched: usize,
+    dry: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stop {
+    seq: u32,
+    frame_follows: bool,
+}
+
+impl Merger {
+    pub(super) fn new(marker: [u8; 16]) -> Merger {
+        let mut prefix = [0; PREFIX];
+        prefix[..4].copy_from_slice(b"\0\x1bCB");
+        prefix[4..].copy_from_slice(&marker);
+        Merger { prefix, lanes: Default::default(), expected: None, passed: None, ready: VecDeque::new() }
+    }
+
+    /// Takes what was read from a pipe.
+    pub(super) fn feed(&mut self, pipe: Pipe, bytes: &[u8]) {
+        let lane = self.lane(pipe);
+        lane.held.extend_from_slice(bytes);
+        lane.searched = lane.searched.saturating_add(bytes.len());
+        self.settle();
+    }
+
+    /// Learns that a needed lane has nothing more now.
+    pub(super) fn dry(&mut self, need: Need) {
+        match need {
+            Need::Pipe(pipe) => {
+                self.lane(pipe).dry = true;
+                self.settle();
+                // What cannot become a marker any more is text: markers are written whole.
+                self.emit_partial(pipe);
+                if self.expected.is_none() {
+                    self.lane(pipe).dry = false;
+                }
+            }
+            Need::Channel => {
+                for lane in &mut self.lanes {
+                    if lane.stop.is_some_and(|stop| stop.frame_follows) && lane.has_bytes() {
+                        lane.stop = None;
+                    }
+                }
+                self.settle();
+            }
+        }
+    }
+
+    /// Announces a frame that arrived on the channel. It has its place as soon as `need` asks for nothing.
+    pub(super) fn expect(&mut self, seq: u32) {
+        self.expected = Some(seq);
+        self.begin_search();
+        self.settle();
+    }
+
+    /// Lets the expected frame pass; what was held behind its marker follows.
+    pub(super) fn pass(&mut self) {
+        let Some(seq) = self.expected.take() else { return };
+        self.passed = Some(seq);
+        for lane in &mut self.lanes {
+            if lane.stop == Some(Stop { seq, frame_follows: true }) {
+                lane.stop = None;
+            }
+        }
+        self.begin_search();
+        self.settle();
+    }
+
+    /// Forgets the old pipes: two new ones take their place, and what is left of the old belongs to no cell.
+    pub(super) fn rotate(&mut self) {
+        self.lanes = Default::default();
+        self.ready.clear();
+    }
+
+    /// Lets everything go that is held. The interpreter is gone; nothing will explain the order any more.
+    pub(super) fn finish(&mut self) {
+        for pipe in Pipe::BOTH {
+            while self.lane(pipe).stop.take().is_some() || self.lane(pipe).has_bytes() {
+                self.advance(pipe);
+                if self.lane(pipe).stop.is_none() {
+                    self.emit_partial(pipe);
+                }
+            }
+        }
+    }
+
+    /// Returns text whose place is known.
+    pub(super) fn pop(&mut self) -> Option<(Pipe, Vec<u8>)> {
+        self.ready.pop_front()
+    }
+
+    /// Names what must be looked at before held bytes or the expected frame can go on.
+    pub(super) fn need(&self) -> Option<Need> {
+        for pipe in Pipe::BOTH {
+            let (lane, other) = (&self.lanes[pipe as usize], &self.lanes[pipe.other() as usize]);
+            match lane.stop {
+                Some(Stop { frame_follows: true, .. }) if self.expected.is_none() && lane.has_bytes() => {
+                    return Some(Need::Channel);
+                }
+                Some(Stop { frame_follows: false, .. })
+                    if lane.has_bytes() && other.stop.is_none() && !other.exhausted() =>
+                {
+                    return Some(Need::Pipe(pipe.other()));
+                }
+                None if self.expected.is_some() && !lane.exhausted() => return Some(Need::Pipe(pipe)),
+                _ => {}
+            }
+        }
+        None
+    }
+
+    fn lane(&mut self, pipe: Pipe) -> &mut Lane {
+        &mut self.lanes[pipe as usize]
+    }
+
+    fn begin_search(&mut self) {
+        for lane in &mut self.lanes {
+            lane.dry = false;
+            lane.searched = 0;
+        }
+    }
+
+    /// Moves both lanes as far as the rules allow.
+    fn settle(&mut self) {
+        loop {
+            for pipe in Pipe::BOTH {
+                self.advance(pipe);
+            }
+            let released = self.release_twins() || Pipe::BOTH.into_iter().any(|pipe| self.release_alone(pipe));
+            if !released {
+                return;
+            }
+        }
+    }
+
+    /// Lets go of two stops that explain each other, or of the earlier one of two that contradict each other.
+    fn release_twins(&mut self) -> bool {
+        let [Lane { stop: Some(out), .. }, Lane { stop: Some(err), .. }] = &self.lanes else { return false };
+        let (out, err) = (*out, *err);
+        if out.frame_follows && err.frame_follows {
+            return false;
+        }
+        // The runner writes the same markers into both pipes, so two different ones cannot both be its own.
+        let awaited = |stop: Stop| stop.frame_follows && self.expected == Some(stop.seq);
+        let (keep_out, keep_err) = match (awaited(out), awaited(err)) {
+            (false, false) => (out.seq > err.seq, err.seq > out.seq),
+            awaited => awaited,
+        };
+        if !keep_out {
+            self.lanes[0].stop = None;
+        }
+        if !keep_err {
+            self.lanes[1].stop = None;
+        }
+        true
+    }
+
+    /// Lets go of a stop that the other lanes will not explain.
+    fn release_alone(&mut self, pipe: Pipe) -> bool {
+        let other = &self.lanes[pipe.other() as usize];
+        let unexplained = other.stop.is_none() && other.exhausted();
+        let expected = self.expected;
+        let lane = self.lane(pipe);
+        let Some(stop) = lane.stop else { return false };
+        let another_frame = stop.frame_follows && expected.is_some_and(|seq| seq != stop.seq);
+        let too_much = lane.held.len() - lane.from > MOST_HELD;
+        // Without bytes behind it and without a frame to place, a stop harms nobody and may still find its twin.
+        let matters = lane.has_bytes() || expected.is_some();
+        if another_frame || too_much || (!stop.frame_follows && unexplained && matters) {
+            lane.stop = None;
+            return true;
+        }
+        false
+    }
+
+    /// Emits a lane's bytes up to its next marker and stops there.
+    fn advance(&mut self, pipe: Pipe) {
+        let lane = &mut self.lanes[pipe as usize];
+        while lane.stop.is_none() && lane.has_bytes() {
+            let bytes = &lane.held[lane.from..];
+            let (text, marker) = next_marker(&self.prefix, bytes);
+            let partial = marker.is_none() && text < bytes.len();
+            if text > 0 {
+                push(&mut self.ready, pipe, &bytes[..text]);
+                lane.from += text;
+            }
+            if let Some(stop) = marker {
+                lane.from += MARKER;
+                if !(stop.frame_follows && self.passed == Some(stop.seq)) {
+                    lane.stop = Some(stop);
+                    if self.expected.is_none() {
+                        self.lanes[pipe.other() as usize].searched = 0;
+                    }
+                    break;
+                }
+            } else if partial {
+                break;
+            }
+        }
+        self.lanes[pipe as usize].tidy();
+    }
+
+    fn emit_partial(&mut self, pipe: Pipe) {
+        let lane = &mut self.lanes[pipe as usize];
+        if lane.stop.is_none() && lane.has_bytes() {
+            push(&mut self.ready, pipe, &lane.held[lane.from..]);
+            lane.from = lane.held.len();
+            lane.tidy();
+        }
+    }
+}
+
+impl Lane {
+    fn has_bytes(&self) -> bool {
+        self.from < self.held.len()
+    }
+
+    fn exhausted(&self) -> bool {
+        self.dry || self.searched > SEARCH
+    }
+
+    fn tidy(&mut self) {
+        if self.from == self.held.len() {
+            self.held.clear();
+            self.from = 0;
+        } else if self.from > MOST_HELD {
+            self.held.drain(..self.from);
+            self.from = 0;
+        }
+    }
+}
+
+fn push(ready: &mut VecDeque<(Pipe, Vec<u8>)>, pipe: Pipe, bytes: &[u8]) {
+    match ready.back_mut() {
+        Some((last, text)) if *last == pipe => text.extend_from_slice(bytes),
+        _ => ready.push_back((pipe, bytes.to_vec())),
+    }
+}
+
+/// Returns how many bytes are text, and the marker behind them. Without a marker, the bytes after the text may be the start of one.
+fn next_marker(prefix: &[u8; PREFIX], bytes: &[u8]) -> (usize, Option<Stop>) {
+    let mut from = 0;
+    while let Some(offset) = bytes[from..].iter().position(|byte| *byte == 0) {
+        let at = from + offset;
+        let candidate = &bytes[at..];
+        let known = candidate.len().min(PREFIX);
+        if candidate[..known] == prefix[..known] {
+            let Some(marker) = candidate.get(..MARKER) else {
+                // Of the bytes after the prefix only the last two have a fixed form.
+                if candidate.get(PREFIX + 4).is_none_or(|kind| matches!(kind, b'F' | b'P')) {
+                    return (at, None);
+                }
+                from = at + 1;
+                continue;
+            };
+            if matches!(marker[PREFIX + 4], b'F' | b'P') && marker[PREFIX + 5] == b'\n' {
+                let seq = marker[PREFIX..].first_chunk::<4>().expect("a marker has room for its seq");
+                let stop = Stop { seq: u32::from_be_bytes(*seq), frame_follows: marker[PREFIX + 4] == b'F' };
+                return (at, Some(stop));
+            }
+        }
+        from = at + 1;
+    }
+    (bytes.len(), None)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SECRET: [u8; 16] = *b"0123456789abcdef";
+
+    fn marker(seq: u32, kind: u8) -> Vec<u8> {
+        [b"\0\x1bCB", &SECRET[..], &seq.to_be_bytes(), &[kind, b'\n']].concat()
+    }
+
+    #[derive(Debug, Clone, PartialEq, Eq)]
+    enum Seen {
+        Text(Pipe, Vec<u8>),
+        Frame(u32),
+    }
+
+    /// Three lanes with everything written already, read in pieces of changing size.
+    struct Lanes {
+        merger: Merger,
+        pipes: [VecDeque<u8>; 2],
+        frames: VecDeque<u32>,
+        pending: Option<u32>,
+        most_held: usize,
+    }
+
+    impl Lanes {
+        fn new(out: &[u8], err: &[u8], frames: &[u32]) -> Lanes {
+            Lanes {
+                merger: Merger::new(SECRET),
+                pipes: [out.iter().copied().collect(), err.iter().copied().collect()],
+                frames: frames.iter().copied().collect(),
+                pending: None,
+                most_held: 0,
+            }
+        }
+
+        fn look(&mut self, need: Need, size: usize) {
+            match need {
+                Need::Pipe(pipe) if self.pipes[pipe as usize].is_empty() => self.merger.dry(need),
+                Need::Pipe(pipe) => {
+                    let lane = &mut self.pipes[pipe as usize];
+                    let bytes = lane.drain(..size.min(lane.len())).collect::<Vec<_>>();
+                    self.merger.feed(pipe, &bytes);
+                }
+                Need::Channel => match self.frames.pop_front() {
+                    Some(seq) => {
+                        self.pending = Some(seq);
+                        self.merger.expect(seq);
+                    }
+                    None => self.merger.dry(need),
+                },
+            }
+        }
+
+        fn collect(&mut self, seen: &mut Vec<Seen>) {
+            while let Some((pipe, bytes)) = self.merger.pop() {
+                match seen.last_mut() {
+                    Some(Seen::Text(last, text)) if *last == pipe => text.extend(bytes),
+                    _ => seen.push(Seen::Text(pipe, bytes)),
+                }
+            }
+        }
+
+        fn run(mut self, choices: &[(u8, usize)]) -> (Vec<Seen>, usize) {
+            let mut seen = Vec::new();
+            let mut choices = choices.iter().cycle();
+            loop {
+                self.collect(&mut seen);
+                let held = self.merger.lanes.iter().map(|lane| lane.held.len()).sum();
+                self.most_held = self.most_held.max(held);
+                let (choice, size) = *choices.next().unwrap();
+                if let Some(need) = self.merger.need() {
+                    self.look(need, size);
+                } else if let Some(seq) = self.pending.take() {
+                    seen.push(Seen::Frame(seq));
+                    self.merger.pass();
+                } else {
+                    let all = [Need::Pipe(Pipe::Out), Need::Pipe(Pipe::Err), Need::Channel];
+                    let some = |need: &Need| match need {
+                        Need::Pipe(pipe) => !self.pipes[*pipe as usize].is_empty(),
+                        Need::Channel => !self.frames.is_empty(),
+                    };
+                    let open = all.into_iter().filter(some).collect::<Vec<_>>();
+                    if open.is_empty() {
+                        break;
+                    }
+                    self.look(open[choice as usize % open.len()], size);
+                }
+            }
+            self.merger.finish();
+            self.collect(&mut seen);
+            (seen, self.most_held)
+        }
+    }
+
+    /// Every way to begin: pipes first, channel first, whole or byte by byte.
+    fn check(out: &[&[u8]], err: &[&[u8]], frames: &[u32], expected: &[Seen]) {
+        for choice in 0..3 {
+            for size in [1, 7, 26, 4096] {
+                let (seen, _) = Lanes::new(&out.concat(), &err.concat(), frames).run(&[(choice, size)]);
+                assert_eq!(seen, expected, "choice {choice}, size {size}");
+            }
+        }
+    }
+
+    fn out(text: &str) -> Seen {
+        Seen::Text(Pipe::Out, text.as_bytes().to_vec())
+    }
+
+    fn err(text: &str) -> Seen {
+        Seen::Text(Pipe::Err, text.as_bytes().to_vec())
+    }
+
+    #[test]
+    fn text_before_a_marker_comes_before_its_frame_and_text_after_it_after() {
+        let mark = marker(1, b'F');
+        check(&[b"before", &mark, b"after"], &[&mark], &[1], &[out("before"), Seen::Frame(1), out("after")]);
+    }
+
+    #[test]
+    fn streams_keep_their_order_when_python_changes_between_them() {
+        let (one, two, three) = (marker(1, b'P'), marker(2, b'P'), marker(3, b'F'));
+        check(
+            &[b"a", &one, &two, b"c", &three],
+            &[&one, b"b", &two, &three],
+            &[3],
+            &[out("a"), err("b"), out("c"), Seen::Frame(3)],
+        );
+    }
+
+    #[test]
+    fn frames_between_texts_keep_their_places() {
+        let marks = [1, 2, 3].map(|seq| marker(seq, b'F'));
+        check(
+            &[&marks[0], b"a", &marks[1], b"b", &marks[2], b"late"],
+            &[&marks[0], &marks[1], &marks[2]],
+            &[1, 2, 3],
+            &[Seen::Frame(1), out("a"), Seen::Frame(2), out("b"), Seen::Frame(3), out("late")],
+        );
+    }
+
+    #[test]
+    fn a_frame_whose_markers_never_come_still_comes_after_what_was_written() {
+        check(&[b"text"], &[], &[9], &[out("text"), Seen::Frame(9)]);
+    }
+
+    #[test]
+    fn a_forged_marker_that_no_frame_follows_loses_nothing() {
+        let (seen, _) = Lanes::new(&[b"a", &marker(7, b'F')[..], b"b"].concat(), b"", &[]).run(&[(0, 4096)]);
+        assert_eq!(seen, [out("ab")]);
+    }
+
+    #[test]
+    fn a_forged_marker_from_the_future_does_not_move_text_behind_the_end_of_its_cell() {
+        let real = marker(5, b'F');
+        let forged = marker(u32::MAX, b'F');
+        let (seen, _) = Lanes::new(&[&forged, &b"text"[..], &real].concat(), &real, &[5]).run(&[(2, 4096)]);
+        assert_eq!(seen, [out("text"), Seen::Frame(5)]);
+    }
+
+    #[test]
+    fn bytes_that_only_begin_like_a_marker_are_text() {
+        let mark = marker(1, b'F');
+        let almost = [&mark[..24], b"X\n"].concat();
+        check(&[&mark[..9]], &[], &[], &[Seen::Text(Pipe::Out, mark[..9].to_vec())]);
+        check(&[&almost], &[], &[], &[Seen::Text(Pipe::Out, almost.clone())]);
+        check(&[b"\0\0\0\x1bC"], &[], &[], &[Seen::Text(Pipe::Out, b"\0\0\0\x1bC".to_vec())]);
+    }
+
+    #[test]
+    fn a_flood_without_the_marker_ends_the_search() {
+        let mut merger = Merger::new(SECRET);
+        merger.expect(1);
+        let mut fed = 0;
+        while merger.need() == Some(Need::Pipe(Pipe::Out)) {
+            merger.feed(Pipe::Out, &[b'x'; 65536]);
+            while merger.pop().is_some() {}
+            fed += 65536;
+            assert!(fed <= 2 * SEARCH);
+        }
+        assert_eq!(merger.need(), Some(Need::Pipe(Pipe::Err)));
+        merger.dry(Need::Pipe(Pipe::Err));
+        assert_eq!(merger.need(), None);
+    }
+
+    #[test]
+    fn a_lane_that_is_fed_although_it_is_stopped_holds_a_bounded_amount() {
+        let mut merger = Merger::new(SECRET);
+        merger.feed(Pipe::Out, &marker(1, b'P'));
+        let mut kept = 0;
+        for _ in 0..100 {
+            merger.feed(Pipe::Out, &[b'x'; 65536]);
+            kept += std::iter::from_fn(|| merger.pop()).map(|(_, bytes)| bytes.len()).sum::<usize>();
+            assert!(merger.lanes[0].held.len() <= MOST_HELD + 65536);
+        }
+        merger.finish();
+        kept += std::iter::from_fn(|| merger.pop()).map(|(_, bytes)| bytes.len()).sum::<usize>();
+        assert_eq!(kept, 100 * 65536);
+    }
+
+    #[test]
+    fn new_pipes_begin_with_nothing_of_the_old() {
+        let mut merger = Merger::new(SECRET);
+        merger.feed(Pipe::Out, &[&marker(1, b'P')[..], b"old"].concat());
+        merger.rotate();
+        merger.feed(Pipe::Out, b"new");
+        assert_eq!(merger.pop(), Some((Pipe::Out, b"new".to_vec())));
+        assert_eq!(merger.pop(), None);
+    }
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Print(Pipe, Vec<u8>),
+        Frame,
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let text = prop::collection::vec(prop_oneof![Just(0u8), Just(0x1b), Just(b'C'), any::<u8>()], 1..40);
+        let step = prop_oneof![
+            (prop_oneof![Just(Pipe::Out), Just(Pipe::Err)], text).prop_map(|(pipe, text)| Step::Print(pipe, text)),
+            Just(Step::Frame),
+        ];
+        prop::collection::vec(step, 0..30)
+    }
+
+    /// Writes the steps as the runner would.
+    fn write(steps: &[Step]) -> (Vec<u8>, Vec<u8>, Vec<u32>, Vec<Seen>) {
+        let (mut lanes, mut frames, mut expected) = ([Vec::new(), Vec::new()], Vec::new(), Vec::<Seen>::new());
+        let (mut seq, mut last) = (0, None);
+        let mut mark = |lanes: &mut [Vec<u8>; 2], kind| {
+            seq += 1;
+            lanes.iter_mut().for_each(|lane| lane.extend(marker(seq, kind)));
+            seq
+        };
+        for step in steps {
+            match step {
+                Step::Print(pipe, text) => {
+                    if last.is_some_and(|last| last != *pipe) {
+                        mark(&mut lanes, b'P');
+                    }
+                    last = Some(*pipe);
+                    lanes[*pipe as usize].extend(text);
+                    match expected.last_mut() {
+                        Some(Seen::Text(last, known)) if last == pipe => known.extend(text),
+                        _ => expected.push(Seen::Text(*pipe, text.clone())),
+                    }
+                }
+                Step::Frame => {
+                    let seq = mark(&mut lanes, b'F');
+                    frames.push(seq);
+                    expected.push(Seen::Frame(seq));
+                }
+            }
+        }
+        let [out, err] = lanes;
+        (out, err, frames, expected)
+    }
+
+    proptest! {
+        #[test]
+        fn what_an_honest_runner_wrote_comes_out_in_the_order_of_writing(
+            steps in steps(), choices in prop::collection::vec((any::<u8>(), 1usize..60), 1..20),
+        ) {
+            let (out, err, frames, expected) = write(&steps);
+            let (seen, _) = Lanes::new(&out, &err, &frames).run(&choices);
+            prop_assert_eq!(seen, expected);
+        }
+
+        #[test]
+        fn whatever_a_liar_writes_no_byte_and_no_frame_is_lost(
+            pieces in prop::collection::vec(
+                (any::<bool>(), prop_oneof![
+                    prop::collection::vec(1u8..255, 0..30).prop_map(|text| (text, None)),
+                    (0u32..6, any::<bool>()).prop_map(|(seq, follows)| (Vec::new(), Some((seq, follows)))),
+                ]), 0..40),
+            frames in prop::collection::vec(0u32..6, 0..6),
+            choices in prop::collection::vec((any::<u8>(), 1usize..60), 1..20),
+        ) {
+            let mut lanes = [Vec::<u8>::new(), Vec::new()];
+            let mut texts = lanes.clone();
+            for (first, (text, mark)) in &pieces {
+                let lane = usize::from(*first);
+                lanes[lane].extend(text);
+                texts[lane].extend(text);
+                if let Some((seq, follows)) = mark {
+                    lanes[lane].extend(marker(*seq, if *follows { b'F' } else { b'P' }));
+                }
+            }
+            let (seen, most_held) = Lanes::new(&lanes[0], &lanes[1], &frames).run(&choices);
+            let mut told = [Vec::<u8>::new(), Vec::new()];
+            let mut passed = Vec::new();
+            for event in seen {
+                match event {
+                    Seen::Text(pipe, text) => told[pipe as usize].extend(text),
+                    Seen::Frame(seq) => passed.push(seq),
+                }
+            }
+            prop_assert_eq!(told, texts);
+            prop_assert_eq!(passed, frames);
+            prop_assert!(most_held < SEARCH);
+        }
+    }
+}

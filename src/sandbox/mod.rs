@@ -1,0 +1,135 @@
+//! Sandboxes: the isolated places that sessions run in.
+//!
+//! A `Backend` makes sandboxes; a `Sandbox` holds files and at most one interpreter. Two kinds of knowledge leave this room: facts
+//! from the kernel or engine (alive, exit, memory) and the isolation that was enforced. What the runner inside says travels on the
+//! interpreter's channel and is nobody's business here.
+//!
+//! A sandbox that has run a user's code is destroyed, never handed to another session.
+
+pub mod fake;
+pub mod isolation;
+pub mod native;
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+
+pub use isolation::{Isolation, Layer, LayerKind};
+
+/// Makes sandboxes.
+#[async_trait]
+pub trait Backend: Send + Sync + 'static {
+    /// Follows the work that must be done once before the first sandbox: the environment, the warm interpreter.
+    fn preparation(&self) -> watch::Receiver<Preparation>;
+
+    /// Makes a sandbox with a fresh interpreter in it, waiting for the preparation if need be.
+    async fn launch(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError>;
+
+    /// Destroys everything this backend made. Called once, when the server ends.
+    async fn shut_down(&self);
+}
+
+/// How far the one-time work has come.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Preparation {
+    /// Still at work; `step` is a sentence for a person, such as "installing numpy".
+    Working {
+        step: String,
+        done: u64,
+        total: Option<u64>,
+    },
+    Ready,
+    /// It failed and will fail again until somebody acts as `why` says.
+    Failed {
+        why: String,
+    },
+}
+
+/// One isolated place: files, limits, and at most one interpreter.
+#[async_trait]
+pub trait Sandbox: Send + Sync {
+    /// Tells what separates this sandbox from the host.
+    fn isolation(&self) -> &Isolation;
+
+    /// Ends the current interpreter and every process it left behind, then starts a fresh one. Files stay.
+    async fn restart(&mut self) -> Result<Interpreter, LaunchError>;
+
+    /// Reads from the kernel how much memory the sandbox holds now and held at most since the last `forget_peak`.
+    fn memory(&self) -> MemoryUse;
+
+    /// Starts a new measurement of the peak.
+    fn forget_peak(&self);
+
+    /// Ends every process and removes every file. Returns when nothing is left; destroying twice is harmless.
+    async fn destroy(&mut self);
+}
+
+/// A live interpreter inside a sandbox.
+pub struct Interpreter {
+    /// Frames travel here; see `runner/PROTOCOL.md`. The `hello` frame has not been read yet.
+    pub channel: UnixStream,
+    pub process: Box<dyn Process>,
+}
+
+/// The main process of an interpreter, as the host sees it.
+#[async_trait]
+pub trait Process: Send + Sync {
+    /// Asks the running code to stop (SIGINT).
+    fn interrupt(&self);
+
+    /// Ends the interpreter and everything it started. Files stay.
+    fn kill(&self);
+
+    /// Waits for the end of the interpreter. Answers at once when called again afterwards.
+    async fn exited(&mut self) -> Exit;
+}
+
+/// How an interpreter ended, as the kernel tells it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exit {
+    Code(i32),
+    Signal(i32),
+    /// The sandbox used more memory than it may and the kernel chose this process.
+    OutOfMemory { limit: u64 },
+    /// The kernel no longer knows.
+    Unknown,
+}
+
+/// Bytes of memory held by a sandbox.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MemoryUse {
+    pub now: u64,
+    /// The most since the last `forget_peak`; zero where the kernel does not tell.
+    pub peak: u64,
+}
+
+/// Limits every sandbox of a backend gets.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SandboxLimits {
+    pub memory: u64,
+    pub cpus: f64,
+    pub processes: u32,
+    /// Bytes in the private working folder, and again in the temporary folder.
+    pub disk: u64,
+    /// Files and folders in each of them.
+    pub files: u64,
+}
+
+/// Why no sandbox could be made.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum LaunchError {
+    #[error("the sandbox could not be prepared: {why}")]
+    Preparation { why: String },
+    #[error("the isolation layer \"{}\" cannot be enforced here: {why}", kind.name())]
+    LayerMissing { kind: LayerKind, why: String },
+    #[error("the sandbox could not be started: {why}")]
+    Start { why: String },
+    #[error("the sandbox did not start within {}", humantime(*.0))]
+    TimedOut(Duration),
+}
+
+fn humantime(duration: Duration) -> String {
+    format!("{} s", duration.as_secs_f64())
+}

@@ -1,0 +1,355 @@
+//! The server's end of the command socket: one view per sandbox, kept up to date from the warden's events.
+//!
+//! Commands are sent by whoever needs something; a single task reads events and changes views; everyone waits on views. So no answer can be
+//! missed, whatever the order in which things happen.
+
+use std::collections::{BTreeSet, HashMap};
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixDatagram as StdUnixDatagram;
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use cellblock_jail::cgroup::{self, Group};
+use cellblock_jail::guardian;
+use cellblock_jail::wire::{self, Command, Event, Generation, Setup, Slot};
+use tokio::io::Interest;
+use tokio::net::UnixDatagram;
+use tokio::sync::watch;
+use tracing::{debug, error, warn};
+
+use crate::sandbox::{LaunchError, MemoryUse};
+
+/// A warm interpreter that dies this often within a minute is not started again by itself.
+const MOST_ZYGOTE_DEATHS: usize = 5;
+
+/// What is known about one sandbox.
+#[derive(Debug, Default)]
+pub(super) struct View {
+    pub(super) init: Option<Arc<OwnedFd>>,
+    pub(super) prepared: bool,
+    pub(super) failed: Option<String>,
+    pub(super) swept: u32,
+    pub(super) destroyed: bool,
+    interpreter: Option<(Generation, Arc<OwnedFd>)>,
+    end: Option<(Generation, i32, String)>,
+}
+
+impl View {
+    /// The process of the interpreter of this generation, once it was forked.
+    pub(super) fn interpreter_of(&self, generation: Generation) -> Option<Arc<OwnedFd>> {
+        self.interpreter.as_ref().filter(|(found, _)| *found == generation).map(|(_, process)| Arc::clone(process))
+    }
+
+    /// The wait status and last words of the interpreter of this generation, once it ended.
+    pub(super) fn end_of(&self, generation: Generation) -> Option<(i32, String)> {
+        self.end.as_ref().filter(|(found, ..)| *found == generation).map(|(_, status, words)| (*status, words.clone()))
+    }
+}
+
+/// The connection to the jail's processes.
+pub(super) struct Warden {
+    /// A packet socket. The runtime has no type of that name, but a packet socket is sent to and received from like a datagram one.
+    socket: Arc<UnixDatagram>,
+    state: Arc<State>,
+    /// Cutting it ends the jail.
+    lifeline: Mutex<Option<OwnedFd>>,
+    guardian: Mutex<Option<tokio::process::Child>>,
+    forks: AtomicU32,
+}
+
+struct State {
+    views: Mutex<HashMap<Slot, watch::Sender<View>>>,
+    jail: watch::Sender<JailState>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum JailState {
+    Starting,
+    Standing,
+    Warm,
+    Broken(String),
+}
+
+impl Warden {
+    /// Starts the guardian and gives it its task.
+    pub(super) async fn start(program: &Path, setup: &Setup, cgroups: Option<&cgroup::Tree>) -> io::Result<Warden> {
+        let (lifeline, theirs) = wire::pair()?;
+        let (socket, commands) = wire::pair()?;
+        let child = tokio::process::Command::new(program)
+            .arg(guardian::ARGUMENT)
+            // Nothing of the server's environment may be found in the memory of a process that sessions descend from.
+            .env_clear()
+            .stdin(Stdio::from(theirs))
+            .stdout(Stdio::null())
+            .stderr(Stdio::inherit())
+            .current_dir("/")
+            .spawn()?;
+        if let (Some(tree), Some(pid)) = (cgroups, child.id()) {
+            tree.group("warden", None)?.add(pid)?;
+        }
+        wire::send(&lifeline, setup, &[commands.as_fd()])?;
+        drop(commands);
+        rustix::io::ioctl_fionbio(&socket, true)?;
+        let socket = Arc::new(UnixDatagram::from_std(StdUnixDatagram::from(socket))?);
+        let state = Arc::new(State { views: Mutex::default(), jail: watch::Sender::new(JailState::Starting) });
+        tokio::spawn(listen(Arc::clone(&socket), Arc::clone(&state)));
+        Ok(Warden {
+            socket,
+            state,
+            lifeline: Mutex::new(Some(lifeline)),
+            guardian: Mutex::new(Some(child)),
+            forks: AtomicU32::new(0),
+        })
+    }
+
+    /// Waits until the warden stands.
+    pub(super) async fn ready(&self, limit: Duration) -> Result<(), String> {
+        self.reach(limit, |state| *state != JailState::Starting).await
+    }
+
+    /// Starts a warm interpreter and waits until it can fork.
+    pub(super) async fn warm(&self, limit: Duration) -> Result<(), String> {
+        self.command(&Command::Warm, &[]).await.map_err(|error| error.to_string())?;
+        self.reach(limit, |state| *state == JailState::Warm).await
+    }
+
+    async fn reach(&self, limit: Duration, wanted: impl Fn(&JailState) -> bool) -> Result<(), String> {
+        let mut jail = self.state.jail.subscribe();
+        let settled = jail.wait_for(|state| matches!(state, JailState::Broken(_)) || wanted(state));
+        match tokio::time::timeout(limit, settled).await {
+            Err(_) => Err(format!("the jail did not answer within {} s", limit.as_secs())),
+            Ok(Err(_)) => Err("the jail ended".to_owned()),
+            Ok(Ok(state)) => match &*state {
+                JailState::Broken(why) => Err(why.clone()),
+                _ => Ok(()),
+            },
+        }
+    }
+
+    /// Starts a fresh view of a sandbox.
+    pub(super) fn watch(&self, slot: Slot) -> watch::Receiver<View> {
+        let (sender, receiver) = watch::channel(View::default());
+        self.views().insert(slot, sender);
+        receiver
+    }
+
+    pub(super) fn forget(&self, slot: Slot) {
+        self.views().remove(&slot);
+    }
+
+    fn views(&self) -> std::sync::MutexGuard<'_, HashMap<Slot, watch::Sender<View>>> {
+        self.state.views.lock().expect("no holder of the views panics")
+    }
+
+    pub(super) async fn command(&self, command: &Command, descriptors: &[BorrowedFd<'_>]) -> Result<(), LaunchError> {
+        self.socket
+            .async_io(Interest::WRITABLE, || wire::send(&*self.socket, command, descriptors))
+            .await
+            .map_err(|error| LaunchError::Start { why: format!("the jail does not answer: {error}") })
+    }
+
+    /// Sends a command without waiting for room; for the few that are sent where nobody can wait.
+    pub(super) fn command_now(&self, command: &Command) {
+        if let Err(error) = wire::send(&*self.socket, command, &[]) {
+            warn!(%error, "a command did not reach the jail");
+        }
+    }
+
+    /// Counts a fork and replaces the warm interpreter when it has done enough of them.
+    pub(super) async fn count_fork(&self, most: u32) {
+        if self.forks.fetch_add(1, Ordering::Relaxed) + 1 >= most {
+            self.replace_zygote();
+        }
+        // After a death the next fork waits for the new one.
+        let mut jail = self.state.jail.subscribe();
+        let _ = tokio::time::timeout(super::WARM_LIMIT, jail.wait_for(|state| *state != JailState::Standing)).await;
+    }
+
+    /// Starts another warm interpreter; the present one serves until it is ready.
+    pub(super) fn replace_zygote(&self) {
+        self.forks.store(0, Ordering::Relaxed);
+        self.command_now(&Command::Warm);
+    }
+
+    /// Destroys a sandbox whose owner went away without doing so.
+    pub(super) fn abandon(self: &Arc<Self>, slot: Slot, mut view: watch::Receiver<View>, group: Option<Arc<Group>>, slots: Slots) {
+        self.command_now(&Command::Destroy { slot });
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let warden = Arc::clone(self);
+        runtime.spawn(async move {
+            let _ = view.wait_for(|view| view.destroyed).await;
+            if let Some(group) = group {
+                group.remove();
+            }
+            warden.forget(slot);
+            slots.give_back(slot);
+        });
+    }
+
+    /// Ends the jail with everything in it, and returns when it is gone.
+    pub(super) async fn end(&self) {
+        drop(self.lifeline.lock().expect("no holder of the lifeline panics").take());
+        let guardian = self.guardian.lock().expect("no holder of the guardian panics").take();
+        if let Some(mut guardian) = guardian {
+            match tokio::time::timeout(Duration::from_secs(10), guardian.wait()).await {
+                Ok(Ok(status)) if status.success() => {}
+                Ok(status) => warn!(?status, "the jail's guardian did not end well"),
+                Err(_) => {
+                    error!("the jail's guardian does not end and is killed");
+                    let _ = guardian.kill().await;
+                }
+            }
+        }
+    }
+}
+
+async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
+    let mut deaths: Vec<Instant> = Vec::new();
+    loop {
+        let received = socket.async_io(Interest::READABLE, || wire::receive::<Event>(&*socket)).await;
+        let (event, descriptors) = match received {
+            Ok(Some(message)) => message,
+            Ok(None) => break,
+            Err(error) => {
+                error!(%error, "the jail's words are not understood");
+                break;
+            }
+        };
+        debug!(?event, "the jail tells");
+        if let Event::ZygoteEnded { words, .. } = &event {
+            deaths.retain(|death| death.elapsed() < Duration::from_secs(60));
+            deaths.push(Instant::now());
+            let was_warm = *state.jail.borrow() == JailState::Warm;
+            if was_warm && deaths.len() < MOST_ZYGOTE_DEATHS {
+                warn!(%words, "the warm interpreter ended and is started again");
+                state.jail.send_replace(JailState::Standing);
+                let _ = wire::send(&*socket, &Command::Warm, &[]);
+                continue;
+            }
+        }
+        state.apply(event, descriptors);
+    }
+    let mut views = state.views.lock().expect("no holder of the views panics");
+    for (_, view) in views.drain() {
+        view.send_modify(|view| view.destroyed = true);
+    }
+    if !matches!(*state.jail.borrow(), JailState::Broken(_)) {
+        state.jail.send_replace(JailState::Broken("the jail ended".to_owned()));
+    }
+}
+
+impl State {
+    fn apply(&self, event: Event, mut descriptors: Vec<OwnedFd>) {
+        let change = |slot: Slot, change: &mut dyn FnMut(&mut View)| {
+            if let Some(view) = self.views.lock().expect("no holder of the views panics").get(&slot) {
+                view.send_modify(|view| change(view));
+            }
+        };
+        let mut handle = descriptors.pop().map(Arc::new);
+        match event {
+            Event::Ready => {
+                self.jail.send_replace(JailState::Standing);
+            }
+            Event::Warmed => {
+                self.jail.send_replace(JailState::Warm);
+            }
+            Event::ZygoteEnded { words, .. } => {
+                self.jail.send_replace(JailState::Broken(format!("Python did not start: {words}")));
+            }
+            Event::Broken { why } => {
+                self.jail.send_replace(JailState::Broken(why));
+            }
+            Event::Created { slot } => change(slot, &mut |view| view.init = handle.take()),
+            Event::Prepared { slot } => change(slot, &mut |view| view.prepared = true),
+            Event::Forked { slot, generation } => {
+                change(slot, &mut |view| view.interpreter = handle.take().map(|process| (generation, process)));
+            }
+            Event::Exited { slot, generation, status, words } => {
+                change(slot, &mut |view| view.end = Some((generation, status, words.clone())));
+            }
+            Event::Swept { slot } => change(slot, &mut |view| view.swept += 1),
+            Event::Failed { slot, why } => change(slot, &mut |view| view.failed = Some(why.clone())),
+            Event::Destroyed { slot } => change(slot, &mut |view| view.destroyed = true),
+        }
+    }
+}
+
+/// The slots that are free; a slot comes back only when nothing of its sandbox is left.
+#[derive(Clone)]
+pub(super) struct Slots(Arc<Mutex<FreeSlots>>);
+
+struct FreeSlots {
+    returned: BTreeSet<u32>,
+    next: u32,
+    count: u32,
+}
+
+impl Slots {
+    pub(super) fn new(count: u32) -> Slots {
+        Slots(Arc::new(Mutex::new(FreeSlots { returned: BTreeSet::new(), next: 0, count })))
+    }
+
+    pub(super) fn take(&self) -> Option<Slot> {
+        let mut free = self.0.lock().expect("no holder of the slots panics");
+        // Fresh numbers first: a uid that was used before rests as long as possible.
+        if free.next < free.count {
+            free.next += 1;
+            return Some(Slot(free.next - 1));
+        }
+        free.returned.pop_first().map(Slot)
+    }
+
+    pub(super) fn give_back(&self, slot: Slot) {
+        self.0.lock().expect("no holder of the slots panics").returned.insert(slot.0);
+    }
+}
+
+/// The number of a process as the host counts.
+pub(super) fn host_pid(process: &OwnedFd) -> io::Result<u32> {
+    let text = fs::read_to_string(format!("/proc/self/fdinfo/{}", process.as_raw_fd()))?;
+    let number = text.lines().find_map(|line| line.strip_prefix("Pid:")).and_then(|number| number.trim().parse().ok());
+    // The kernel writes -1 when the process is gone.
+    number.ok_or_else(|| io::Error::other("the process is gone"))
+}
+
+/// What the kernel says about one process's memory, where no control group counts.
+pub(super) fn memory_of(process: &OwnedFd) -> io::Result<MemoryUse> {
+    let status = fs::read_to_string(format!("/proc/{}/status", host_pid(process)?))?;
+    let kilobytes = |name: &str| {
+        let value = status.lines().find_map(|line| line.strip_prefix(name))?;
+        value.trim().trim_end_matches("kB").trim().parse::<u64>().ok()
+    };
+    Ok(MemoryUse {
+        now: kilobytes("VmRSS:").unwrap_or(0) * 1024,
+        peak: kilobytes("VmHWM:").unwrap_or(0) * 1024,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_rests_until_all_others_were_used() {
+        let slots = Slots::new(3);
+        let first = slots.take().unwrap();
+        slots.give_back(first);
+        assert_eq!(slots.take(), Some(Slot(1)));
+        assert_eq!(slots.take(), Some(Slot(2)));
+        assert_eq!(slots.take(), Some(first));
+        assert_eq!(slots.take(), None);
+    }
+
+    #[test]
+    fn this_process_is_found_by_its_descriptor() {
+        let pid = rustix::process::getpid();
+        let handle = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
+        assert_eq!(host_pid(&handle).unwrap(), std::process::id());
+        assert!(memory_of(&handle).unwrap().now > 0);
+    }
+}

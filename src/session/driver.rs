@@ -1,0 +1,850 @@
+//! The driver: the one task that owns a session.
+//!
+//! It feeds what happens (a command, an event from the runner, an exit, a moment in time) to the `state` machine and carries out what the
+//! machine decides. Facts come from the process and the clock; what the runner says only fills in results and ends a request early.
+//!
+//! No step waits for the inside: starting and restarting are futures that the loop polls beside everything else, so that `reset`,
+//! `close` and cancellation act at once.
+
+use std::collections::{HashMap, VecDeque};
+use std::future::Future;
+use std::io::{Read, Seek, Write};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use serde_json::json;
+use tempfile::SpooledTempFile;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
+use tracing::{debug, info, warn};
+
+use super::output::{Gatherer, bounded_text};
+use super::state::{Action, Answer, Event, Machine, Refusal, RequestId, State, Stop};
+use super::{
+    ExecuteRequest, ExecutionId, FileChanges, FileNote, FullOutput, InsidePath, Outcome, PythonError, Refused,
+    ResetReport, SessionId, SessionSettings, StateAfter, Status, Variable, VariableChanges,
+};
+use crate::runner_client::{
+    self, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection, DoneClaim, Trouble,
+};
+use crate::sandbox::{Backend, Exit, Interpreter, LaunchError, Process, Sandbox};
+
+/// Bytes of a file that travel in one frame.
+const CHUNK: usize = 256 * 1024;
+/// Files up to this size are staged in memory.
+pub(super) const STAGED_IN_MEMORY: usize = 1024 * 1024;
+/// How long the runner may show no progress with a file.
+const FILE_PATIENCE: Duration = Duration::from_secs(60);
+/// How long a fresh interpreter may take to greet. It has been started already; only a broken one needs longer.
+const GREETING_PATIENCE: Duration = Duration::from_secs(30);
+/// How long the kernel may take to report the exit of an interpreter whose channel is closed.
+const EXIT_PATIENCE: Duration = Duration::from_millis(800);
+/// Executions whose whole output is kept.
+const MOST_SPOOLS: usize = 20;
+/// A time limit beyond this is none; the clock's arithmetic stays safe.
+const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
+
+/// What others ask of a session.
+pub(super) enum Command {
+    Submit(RequestId, Job),
+    Cancel(RequestId),
+    Reset(oneshot::Sender<Result<ResetReport, Refused>>),
+    Leave(oneshot::Sender<()>),
+}
+
+/// A request and where its answer goes.
+pub(super) enum Job {
+    Execute { request: ExecuteRequest, reply: oneshot::Sender<Result<Outcome, Refused>> },
+    Write { path: InsidePath, overwrite: bool, source: SpooledTempFile, reply: oneshot::Sender<Result<u64, Refused>> },
+    Read { path: InsidePath, limit: u64, reply: oneshot::Sender<Result<SpooledTempFile, Refused>> },
+}
+
+/// What others may see of a session without asking its driver.
+pub(super) struct Shared {
+    facts: Mutex<Facts>,
+    spools: Mutex<VecDeque<(ExecutionId, FullOutput)>>,
+    pub(super) created: Instant,
+}
+
+#[derive(Clone)]
+pub(super) struct Facts {
+    pub(super) state: &'static str,
+    pub(super) ended: Option<String>,
+    pub(super) executions: u64,
+    pub(super) last_used: Instant,
+    pub(super) memory: Option<u64>,
+}
+
+impl Shared {
+    pub(super) fn new() -> Shared {
+        let now = Instant::now();
+        let facts = Facts { state: "starting", ended: None, executions: 0, last_used: now, memory: None };
+        Shared { facts: Mutex::new(facts), spools: Mutex::default(), created: now }
+    }
+
+    pub(super) fn facts(&self) -> MutexGuard<'_, Facts> {
+        self.facts.lock().expect("nothing panics while it holds the facts")
+    }
+
+    pub(super) fn full_output(&self, execution: ExecutionId) -> Option<FullOutput> {
+        let spools = self.spools.lock().expect("nothing panics while it holds the spools");
+        spools.iter().find(|(id, _)| *id == execution).map(|(_, full)| full.clone())
+    }
+
+    fn keep(&self, execution: ExecutionId, full: FullOutput) {
+        let mut spools = self.spools.lock().expect("nothing panics while it holds the spools");
+        spools.push_back((execution, full));
+        if spools.len() > MOST_SPOOLS {
+            spools.pop_front();
+        }
+    }
+}
+
+/// How a session left, told to the manager before anybody who still waits is answered.
+pub(super) type OnGone = Box<dyn FnOnce(Option<String>) + Send>;
+
+/// Runs a session until it is gone.
+pub(super) async fn drive(
+    id: SessionId,
+    backend: Arc<dyn Backend>,
+    settings: SessionSettings,
+    commands: mpsc::UnboundedReceiver<Command>,
+    shared: Arc<Shared>,
+    on_gone: OnGone,
+) {
+    let launch = launch(backend);
+    let driver = Driver {
+        id,
+        settings,
+        commands,
+        shared,
+        machine: Machine::new(),
+        waiting: HashMap::new(),
+        running: None,
+        live: None,
+        sandbox: None,
+        work: Some(Work { starts_first: true, future: Box::pin(launch) }),
+        ended: None,
+        failure: None,
+        nonsense: String::new(),
+        exit: Exit::Unknown,
+        note: Some("This is a new session: no variables or files from before exist."),
+        resets: Vec::new(),
+        closers: Vec::new(),
+        expired: false,
+    };
+    driver.run(on_gone).await;
+}
+
+/// An interpreter that was started, or why not; and the sandbox, when there is one.
+type Started = (Option<Box<dyn Sandbox>>, Result<Live, LaunchError>);
+
+struct Work {
+    starts_first: bool,
+    future: Pin<Box<dyn Future<Output = Started> + Send>>,
+}
+
+struct Live {
+    process: Box<dyn Process>,
+    /// `None` once the channel is closed; then the exit is awaited until the given time.
+    connection: Result<Connection, Instant>,
+}
+
+async fn launch(backend: Arc<dyn Backend>) -> Started {
+    match backend.launch().await {
+        Ok((mut sandbox, interpreter)) => match greet(interpreter).await {
+            Ok(live) => (Some(sandbox), Ok(live)),
+            Err(error) => {
+                sandbox.destroy().await;
+                (None, Err(error))
+            }
+        },
+        Err(error) => (None, Err(error)),
+    }
+}
+
+async fn restart(mut sandbox: Box<dyn Sandbox>) -> Started {
+    match sandbox.restart().await {
+        Ok(interpreter) => {
+            let live = greet(interpreter).await;
+            (Some(sandbox), live)
+        }
+        Err(error) => (Some(sandbox), Err(error)),
+    }
+}
+
+async fn greet(interpreter: Interpreter) -> Result<Live, LaunchError> {
+    match tokio::time::timeout(GREETING_PATIENCE, Connection::open(interpreter.channel)).await {
+        Ok(Ok(connection)) => Ok(Live { process: interpreter.process, connection: Ok(connection) }),
+        Ok(Err(error)) => {
+            interpreter.process.kill();
+            Err(LaunchError::Start { why: error.to_string() })
+        }
+        Err(_) => {
+            interpreter.process.kill();
+            Err(LaunchError::TimedOut(GREETING_PATIENCE))
+        }
+    }
+}
+
+/// The request that runs.
+struct Running {
+    id: RequestId,
+    task: Task,
+    begun: Instant,
+    /// When the next patience ends: the time limit, then the grace; for files, the time without progress.
+    deadline: Instant,
+}
+
+enum Task {
+    Cell {
+        gatherer: Box<Gatherer>,
+        begun_inside: bool,
+        request: ExecuteRequest,
+        done: Option<Box<DoneClaim>>,
+        reply: oneshot::Sender<Result<Outcome, Refused>>,
+    },
+    Write {
+        path: InsidePath,
+        source: SpooledTempFile,
+        all_sent: bool,
+        result: Option<Result<u64, Refused>>,
+        reply: oneshot::Sender<Result<u64, Refused>>,
+    },
+    Read {
+        path: InsidePath,
+        limit: u64,
+        received: SpooledTempFile,
+        size: u64,
+        result: Option<Result<(), Refused>>,
+        reply: oneshot::Sender<Result<SpooledTempFile, Refused>>,
+    },
+}
+
+struct Driver {
+    id: SessionId,
+    settings: SessionSettings,
+    commands: mpsc::UnboundedReceiver<Command>,
+    shared: Arc<Shared>,
+    machine: Machine,
+    waiting: HashMap<RequestId, Job>,
+    running: Option<Running>,
+    live: Option<Live>,
+    sandbox: Option<Box<dyn Sandbox>>,
+    work: Option<Work>,
+    /// Why the interpreter is gone, as the end of "this session ended because …".
+    ended: Option<String>,
+    failure: Option<LaunchError>,
+    nonsense: String,
+    exit: Exit,
+    /// What the next execution's reader must know.
+    note: Option<&'static str>,
+    resets: Vec<(oneshot::Sender<Result<ResetReport, Refused>>, bool)>,
+    closers: Vec<oneshot::Sender<()>>,
+    expired: bool,
+}
+
+/// What the loop woke up for.
+enum Wake {
+    Command(Option<Command>),
+    Runner(Result<runner_client::Event, runner_client::ConnectionError>),
+    Exit(Exit),
+    Started(Box<Started>),
+    Time,
+}
+
+impl Driver {
+    async fn run(mut self, on_gone: OnGone) {
+        info!(session = self.id.as_str(), "session begins");
+        while self.machine.state() != State::Gone {
+            match self.wake().await {
+                Wake::Command(Some(command)) => self.command(command),
+                Wake::Command(None) => self.happen(Event::LeaveAsked),
+                Wake::Runner(Ok(event)) => self.heard(event),
+                Wake::Runner(Err(error)) => self.broken(error.to_string()),
+                Wake::Exit(exit) => self.exited(exit),
+                Wake::Started(started) => self.started(*started),
+                Wake::Time => self.time(),
+            }
+        }
+        self.leave(on_gone).await;
+    }
+
+    async fn wake(&mut self) -> Wake {
+        let moment = self.next_moment();
+        let (process, connection) = match &mut self.live {
+            Some(live) => (Some(&mut live.process), live.connection.as_mut().ok()),
+            None => (None, None),
+        };
+        let work = self.work.as_mut();
+        tokio::select! {
+            command = self.commands.recv() => Wake::Command(command),
+            event = async { connection.expect("guarded").next().await }, if connection.is_some() => Wake::Runner(event),
+            exit = async { process.expect("guarded").exited().await }, if process.is_some() => Wake::Exit(exit),
+            started = async { (&mut work.expect("guarded").future).await }, if work.is_some() => Wake::Started(Box::new(started)),
+            () = tokio::time::sleep_until(moment) => Wake::Time,
+        }
+    }
+
+    /// Returns when something must happen although nobody says anything.
+    fn next_moment(&self) -> Instant {
+        let running = self.running.as_ref().map(|running| running.deadline);
+        let exit = self.live.as_ref().and_then(|live| live.connection.as_ref().err().copied());
+        let expiry = match self.machine.state() {
+            State::Idle | State::Ended => {
+                Some(self.shared.facts().last_used + self.settings.idle_timeout.min(LONGEST_TIMEOUT))
+            }
+            _ => None,
+        };
+        [running, exit, expiry].into_iter().flatten().min().unwrap_or_else(|| Instant::now() + LONGEST_TIMEOUT)
+    }
+
+    fn time(&mut self) {
+        let now = Instant::now();
+        if let Some(Live { connection: Err(until), .. }) = &self.live
+            && *until <= now
+        {
+            self.exited(Exit::Unknown);
+            return;
+        }
+        if let Some(running) = &mut self.running {
+            if running.deadline > now {
+                return;
+            }
+            match (&running.task, self.machine.state()) {
+                (Task::Cell { .. }, State::Running { stopping: None, .. }) => self.happen(Event::TimeIsUp),
+                (_, State::Running { stopping: Some(_), .. }) => {
+                    self.ended = Some(
+                        "its code ignored the interrupt and Python was stopped; variables are gone, files in the working folder \
+                         are kept".to_owned(),
+                    );
+                    self.happen(Event::GraceIsOver);
+                }
+                _ => self.broken(format!("no progress with a file for {} s", FILE_PATIENCE.as_secs())),
+            }
+            return;
+        }
+        if matches!(self.machine.state(), State::Idle | State::Ended) && self.next_moment() <= now {
+            self.expired = true;
+            self.happen(Event::LeaveAsked);
+        }
+    }
+
+    fn command(&mut self, command: Command) {
+        self.shared.facts().last_used = Instant::now();
+        match command {
+            Command::Submit(id, job) => {
+                self.waiting.insert(id, job);
+                self.happen(Event::Submitted(id));
+            }
+            Command::Cancel(id) => self.happen(Event::CancelAsked(id)),
+            Command::Reset(reply) => {
+                let interrupted = matches!(self.running, Some(Running { task: Task::Cell { .. }, .. }));
+                self.resets.push((reply, interrupted));
+                self.happen(Event::ResetAsked);
+            }
+            Command::Leave(reply) => {
+                self.closers.push(reply);
+                self.happen(Event::LeaveAsked);
+            }
+        }
+    }
+
+    /// Lets the machine decide and does what it says.
+    fn happen(&mut self, event: Event) {
+        for action in self.machine.next(event) {
+            match action {
+                Action::Start(id) => self.start(id),
+                Action::Interrupt => self.interrupt(),
+                Action::Kill => self.kill(),
+                Action::Answer(id, answer) => self.answer(id, answer),
+                Action::Restart => self.restart(),
+            }
+        }
+        let state = self.machine.state();
+        let mut facts = self.shared.facts();
+        facts.state = state.name();
+        facts.ended = if state == State::Ended { self.ended.clone() } else { None };
+    }
+
+    fn start(&mut self, id: RequestId) {
+        let Some(job) = self.waiting.remove(&id) else { return };
+        let begun = Instant::now();
+        let (task, deadline, header, payload) = match job {
+            Job::Execute { mut request, reply } => {
+                if let Some(sandbox) = &self.sandbox {
+                    sandbox.forget_peak();
+                }
+                self.shared.facts().executions += 1;
+                let code = std::mem::take(&mut request.code);
+                let deadline = begun + request.timeout.min(LONGEST_TIMEOUT);
+                let gatherer = Box::new(Gatherer::new(request.max_output_chars));
+                let task = Task::Cell { gatherer, begun_inside: false, request, done: None, reply };
+                (task, deadline, json!({"type": "execute", "id": id}), code.into_bytes())
+            }
+            Job::Write { path, overwrite, source, reply } => {
+                let header = json!({"type": "write_begin", "id": id, "path": path.as_str(), "overwrite": overwrite});
+                let task = Task::Write { path, source, all_sent: false, result: None, reply };
+                (task, begun + FILE_PATIENCE, header, Vec::new())
+            }
+            Job::Read { path, limit, reply } => {
+                let header = json!({"type": "read_file", "id": id, "path": path.as_str(), "limit": limit});
+                let received = SpooledTempFile::new(STAGED_IN_MEMORY);
+                (
+                    Task::Read { path, limit, received, size: 0, result: None, reply },
+                    begun + FILE_PATIENCE,
+                    header,
+                    Vec::new(),
+                )
+            }
+        };
+        self.running = Some(Running { id, task, begun, deadline });
+        self.send(&header, &payload);
+        self.send_file();
+    }
+
+    /// Sends a frame. A channel that is closed takes nothing; the exit is noticed elsewhere.
+    fn send(&mut self, header: &serde_json::Value, payload: &[u8]) {
+        if let Some(Live { connection: Ok(connection), .. }) = &mut self.live
+            && let Err(error) = connection.send(header, payload)
+        {
+            debug!(session = self.id.as_str(), %error, "a frame could not be sent");
+        }
+    }
+
+    /// Sends the next chunks of an upload as long as the socket takes them at once.
+    fn send_file(&mut self) {
+        loop {
+            let Some(Running { id, task: Task::Write { source, all_sent, result, .. }, deadline, .. }) =
+                &mut self.running
+            else {
+                return;
+            };
+            let sending =
+                matches!(&self.live, Some(Live { connection: Ok(connection), .. }) if connection.is_sending());
+            if *all_sent || result.is_some() || sending {
+                return;
+            }
+            let id = *id;
+            *deadline = Instant::now() + FILE_PATIENCE;
+            let mut chunk = Vec::with_capacity(CHUNK);
+            match source.take(CHUNK as u64).read_to_end(&mut chunk) {
+                Ok(0) => {
+                    *all_sent = true;
+                    self.send(&json!({"type": "write_end", "id": id}), b"");
+                }
+                Ok(_) => self.send(&json!({"type": "write_data", "id": id}), &chunk),
+                // Our own staging file cannot be read. Without `write_end` the runner keeps nothing, and cannot be asked anything else.
+                Err(error) => return self.broken(format!("an upload could not be continued: {}", error.kind())),
+            }
+        }
+    }
+
+    /// Asks the running code to stop. Before the code has begun inside, a signal would be lost; then `take` sends it when the code begins.
+    fn interrupt(&mut self) {
+        let Some(running) = &mut self.running else { return };
+        running.deadline = Instant::now() + self.settings.grace;
+        if let Some(live) = &self.live
+            && !matches!(running.task, Task::Cell { begun_inside: false, .. })
+        {
+            live.process.interrupt();
+        }
+    }
+
+    /// Ends the interpreter and takes what it has written until now.
+    fn kill(&mut self) {
+        let Some(mut live) = self.live.take() else { return };
+        live.process.kill();
+        if let Ok(connection) = &mut live.connection {
+            self.last_words(connection);
+        }
+    }
+
+    fn restart(&mut self) {
+        // The connection goes first: what the old interpreter says from now on is of no interest.
+        self.live = None;
+        if let Some(sandbox) = self.sandbox.take() {
+            self.work = Some(Work { starts_first: false, future: Box::pin(restart(sandbox)) });
+        }
+    }
+
+    fn started(&mut self, (sandbox, live): Started) {
+        self.work = None;
+        self.sandbox = sandbox;
+        match live {
+            Ok(live) => {
+                self.live = Some(live);
+                self.ended = None;
+                for (reply, interrupted_running_cell) in self.resets.drain(..) {
+                    let _ = reply.send(Ok(ResetReport { interrupted_running_cell, files_kept: true }));
+                    self.note =
+                        Some("Python was started anew: variables from before the reset are gone, files are kept.");
+                }
+                self.happen(Event::Started);
+            }
+            Err(error) => {
+                warn!(session = self.id.as_str(), %error, "no interpreter could be started");
+                self.ended =
+                    Some(format!("Python could not be started again ({error}); files in the working folder are kept"));
+                for (reply, _) in self.resets.drain(..) {
+                    let _ = reply.send(Err(Refused::Launch(error.clone())));
+                }
+                self.failure = Some(error);
+                self.happen(Event::StartFailed);
+            }
+        }
+    }
+
+    fn exited(&mut self, exit: Exit) {
+        let Some(mut live) = self.live.take() else { return };
+        // The main process is gone; whatever it started goes with it.
+        live.process.kill();
+        if let Ok(connection) = &mut live.connection {
+            self.last_words(connection);
+        }
+        info!(session = self.id.as_str(), ?exit, "interpreter ended");
+        self.exit = exit;
+        self.ended = Some(format!("{}; variables are gone, files in the working folder are kept", describe(exit)));
+        self.happen(Event::InterpreterGone);
+    }
+
+    /// Takes what was written before the end. It is complete when this returns, and nothing waits.
+    fn last_words(&mut self, connection: &mut Connection) {
+        if connection.hang_up().is_err() {
+            return;
+        }
+        while let Ok(Some(event)) = connection.next_now() {
+            match event {
+                runner_client::Event::Closed => return,
+                event => self.take(event),
+            }
+        }
+    }
+
+    fn broken(&mut self, what: String) {
+        warn!(session = self.id.as_str(), what, "the runner broke the protocol");
+        self.ended = Some(format!(
+            "its Python process did not keep to the protocol ({what}) and was stopped; variables are gone, files in the \
+             working folder are kept"
+        ));
+        self.nonsense = what;
+        self.happen(Event::ProtocolBroken);
+    }
+
+    fn heard(&mut self, event: runner_client::Event) {
+        match event {
+            runner_client::Event::Closed => {
+                if let Some(live) = &mut self.live {
+                    live.connection = Err(Instant::now() + EXIT_PATIENCE);
+                }
+            }
+            runner_client::Event::Sent => self.send_file(),
+            event => {
+                self.take(event);
+                if let Some(id) = self.finished() {
+                    self.happen(Event::Finished(id));
+                }
+            }
+        }
+    }
+
+    /// Takes a piece of the running request's result. What belongs to no running request is dropped.
+    fn take(&mut self, event: runner_client::Event) {
+        let Some(running) = &mut self.running else { return };
+        let id = running.id;
+        match (&mut running.task, event) {
+            (
+                Task::Cell { gatherer, begun_inside: true, done: None, .. },
+                runner_client::Event::Text { pipe, bytes },
+            ) => {
+                gatherer.text(pipe, &bytes);
+            }
+            (Task::Cell { gatherer, begun_inside, done, .. }, runner_client::Event::Claim(claim)) if done.is_none() => {
+                match claim {
+                    Claim::Started { id: claimed, .. } if claimed == id => {
+                        *begun_inside = true;
+                        if let (State::Running { stopping: Some(_), .. }, Some(live)) =
+                            (self.machine.state(), &self.live)
+                        {
+                            live.process.interrupt();
+                        }
+                    }
+                    Claim::Display { id: claimed, bundle, display_id, update } if claimed == id => {
+                        gatherer.display(bundle, display_id, update)
+                    }
+                    Claim::Value { id: claimed, bundle } if claimed == id => gatherer.value(bundle),
+                    Claim::Clear { id: claimed, wait } if claimed == id => gatherer.clear(wait),
+                    Claim::Done(claim) if claim.id == id => *done = Some(claim),
+                    _ => {}
+                }
+            }
+            (Task::Write { path, result, .. }, runner_client::Event::Claim(claim)) => match claim {
+                Claim::Written { id: claimed, size } if claimed == id => *result = Some(Ok(size)),
+                Claim::Failed { id: claimed, reason, message } if claimed == id => {
+                    *result = Some(Err(file_failed(path, reason, message)))
+                }
+                _ => {}
+            },
+            (Task::Read { path, limit, received, size, result, .. }, runner_client::Event::Claim(claim)) => match claim
+            {
+                Claim::FileData { id: claimed, bytes } if claimed == id => {
+                    running.deadline = Instant::now() + FILE_PATIENCE;
+                    *size += bytes.len() as u64;
+                    if *size > *limit {
+                        return self.broken("more bytes of a file were sent than asked for".to_owned());
+                    }
+                    if let Err(error) = received.write_all(&bytes) {
+                        *result = Some(Err(Refused::Transfer { why: error.kind().to_string() }));
+                    }
+                }
+                Claim::FileEnd { id: claimed, size: told } if claimed == id => {
+                    // What was read counts. A different claim means that the file is not whole.
+                    let whole = told == *size;
+                    let short = || file_failed(path, Trouble::Other, "it changed while it was read".to_owned());
+                    result.get_or_insert_with(|| if whole { Ok(()) } else { Err(short()) });
+                }
+                Claim::Failed { id: claimed, reason, message } if claimed == id => {
+                    *result = Some(Err(file_failed(path, reason, message)))
+                }
+                _ => {}
+            },
+            _ => {}
+        }
+    }
+
+    /// Returns the running request when the runner has claimed its end.
+    fn finished(&self) -> Option<RequestId> {
+        let running = self.running.as_ref()?;
+        let finished = match &running.task {
+            Task::Cell { done, .. } => done.is_some(),
+            Task::Write { result, .. } => result.is_some(),
+            Task::Read { result, .. } => result.is_some(),
+        };
+        finished.then_some(running.id)
+    }
+
+    fn answer(&mut self, id: RequestId, answer: Answer) {
+        self.shared.facts().last_used = Instant::now();
+        if let Some(job) = self.waiting.remove(&id) {
+            refuse(job, self.refusal(answer));
+            return;
+        }
+        let Some(running) = self.running.take_if(|running| running.id == id) else { return };
+        match running.task {
+            Task::Cell { gatherer, request, done, reply, .. } => {
+                let Ok(status) = self.status(answer, &request, done.as_deref()) else {
+                    let _ = reply.send(Err(self.refusal(answer)));
+                    return;
+                };
+                self.report(running.id, running.begun, *gatherer, status, done, reply);
+            }
+            Task::Write { result, reply, .. } => {
+                let _ = reply.send(match (answer, result) {
+                    (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(result)) => result,
+                    _ => Err(self.transfer_refusal(answer)),
+                });
+            }
+            Task::Read { mut received, result, reply, .. } => {
+                let _ = reply.send(match (answer, result) {
+                    (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(Ok(()))) => received
+                        .rewind()
+                        .map(|()| received)
+                        .map_err(|error| Refused::Transfer { why: error.kind().to_string() }),
+                    (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(Err(refused))) => Err(refused),
+                    _ => Err(self.transfer_refusal(answer)),
+                });
+            }
+        }
+    }
+
+    /// Returns how an execution ended. `Err` when it never began.
+    fn status(&self, answer: Answer, request: &ExecuteRequest, done: Option<&DoneClaim>) -> Result<Status, Refusal> {
+        Ok(match answer {
+            Answer::Finished => match done.and_then(|done| done.error.as_ref()) {
+                Some(error) => Status::Raised(python_error(error, request.max_output_chars)),
+                None => Status::Completed,
+            },
+            Answer::Stopped(Stop::TimedOut, state) => Status::TimedOut { limit: request.timeout, state },
+            Answer::Stopped(Stop::Cancelled, state) => Status::Cancelled { state },
+            Answer::InterpreterGone => Status::Died { exit: self.exit },
+            Answer::ProtocolBroken => Status::Nonsense { what: self.nonsense.clone() },
+            Answer::Reset => Status::Reset,
+            Answer::Closed => Status::Closed,
+            Answer::Refused(refusal) => return Err(refusal),
+        })
+    }
+
+    /// Sends the outcome. Pictures are developed on another thread, and the session goes on meanwhile.
+    fn report(
+        &mut self,
+        id: RequestId,
+        begun: Instant,
+        mut gatherer: Gatherer,
+        status: Status,
+        done: Option<Box<DoneClaim>>,
+        reply: oneshot::Sender<Result<Outcome, Refused>>,
+    ) {
+        let duration = begun.elapsed();
+        let execution = ExecutionId(id);
+        let (error, variables, files) = match done {
+            Some(done) => (done.error, done.variables.map(variable_changes), done.files.map(file_changes)),
+            None => (None, None, None),
+        };
+        if let Some(error) = error {
+            gatherer.traceback(&error.traceback);
+        }
+        let (draft, full) = gatherer.finish();
+        match full {
+            Ok(full) => self.shared.keep(execution, full),
+            Err(error) => warn!(session = self.id.as_str(), %error, "the whole output could not be kept"),
+        }
+        let memory = self.sandbox.as_ref().map(|sandbox| sandbox.memory()).unwrap_or_default();
+        self.shared.facts().memory = Some(memory.now);
+        let isolation = self.sandbox.as_ref().map(|sandbox| sandbox.isolation().clone()).unwrap_or_default();
+        let notes = self.note.take().map(str::to_owned).into_iter().collect();
+        debug!(
+            session = self.id.as_str(),
+            outcome = status.name(),
+            elapsed_ms = duration.as_millis(),
+            "execution finished"
+        );
+        let outcome =
+            move |output| Outcome { execution, status, output, duration, memory, variables, files, isolation, notes };
+        if draft.has_images() {
+            tokio::task::spawn_blocking(move || {
+                let _ = reply.send(Ok(outcome(draft.develop())));
+            });
+        } else {
+            let _ = reply.send(Ok(outcome(draft.develop())));
+        }
+    }
+
+    fn refusal(&self, answer: Answer) -> Refused {
+        let ended = || Refused::Ended {
+            id: self.id.clone(),
+            why: self.ended.clone().unwrap_or_else(|| "it was closed".to_owned()),
+        };
+        match answer {
+            Answer::Refused(Refusal::Busy) => Refused::Busy { waiting: super::state::MOST_WAITING },
+            Answer::Refused(Refusal::Cancelled) => Refused::CancelledWhileWaiting,
+            Answer::Refused(Refusal::StartFailed) => self.failure.clone().map_or_else(ended, Refused::Launch),
+            Answer::Refused(Refusal::Reset) => Refused::ResetWhileWaiting,
+            Answer::Refused(Refusal::Closed) => Refused::ClosedWhileWaiting,
+            _ => ended(),
+        }
+    }
+
+    fn transfer_refusal(&self, answer: Answer) -> Refused {
+        match answer {
+            Answer::Reset => Refused::ResetDuringTransfer,
+            Answer::Closed => Refused::ClosedWhileWaiting,
+            answer => self.refusal(answer),
+        }
+    }
+
+    /// Gives everything back. The manager forgets the session before those who came too late are answered.
+    async fn leave(mut self, on_gone: OnGone) {
+        let why = if self.expired {
+            let idle = self.settings.idle_timeout.as_secs();
+            self.ended = Some(format!("it was not used for {idle} s; its variables and files are gone"));
+            self.ended.clone()
+        } else {
+            None
+        };
+        on_gone(why);
+        self.commands.close();
+        while let Some(command) = self.commands.recv().await {
+            match command {
+                Command::Submit(_, job) => {
+                    let answer = if self.failure.is_some() { Refusal::StartFailed } else { Refusal::Ended };
+                    refuse(job, self.refusal(Answer::Refused(answer)));
+                }
+                Command::Cancel(_) => {}
+                Command::Reset(reply) => self.resets.push((reply, false)),
+                Command::Leave(reply) => self.closers.push(reply),
+            }
+        }
+        for (reply, _) in self.resets.drain(..) {
+            let _ = reply.send(Err(Refused::Unknown { id: self.id.clone() }));
+        }
+        self.live = None;
+        match self.work.take() {
+            // A first start may wait long for the preparation. It is not dropped half-way; what it makes is destroyed.
+            Some(work) if work.starts_first => {
+                tokio::spawn(async move {
+                    if let (Some(mut sandbox), _) = work.future.await {
+                        sandbox.destroy().await;
+                    }
+                });
+            }
+            Some(work) => self.sandbox = work.future.await.0,
+            None => {}
+        }
+        if let Some(mut sandbox) = self.sandbox.take() {
+            sandbox.destroy().await;
+        }
+        for closer in self.closers.drain(..) {
+            let _ = closer.send(());
+        }
+        info!(session = self.id.as_str(), expired = self.expired, "session gone");
+    }
+}
+
+fn refuse(job: Job, refused: Refused) {
+    match job {
+        Job::Execute { reply, .. } => drop(reply.send(Err(refused))),
+        Job::Write { reply, .. } => drop(reply.send(Err(refused))),
+        Job::Read { reply, .. } => drop(reply.send(Err(refused))),
+    }
+}
+
+fn file_failed(path: &InsidePath, reason: Trouble, message: String) -> Refused {
+    Refused::File { path: path.clone(), reason, detail: bounded_text(&message, 500) }
+}
+
+/// Says how an interpreter ended, as the end of "this session ended because …".
+fn describe(exit: Exit) -> String {
+    match exit {
+        Exit::Code(code) => format!("its Python process ended with exit code {code}"),
+        Exit::Signal(9) => "its Python process was killed (signal 9)".to_owned(),
+        Exit::Signal(11) => "its Python process crashed (signal 11, a fault in native code)".to_owned(),
+        Exit::Signal(signal) => format!("its Python process was ended by signal {signal}"),
+        Exit::OutOfMemory { limit } => format!("it used more than its {} MiB of memory", limit / (1024 * 1024)),
+        Exit::Unknown => "its Python process ended".to_owned(),
+    }
+}
+
+fn python_error(error: &ClaimedError, max_chars: usize) -> PythonError {
+    PythonError {
+        name: bounded_text(&error.name, 200),
+        message: bounded_text(&error.message, max_chars),
+        traceback: bounded_text(&error.traceback, max_chars),
+        line: error.line,
+    }
+}
+
+fn variable_changes(claimed: Changes<ClaimedVariable>) -> VariableChanges {
+    let variable = |claimed: ClaimedVariable| Variable {
+        name: claimed.name,
+        kind: claimed.kind,
+        shape: claimed.shape,
+        size: claimed.size,
+    };
+    VariableChanges {
+        created: claimed.created.into_iter().map(variable).collect(),
+        changed: claimed.changed.into_iter().map(variable).collect(),
+        deleted: claimed.deleted,
+        omitted: claimed.omitted,
+    }
+}
+
+fn file_changes(claimed: Changes<ClaimedFile>) -> FileChanges {
+    let note = |claimed: ClaimedFile| FileNote { path: claimed.path, size: claimed.size };
+    FileChanges {
+        created: claimed.created.into_iter().map(note).collect(),
+        changed: claimed.changed.into_iter().map(note).collect(),
+        deleted: claimed.deleted,
+        omitted: claimed.omitted,
+    }
+}

@@ -1,0 +1,311 @@
+//! Sessions: Python state that outlives a call.
+//!
+//!     Starting → Idle ⇄ Running
+//!                  ↘     ↙
+//!                   Ended → (reset) → Starting      (the sandbox and its files outlive the interpreter)
+//!                     ↓
+//!                    Gone                            (expired, closed, or the sandbox itself was lost)
+//!
+//! Each session has one task, the driver, and only the driver changes its state. Everyone else goes through `Sessions`, which finds,
+//! creates and limits them. `state` decides, `driver` acts, `output` gathers what a cell prints within bounds.
+//!
+//! A session does not know which backend it runs on. A session that lost its state says so until somebody resets it; it is never
+//! replaced in silence.
+
+#[cfg(test)]
+mod behaviour;
+mod driver;
+mod images;
+mod manager;
+mod outcome;
+mod output;
+mod rich;
+mod spool;
+mod state;
+mod terminal;
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::runner_client::Trouble;
+use crate::sandbox::LaunchError;
+pub use manager::Sessions;
+pub use outcome::*;
+pub use spool::FullOutput;
+
+/// Code longer than this is refused. A cell is typed or generated text; data belongs in a file.
+pub const LARGEST_CODE: usize = 8 * 1024 * 1024;
+
+/// Whose session it is. Ids belong to their owner: two owners' `a` are two sessions.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Principal(pub String);
+
+impl Principal {
+    /// The one caller of a stdio server.
+    pub fn local() -> Principal {
+        Principal("local".to_owned())
+    }
+}
+
+/// A session's name: 1 to 64 of letters, digits, `_`, `.` and `-`; never `.` or `..`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SessionId(String);
+
+impl SessionId {
+    /// The session that callers mean who name none.
+    pub fn default_session() -> SessionId {
+        SessionId("default".to_owned())
+    }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for SessionId {
+    type Err = BadSessionId;
+
+    fn from_str(text: &str) -> Result<SessionId, BadSessionId> {
+        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'.' | b'-');
+        if text.is_empty() || text.len() > 64 || text == "." || text == ".." || !text.bytes().all(allowed) {
+            return Err(BadSessionId);
+        }
+        Ok(SessionId(text.to_owned()))
+    }
+}
+
+impl fmt::Display for SessionId {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
+/// A text that cannot name a session. The text itself is not repeated, because it may hold control characters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a session id is 1 to 64 letters, digits, `_`, `.` or `-`, and not `.` or `..`")]
+pub struct BadSessionId;
+
+/// A path below a session's working folder, checked for form only: relative, no `..`, no control characters, parts of at most 255 bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InsidePath(String);
+
+impl InsidePath {
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for InsidePath {
+    type Err = BadInsidePath;
+
+    fn from_str(text: &str) -> Result<InsidePath, BadInsidePath> {
+        if text.is_empty() {
+            return Err(BadInsidePath::Empty);
+        }
+        // The kernel's own limit for a whole path.
+        if text.len() > 4095 {
+            return Err(BadInsidePath::TooLong);
+        }
+        if text.starts_with('/') {
+            return Err(BadInsidePath::Absolute);
+        }
+        if text.chars().any(char::is_control) {
+            return Err(BadInsidePath::ControlCharacter);
+        }
+        for part in text.split('/') {
+            match part {
+                "" | "." => return Err(BadInsidePath::EmptyPart),
+                ".." => return Err(BadInsidePath::Parent),
+                _ if part.len() > 255 => return Err(BadInsidePath::TooLong),
+                _ => {}
+            }
+        }
+        Ok(InsidePath(text.to_owned()))
+    }
+}
+
+impl fmt::Display for InsidePath {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
+/// Why a text cannot be a path below the working folder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum BadInsidePath {
+    #[error("the path is empty; name a file below the working folder, such as `data/table.csv`")]
+    Empty,
+    #[error("the path is absolute; give it relative to the working folder, such as `data/table.csv`")]
+    Absolute,
+    #[error("the path contains `..`; only files below the working folder can be reached")]
+    Parent,
+    #[error("the path has an empty part or a `.`; write it as `data/table.csv`")]
+    EmptyPart,
+    #[error("the path contains a control character")]
+    ControlCharacter,
+    #[error("the path is too long; a part may have 255 bytes and the whole path 4095")]
+    TooLong,
+}
+
+#[derive(Debug, Clone)]
+pub struct SessionSettings {
+    pub max_sessions: usize,
+    pub idle_timeout: Duration,
+    /// How long code may ignore an interrupt before it is killed.
+    pub grace: Duration,
+}
+
+impl Default for SessionSettings {
+    fn default() -> SessionSettings {
+        SessionSettings {
+            max_sessions: 20,
+            idle_timeout: Duration::from_secs(3600),
+            grace: Duration::from_millis(1500),
+        }
+    }
+}
+
+/// One run of code.
+pub struct ExecuteRequest {
+    pub code: String,
+    /// Counted from the moment the code starts, not while it waits for its turn.
+    pub timeout: Duration,
+    pub max_output_chars: usize,
+}
+
+#[derive(Debug, Clone)]
+pub struct SessionInfo {
+    pub id: SessionId,
+    /// `starting`, `idle`, `running`, `ended`.
+    pub state: &'static str,
+    /// Why it ended, when it did.
+    pub ended: Option<String>,
+    pub executions: u64,
+    pub age: Duration,
+    pub idle: Duration,
+    /// As last measured: at the end of an execution.
+    pub memory: Option<u64>,
+}
+
+/// What a reset did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ResetReport {
+    pub interrupted_running_cell: bool,
+    pub files_kept: bool,
+}
+
+/// Why a request to a session was not carried out. Nothing of the request has happened unless the text says so.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum Refused {
+    #[error(
+        "there is no session `{id}`. Run a cell with this session_id to create it, or use `list_sessions` to see the existing ones"
+    )]
+    Unknown { id: SessionId },
+    #[error("this session ended because {why}. Call `reset` with session_id `{id}` to start it anew")]
+    Ended { id: SessionId, why: String },
+    #[error("{}", too_many(*.limit, .oldest_idle))]
+    TooManySessions { limit: usize, oldest_idle: Vec<SessionId> },
+    #[error(
+        "{waiting} requests are already waiting for this session. Wait for some of them to finish, or use another session_id"
+    )]
+    Busy { waiting: usize },
+    #[error("the code is empty. Send at least one line of Python")]
+    EmptyCode,
+    #[error(
+        "the code has {size} bytes and at most {LARGEST_CODE} are accepted. Upload the data as a file and read it from a short cell"
+    )]
+    CodeTooLarge { size: usize },
+    #[error("no Python could be started: {0}")]
+    Launch(#[from] LaunchError),
+    #[error("the request was cancelled while it waited for its turn. It has not run")]
+    CancelledWhileWaiting,
+    #[error(
+        "the session was reset while this request waited for its turn. It has not run; send it again if it is still wanted"
+    )]
+    ResetWhileWaiting,
+    #[error("the session was closed while this request waited for its turn. It has not run")]
+    ClosedWhileWaiting,
+    #[error(
+        "the session was reset during the file transfer. Nothing can be said about the file; look at it before you rely on it"
+    )]
+    ResetDuringTransfer,
+    #[error("`{path}`: {}", file_trouble(*.reason, .detail))]
+    File { path: InsidePath, reason: Trouble, detail: String },
+    #[error("the file could not be read or stored on the server's side: {why}")]
+    Transfer { why: String },
+    #[error("the server is shutting down; no new requests are accepted")]
+    ShuttingDown,
+}
+
+fn too_many(limit: usize, oldest_idle: &[SessionId]) -> String {
+    let names = oldest_idle.iter().map(|id| format!("`{id}`")).collect::<Vec<_>>().join(", ");
+    let cure = if names.is_empty() {
+        "None of them is idle: wait for a running cell to finish, then close its session with `close_session`"
+            .to_owned()
+    } else {
+        format!("Close one with `close_session` (idle the longest: {names}), or go on in an existing session")
+    };
+    format!("no new session was created, because {limit} sessions exist and no more are allowed. {cure}")
+}
+
+fn file_trouble(reason: Trouble, detail: &str) -> String {
+    let what = match reason {
+        Trouble::Missing => "there is no such file in the working folder",
+        Trouble::NotAFile => "it is not a regular file, and only regular files can be copied",
+        Trouble::Exists => "a file of this name exists already. Choose another name, or allow overwriting",
+        Trouble::Outside => "the path leads out of the working folder, and links are not followed",
+        Trouble::TooLarge => "the file is larger than may be copied",
+        Trouble::NoSpace => "the working folder has no space left. Delete some files and try again",
+        Trouble::Denied => "the session may not access this file",
+        Trouble::Other => "the file could not be copied",
+    };
+    if detail.is_empty() { what.to_owned() } else { format!("{what} ({detail})") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn session_ids_that_could_be_paths_or_are_unprintable_are_refused() {
+        for good in ["a", "default", "A-1_b.c", "...", &"x".repeat(64)] {
+            assert!(SessionId::from_str(good).is_ok(), "{good:?}");
+        }
+        for bad in ["", ".", "..", "a/b", "../a", "a b", "a\n", "a\0", "ä", &"x".repeat(65)] {
+            assert_eq!(SessionId::from_str(bad), Err(BadSessionId), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn paths_stay_below_the_working_folder() {
+        for good in ["a", "data/table.csv", "..a", "ä/ö", &"x".repeat(255)] {
+            assert!(InsidePath::from_str(good).is_ok(), "{good:?}");
+        }
+        let cases = [
+            ("", BadInsidePath::Empty),
+            ("/etc/passwd", BadInsidePath::Absolute),
+            ("a/../b", BadInsidePath::Parent),
+            ("..", BadInsidePath::Parent),
+            ("a//b", BadInsidePath::EmptyPart),
+            ("a/", BadInsidePath::EmptyPart),
+            ("./a", BadInsidePath::EmptyPart),
+            ("a\nb", BadInsidePath::ControlCharacter),
+            ("a\0", BadInsidePath::ControlCharacter),
+        ];
+        for (bad, why) in cases {
+            assert_eq!(InsidePath::from_str(bad), Err(why), "{bad:?}");
+        }
+        assert_eq!(InsidePath::from_str(&"x".repeat(256)), Err(BadInsidePath::TooLong));
+        assert_eq!(InsidePath::from_str(&"x/".repeat(2100)), Err(BadInsidePath::TooLong));
+    }
+
+    #[test]
+    fn a_refusal_for_too_many_sessions_names_what_to_close() {
+        let idle = vec![SessionId::from_str("old").unwrap()];
+        assert!(Refused::TooManySessions { limit: 3, oldest_idle: idle }.to_string().contains("`old`"));
+        assert!(
+            Refused::TooManySessions { limit: 3, oldest_idle: vec![] }.to_string().contains("None of them is idle")
+        );
+    }
+}

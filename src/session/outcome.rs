@@ -1,0 +1,167 @@
+//! What one execution gave: the vocabulary between sessions and whoever shows results.
+
+use std::time::Duration;
+
+use crate::sandbox::{Exit, Isolation, MemoryUse};
+
+/// Everything about one finished execution.
+#[derive(Debug, Clone)]
+pub struct Outcome {
+    /// Names the execution within this server; the full output is found by it.
+    pub execution: ExecutionId,
+    pub status: Status,
+    /// Text, values and rich output in the order in which they were produced.
+    pub output: Output,
+    pub duration: Duration,
+    pub memory: MemoryUse,
+    /// As the runner claims; `None` when it could not say (it died, or was killed).
+    pub variables: Option<VariableChanges>,
+    /// As the runner claims; `None` when it could not say or there are too many files to follow.
+    pub files: Option<FileChanges>,
+    pub isolation: Isolation,
+    /// Sentences the reader must know, such as "this is a new session".
+    pub notes: Vec<String>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ExecutionId(pub u64);
+
+/// How an execution ended.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Status {
+    Completed,
+    /// The user's code raised; that is not an error of ours.
+    Raised(PythonError),
+    TimedOut {
+        limit: Duration,
+        state: StateAfter,
+    },
+    Cancelled {
+        state: StateAfter,
+    },
+    /// The interpreter ended under the code.
+    Died {
+        exit: Exit,
+    },
+    /// The runner said something that is no frame; the interpreter was ended.
+    Nonsense {
+        what: String,
+    },
+    /// Somebody reset the session under the code: variables are gone, files are kept.
+    Reset,
+    /// The session was closed under the code, or the server is ending: variables and files are gone.
+    Closed,
+}
+
+impl Status {
+    /// The word used in structured results.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Status::Completed => "ok",
+            Status::Raised(_) => "error",
+            Status::TimedOut { .. } => "timeout",
+            Status::Cancelled { .. } => "cancelled",
+            Status::Died { exit: Exit::OutOfMemory { .. } } => "out_of_memory",
+            Status::Died { .. } => "died",
+            Status::Nonsense { .. } => "protocol_error",
+            Status::Reset => "reset",
+            Status::Closed => "closed",
+        }
+    }
+}
+
+/// What became of the variables after an execution was stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StateAfter {
+    Kept,
+    /// The code ignored the interrupt and the interpreter was killed. Files are kept.
+    Lost,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PythonError {
+    pub name: String,
+    pub message: String,
+    pub traceback: String,
+    pub line: Option<u32>,
+}
+
+/// Output in true order, already bounded.
+#[derive(Debug, Clone, Default)]
+pub struct Output {
+    pub parts: Vec<Part>,
+    /// Characters of text produced in all, including what was cut.
+    pub total_chars: u64,
+    /// Lines of text produced in all.
+    pub total_lines: u64,
+    /// Characters that were cut between head and tail; zero when nothing was.
+    pub cut_chars: u64,
+}
+
+/// A piece of output.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Part {
+    Text {
+        stream: Stream,
+        text: String,
+    },
+    /// Where text was cut.
+    Cut {
+        chars: u64,
+        lines: u64,
+    },
+    Image(Image),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stream {
+    Stdout,
+    Stderr,
+    /// The value of the last expression.
+    Value,
+    /// Rich output as text.
+    Display,
+    /// The traceback of an error.
+    Traceback,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Image {
+    /// `image/png` or `image/jpeg`.
+    pub mime: &'static str,
+    pub bytes: Vec<u8>,
+    pub width: u32,
+    pub height: u32,
+    /// The size before it was scaled down, when it was.
+    pub scaled_from: Option<(u32, u32)>,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct VariableChanges {
+    pub created: Vec<Variable>,
+    pub changed: Vec<Variable>,
+    pub deleted: Vec<String>,
+    pub omitted: u64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Variable {
+    pub name: String,
+    pub kind: String,
+    pub shape: Option<String>,
+    pub size: Option<u64>,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct FileChanges {
+    pub created: Vec<FileNote>,
+    pub changed: Vec<FileNote>,
+    pub deleted: Vec<String>,
+    pub omitted: u64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FileNote {
+    pub path: String,
+    pub size: u64,
+}

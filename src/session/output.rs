@@ -1,0 +1,712 @@
+//! What a cell gives back, gathered within bounds.
+//!
+//! Text goes three ways: whole into the spool, counted into the totals, and onto the page, which keeps the head and the tail when
+//! there is more than the caller wants. The page may hold some more than the limit while it is written, so that cutting is rare; the
+//! last cut is exact.
+//!
+//! The line that is being written stays open until it ends, because a carriage return begins it anew: a progress bar leaves its last state.
+//! Memory stays flat however much is printed; pictures are limited in number and size and developed at the end, elsewhere.
+
+use crate::runner_client::{Bundle, Pipe};
+
+use super::images;
+use super::rich::{self, Shown};
+use super::spool::{FullOutput, Spool};
+use super::terminal::{Piece, Terminal};
+use super::{Output, Part, Stream};
+
+const MOST_IMAGES: usize = 20;
+const MOST_IMAGE_BYTES: usize = 20_000_000;
+/// A line that grows longer than this can no longer be redrawn.
+const LONGEST_OPEN_LINE: usize = 64 * 1024;
+/// Characters beyond the limit that are kept before the page is cut: the price of cutting is spread over as many.
+const SLACK: usize = 64 * 1024;
+
+/// Gathers the output of one execution.
+pub(super) struct Gatherer {
+    terminals: [Terminal; 2],
+    page: Page,
+}
+
+impl Gatherer {
+    pub(super) fn new(max_chars: usize) -> Gatherer {
+        Gatherer { terminals: Default::default(), page: Page::new(max_chars) }
+    }
+
+    /// Takes bytes of standard output or standard error.
+    pub(super) fn text(&mut self, pipe: Pipe, bytes: &[u8]) {
+        let stream = match pipe {
+            Pipe::Out => Stream::Stdout,
+            Pipe::Err => Stream::Stderr,
+        };
+        let page = &mut self.page;
+        self.terminals[pipe as usize].read(bytes, |piece| page.type_on(stream, piece));
+    }
+
+    /// Takes rich output. With `update`, it replaces what has the same `display_id`.
+    pub(super) fn display(&mut self, bundle: Bundle, display_id: Option<String>, update: bool) {
+        self.show(Stream::Display, bundle, display_id, update);
+    }
+
+    /// Takes the value of the last expression.
+    pub(super) fn value(&mut self, bundle: Bundle) {
+        self.show(Stream::Value, bundle, None, false);
+    }
+
+    /// Takes a traceback.
+    pub(super) fn traceback(&mut self, text: &str) {
+        let text = without_escapes(text);
+        self.page.append(Stream::Traceback, &text, None);
+    }
+
+    /// Forgets what was shown, now or when something new comes.
+    pub(super) fn clear(&mut self, wait: bool) {
+        self.page.clear_next = wait;
+        if !wait {
+            self.page.clear();
+        }
+    }
+
+    /// Ends the gathering. The draft's pictures are not developed yet.
+    pub(super) fn finish(mut self) -> (Draft, std::io::Result<FullOutput>) {
+        for pipe in Pipe::BOTH {
+            let stream = if pipe == Pipe::Out { Stream::Stdout } else { Stream::Stderr };
+            let page = &mut self.page;
+            self.terminals[pipe as usize].finish(|piece| page.type_on(stream, piece));
+        }
+        self.page.finish()
+    }
+
+    fn show(&mut self, stream: Stream, bundle: Bundle, display_id: Option<String>, update: bool) {
+        let shown = rich::choose(bundle);
+        self.page.clear_if_asked();
+        let item = match shown {
+            Shown::Nothing => return,
+            Shown::Text(text) => Item::text(stream, without_escapes(&text), display_id),
+            Shown::Image(bytes) => Item::Image { bytes, display_id },
+        };
+        if update && self.page.replace(&item) {
+            return;
+        }
+        match item {
+            Item::Text { text, display_id, .. } => self.page.append(stream, &text, display_id),
+            Item::Image { bytes, display_id } => self.page.append_image(bytes, display_id),
+            Item::Gap => {}
+        }
+    }
+}
+
+/// Returns text without colour codes, and at most this many characters of it: head and tail, with a line between them.
+pub(super) fn bounded_text(text: &str, most: usize) -> String {
+    let text = without_escapes(text);
+    let all = text.chars().count();
+    if all <= most {
+        return text;
+    }
+    let head = most * 3 / 5;
+    let at = |index: usize| text.char_indices().nth(index).map_or(text.len(), |(at, _)| at);
+    format!("{}\n… {} characters cut …\n{}", &text[..at(head)], all - most, &text[at(all - (most - head))..])
+}
+
+fn without_escapes(text: &str) -> String {
+    let mut clean = String::with_capacity(text.len());
+    let mut terminal = Terminal::default();
+    terminal.read(text.as_bytes(), |piece| {
+        if let Piece::Text(text) = piece {
+            clean.push_str(text);
+        }
+    });
+    clean
+}
+
+/// A thing on the page.
+#[derive(Debug)]
+enum Item {
+    Text {
+        stream: Stream,
+        text: String,
+        chars: usize,
+        display_id: Option<String>,
+    },
+    Image {
+        bytes: Vec<u8>,
+        display_id: Option<String>,
+    },
+    /// Where text was cut.
+    Gap,
+}
+
+impl Item {
+    fn text(stream: Stream, text: String, display_id: Option<String>) -> Item {
+        Item::Text { stream, chars: text.chars().count(), text, display_id }
+    }
+
+    fn display_id(&self) -> Option<&str> {
+        match self {
+            Item::Text { display_id, .. } | Item::Image { display_id, .. } => display_id.as_deref(),
+            Item::Gap => None,
+        }
+    }
+}
+
+struct Page {
+    limit: usize,
+    items: Vec<Item>,
+    /// Where the gap is among the items, once there is one.
+    gap: Option<usize>,
+    gap_chars: u64,
+    gap_newlines: u64,
+    /// Characters on the page: all, and those before the gap.
+    kept: usize,
+    kept_before_gap: usize,
+    total_chars: u64,
+    total_newlines: u64,
+    /// Whether the last text did not end its line.
+    ends_in_line: bool,
+    images: usize,
+    image_bytes: usize,
+    images_dropped: usize,
+    line: OpenLine,
+    clear_next: bool,
+    spool: Spool,
+}
+
+#[derive(Default)]
+struct OpenLine {
+    text: String,
+    stream: Option<Stream>,
+    returned: bool,
+}
+
+impl Page {
+    fn new(limit: usize) -> Page {
+        Page {
+            limit,
+            items: Vec::new(),
+            gap: None,
+            gap_chars: 0,
+            gap_newlines: 0,
+            kept: 0,
+            kept_before_gap: 0,
+            total_chars: 0,
+            total_newlines: 0,
+            ends_in_line: false,
+            images: 0,
+            image_bytes: 0,
+            images_dropped: 0,
+            line: OpenLine::default(),
+            clear_next: false,
+            spool: Spool::default(),
+        }
+    }
+
+    /// Acts as a terminal does on the open line.
+    fn type_on(&mut self, stream: Stream, piece: Piece<'_>) {
+        self.clear_if_asked();
+        if self.line.stream != Some(stream) {
+            self.end_line();
+            self.line.stream = Some(stream);
+        }
+        let line = &mut self.line;
+        let text = match piece {
+            Piece::CarriageReturn => {
+                line.returned = true;
+                return;
+            }
+            Piece::Backspace => {
+                line.text.pop();
+                return;
+            }
+            Piece::Text(text) => text,
+        };
+        // Before a newline, a carriage return is only half of the line's end.
+        if std::mem::take(&mut line.returned) && !text.starts_with('\n') {
+            line.text.clear();
+        }
+        match text.rfind('\n') {
+            Some(end) => {
+                let mut whole = std::mem::take(&mut line.text);
+                let (lines, rest) = text.split_at(end + 1);
+                line.text.push_str(rest);
+                if whole.is_empty() {
+                    self.store(stream, lines, None);
+                } else {
+                    whole.push_str(lines);
+                    self.store(stream, &whole, None);
+                }
+            }
+            None => line.text.push_str(text),
+        }
+        if self.line.text.len() > LONGEST_OPEN_LINE {
+            let text = std::mem::take(&mut self.line.text);
+            self.store(stream, &text, None);
+        }
+    }
+
+    fn end_line(&mut self) {
+        let line = std::mem::take(&mut self.line);
+        if let Some(stream) = line.stream {
+            self.store(stream, &line.text, None);
+        }
+    }
+
+    /// Puts text on the page that is not part of a stream.
+    fn append(&mut self, stream: Stream, text: &str, display_id: Option<String>) {
+        self.clear_if_asked();
+        self.end_line();
+        self.store(stream, text, display_id);
+    }
+
+    fn append_image(&mut self, bytes: Vec<u8>, display_id: Option<String>) {
+        self.end_line();
+        if self.images >= MOST_IMAGES || self.image_bytes + bytes.len() > MOST_IMAGE_BYTES {
+            self.images_dropped += 1;
+            return;
+        }
+        self.images += 1;
+        self.image_bytes += bytes.len();
+        self.items.push(Item::Image { bytes, display_id });
+    }
+
+    fn store(&mut self, stream: Stream, text: &str, display_id: Option<String>) {
+        if text.is_empty() {
+            return;
+        }
+        let chars = text.chars().count();
+        self.total_chars += chars as u64;
+        self.total_newlines += newlines(text);
+        self.ends_in_line = !text.ends_with('\n');
+        let same = matches!(self.items.last(), Some(Item::Text { stream: last, .. }) if *last == stream);
+        if !same || display_id.is_some() {
+            self.spool.separate();
+        }
+        self.spool.write(text);
+        self.kept += chars;
+        match self.items.last_mut() {
+            Some(Item::Text { stream: last, text: known, chars: count, display_id: None })
+                if *last == stream && display_id.is_none() =>
+            {
+                known.push_str(text);
+                *count += chars;
+            }
+            _ => self.items.push(Item::Text { stream, text: text.to_owned(), chars, display_id }),
+        }
+        self.cut(self.limit.max(SLACK));
+    }
+
+    /// Puts `item` in the place of the one with its display id. Returns false when there is none on the page.
+    fn replace(&mut self, item: &Item) -> bool {
+        let Some(id) = item.display_id() else { return false };
+        let Some(place) = self.items.iter().rposition(|known| known.display_id() == Some(id)) else { return false };
+        let is_last = place + 1 == self.items.len();
+        if let (Item::Text { text: new, .. }, Item::Text { text, chars, .. }) = (item, &mut self.items[place]) {
+            let before_gap = self.gap.is_some_and(|gap| place < gap);
+            self.total_chars = self.total_chars - *chars as u64 + new.chars().count() as u64;
+            self.total_newlines = self.total_newlines - newlines(text) + newlines(new);
+            self.kept = self.kept - *chars + new.chars().count();
+            if before_gap {
+                self.kept_before_gap = self.kept_before_gap - *chars + new.chars().count();
+            }
+            self.spool.separate();
+            self.spool.write(new);
+            *chars = new.chars().count();
+            text.clone_from(new);
+            if is_last {
+                self.ends_in_line = !new.ends_with('\n');
+            }
+            self.cut(self.limit.max(SLACK));
+            return true;
+        }
+        if let (Item::Image { bytes: new, .. }, Item::Image { bytes, .. }) = (item, &mut self.items[place])
+            && self.image_bytes - bytes.len() + new.len() <= MOST_IMAGE_BYTES
+        {
+            self.image_bytes = self.image_bytes - bytes.len() + new.len();
+            bytes.clone_from(new);
+            return true;
+        }
+        // A text became a picture or the other way round: the new one comes at the end.
+        false
+    }
+
+    fn clear_if_asked(&mut self) {
+        if std::mem::take(&mut self.clear_next) {
+            self.clear();
+        }
+    }
+
+    /// Forgets everything but the spool, which keeps what was printed.
+    fn clear(&mut self) {
+        let spool = std::mem::take(&mut self.spool);
+        *self = Page { spool, ..Page::new(self.limit) };
+    }
+
+    /// Cuts the middle when the page holds more than the limit and `slack`.
+    fn cut(&mut self, slack: usize) {
+        let head = self.limit * 3 / 5;
+        let tail = self.limit - head;
+        if self.gap.is_none() {
+            if self.kept <= self.limit.saturating_add(slack) {
+                return;
+            }
+            self.open_gap(head);
+        }
+        // An update may have lengthened the head.
+        let gap = self.gap.expect("the gap was opened above");
+        if self.kept_before_gap > head {
+            let excess = self.kept_before_gap - head;
+            let taken = self.remove_last(gap, excess);
+            self.kept_before_gap -= taken;
+        }
+        let after = self.kept - self.kept_before_gap;
+        if after > tail.saturating_add(slack) {
+            self.remove_first(gap + 1, after - tail);
+        }
+    }
+
+    /// Parts the items after `head` characters.
+    fn open_gap(&mut self, head: usize) {
+        let mut left = head;
+        let mut place = 0;
+        for item in &mut self.items {
+            if let Item::Text { text, chars, stream, display_id } = item {
+                if *chars > left {
+                    let at = byte_of(text, left);
+                    // Both halves lose their display id: an update could not replace both.
+                    let rest = Item::text(*stream, text.split_off(at), None);
+                    *chars = left;
+                    *display_id = None;
+                    self.items.insert(place + 1, rest);
+                    place += 1;
+                    break;
+                }
+                left -= *chars;
+            }
+            place += 1;
+        }
+        self.items.insert(place, Item::Gap);
+        self.gap = Some(place);
+        self.kept_before_gap = head;
+    }
+
+    /// Removes `excess` characters from the texts beginning at `place`. Pictures stay.
+    fn remove_first(&mut self, place: usize, excess: usize) {
+        let mut left = excess;
+        let mut kept = Vec::new();
+        let mut consumed = place;
+        for item in &mut self.items[place..] {
+            if left == 0 {
+                break;
+            }
+            consumed += 1;
+            match item {
+                Item::Text { text, chars, display_id, .. } if *chars > left => {
+                    let at = byte_of(text, left);
+                    self.gap_newlines += newlines(&text[..at]);
+                    text.drain(..at);
+                    *chars -= left;
+                    *display_id = None;
+                    left = 0;
+                    consumed -= 1;
+                }
+                Item::Text { text, chars, .. } => {
+                    self.gap_newlines += newlines(text);
+                    left -= *chars;
+                }
+                Item::Image { .. } => kept.push(std::mem::replace(item, Item::Gap)),
+                Item::Gap => {}
+            }
+        }
+        self.items.splice(place..consumed, kept);
+        self.gap_chars += (excess - left) as u64;
+        self.kept -= excess - left;
+    }
+
+    /// Removes `excess` characters from the texts that end at `place`, and returns how many there were.
+    fn remove_last(&mut self, place: usize, excess: usize) -> usize {
+        let mut left = excess;
+        for item in self.items[..place].iter_mut().rev() {
+            if let Item::Text { text, chars, display_id, .. } = item {
+                let taken = left.min(*chars);
+                let at = byte_of(text, *chars - taken);
+                self.gap_newlines += newlines(&text[at..]);
+                text.truncate(at);
+                *chars -= taken;
+                *display_id = None;
+                left -= taken;
+            }
+        }
+        self.gap_chars += (excess - left) as u64;
+        self.kept -= excess - left;
+        excess - left
+    }
+
+    fn finish(mut self) -> (Draft, std::io::Result<FullOutput>) {
+        self.end_line();
+        if self.images_dropped > 0 {
+            let text = format!(
+                "[{} more images are not shown: an execution may show {MOST_IMAGES} images of {} MB together. Show fewer in one cell]",
+                self.images_dropped,
+                MOST_IMAGE_BYTES / 1_000_000
+            );
+            self.append(Stream::Display, &text, None);
+        }
+        self.cut(0);
+        let draft = Draft {
+            items: self.items,
+            total_chars: self.total_chars,
+            total_lines: self.total_newlines + u64::from(self.ends_in_line),
+            cut_chars: self.gap_chars,
+            cut_lines: self.gap_newlines,
+        };
+        (draft, self.spool.finish())
+    }
+}
+
+fn newlines(text: &str) -> u64 {
+    text.bytes().filter(|byte| *byte == b'\n').count() as u64
+}
+
+fn byte_of(text: &str, chars: usize) -> usize {
+    text.char_indices().nth(chars).map_or(text.len(), |(at, _)| at)
+}
+
+/// Output whose pictures are not developed yet.
+pub(super) struct Draft {
+    items: Vec<Item>,
+    total_chars: u64,
+    total_lines: u64,
+    cut_chars: u64,
+    cut_lines: u64,
+}
+
+impl Draft {
+    pub(super) fn has_images(&self) -> bool {
+        self.items.iter().any(|item| matches!(item, Item::Image { .. }))
+    }
+
+    /// Develops the pictures. This takes its time; call it where blocking is allowed.
+    pub(super) fn develop(self) -> Output {
+        let part = |item| match item {
+            Item::Text { text, .. } if text.is_empty() => None,
+            Item::Text { stream, text, .. } => Some(Part::Text { stream, text }),
+            Item::Gap => Some(Part::Cut { chars: self.cut_chars, lines: self.cut_lines }),
+            Item::Image { bytes, .. } => Some(match images::develop(bytes) {
+                Ok(image) => Part::Image(image),
+                Err(why) => {
+                    Part::Text { stream: Stream::Display, text: format!("[an image is not shown because {why}]") }
+                }
+            }),
+        };
+        Output {
+            parts: self.items.into_iter().filter_map(part).collect(),
+            total_chars: self.total_chars,
+            total_lines: self.total_lines,
+            cut_chars: self.cut_chars,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::session::images::tests::png;
+
+    fn gathered(max: usize, gather: impl FnOnce(&mut Gatherer)) -> (Output, String) {
+        let mut gatherer = Gatherer::new(max);
+        gather(&mut gatherer);
+        let (draft, full) = gatherer.finish();
+        let full = full.unwrap().read_range(0, usize::MAX).unwrap();
+        (draft.develop(), String::from_utf8(full).unwrap())
+    }
+
+    fn plain(text: &str) -> Bundle {
+        Bundle { texts: [("text/plain".to_owned(), text.to_owned())].into(), blobs: vec![] }
+    }
+
+    fn picture(bytes: Vec<u8>) -> Bundle {
+        Bundle { texts: Default::default(), blobs: vec![("image/png".to_owned(), bytes)] }
+    }
+
+    fn text_of(output: &Output) -> String {
+        let texts = output.parts.iter().filter_map(|part| match part {
+            Part::Text { text, .. } => Some(text.as_str()),
+            _ => None,
+        });
+        texts.collect()
+    }
+
+    fn printed(max: usize, chunks: &[&str]) -> Output {
+        gathered(max, |gatherer| chunks.iter().for_each(|chunk| gatherer.text(Pipe::Out, chunk.as_bytes()))).0
+    }
+
+    fn part(stream: Stream, text: &str) -> Part {
+        Part::Text { stream, text: text.to_owned() }
+    }
+
+    #[test]
+    fn streams_values_and_displays_keep_their_order_and_kind() {
+        let (output, full) = gathered(100, |gatherer| {
+            gatherer.text(Pipe::Out, b"a\n");
+            gatherer.text(Pipe::Err, b"warn");
+            gatherer.text(Pipe::Out, b"b");
+            gatherer.display(plain("shown"), None, false);
+            gatherer.value(plain("5"));
+        });
+        let expected = [
+            part(Stream::Stdout, "a\n"),
+            part(Stream::Stderr, "warn"),
+            part(Stream::Stdout, "b"),
+            part(Stream::Display, "shown"),
+            part(Stream::Value, "5"),
+        ];
+        assert_eq!(output.parts, expected);
+        assert_eq!(full, "a\nwarn\nb\nshown\n5");
+        assert_eq!((output.total_chars, output.cut_chars), (13, 0));
+    }
+
+    #[test]
+    fn a_progress_bar_leaves_its_last_state() {
+        assert_eq!(text_of(&printed(100, &["10%\r50%\r", "100%\ndone\n"])), "100%\ndone\n");
+        assert_eq!(text_of(&printed(100, &["a\r\nb\r", "\nc\r"])), "a\nb\nc");
+        assert_eq!(text_of(&printed(100, &["abc\x08\x08x\n"])), "ax\n");
+        assert_eq!(text_of(&printed(100, &["\rone\r\r\rtwo"])), "two");
+    }
+
+    #[test]
+    fn colour_codes_are_removed_everywhere() {
+        let (output, _) = gathered(100, |gatherer| {
+            gatherer.text(Pipe::Out, b"\x1b[3");
+            gatherer.text(Pipe::Out, b"1mred\x1b[0m\n");
+            gatherer.traceback("\x1b[31mValueError\x1b[0m: x");
+        });
+        assert_eq!(text_of(&output), "red\nValueError: x");
+    }
+
+    #[test]
+    fn exactly_at_the_limit_nothing_is_cut_and_one_more_is() {
+        let output = printed(10, &["0123456789"]);
+        assert_eq!((output.parts, output.cut_chars), (vec![part(Stream::Stdout, "0123456789")], 0));
+        let output = printed(10, &["01234", "56789x"]);
+        let expected = [part(Stream::Stdout, "012345"), Part::Cut { chars: 1, lines: 0 }, part(Stream::Stdout, "789x")];
+        assert_eq!((&output.parts[..], output.cut_chars, output.total_chars), (&expected[..], 1, 11));
+    }
+
+    #[test]
+    fn a_cut_falls_between_characters() {
+        let output = printed(5, &["äöü€😀ß1"]);
+        assert_eq!(text_of(&output), "äöüß1");
+        assert_eq!(output.cut_chars, 2);
+    }
+
+    #[test]
+    fn tracebacks_are_limited_too() {
+        let (output, _) = gathered(50, |gatherer| gatherer.traceback(&"t".repeat(1000)));
+        assert_eq!((text_of(&output).len(), output.cut_chars), (50, 950));
+    }
+
+    #[test]
+    fn half_a_million_lines_keep_head_and_tail() {
+        let mut gatherer = Gatherer::new(100);
+        for number in 0..500_000 {
+            gatherer.text(Pipe::Out, format!("line {number}\n").as_bytes());
+            assert!(gatherer.page.kept < 200_000);
+        }
+        let (draft, full) = gatherer.finish();
+        let output = draft.develop();
+        assert_eq!((output.total_lines, output.total_chars), (500_000, full.unwrap().total_bytes()));
+        let text = text_of(&output);
+        assert_eq!(text.chars().count(), 100);
+        assert!(text.starts_with("line 0\nline 1\n") && text.ends_with("line 499999\n"), "{text}");
+        let Part::Cut { chars, lines } = output.parts[1] else { panic!("the middle is cut") };
+        assert_eq!(chars + 100, output.total_chars);
+        assert_eq!(lines + newlines(&text), 500_000);
+    }
+
+    #[test]
+    fn clear_forgets_at_once_or_when_something_new_comes() {
+        let clear = |wait: bool, more: &'static [u8]| {
+            gathered(100, |gatherer| {
+                gatherer.text(Pipe::Out, b"old\nopen");
+                gatherer.clear(wait);
+                gatherer.text(Pipe::Out, more);
+            })
+        };
+        assert_eq!(text_of(&clear(false, b"").0), "");
+        assert_eq!(text_of(&clear(true, b"").0), "old\nopen");
+        assert_eq!(text_of(&clear(true, b"new").0), "new");
+        assert_eq!(clear(false, b"new").0.total_chars, 3);
+    }
+
+    #[test]
+    fn an_update_replaces_its_display_in_place() {
+        let (output, _) = gathered(100, |gatherer| {
+            gatherer.display(plain("first"), Some("a".to_owned()), false);
+            gatherer.text(Pipe::Out, b"between");
+            gatherer.display(plain("second"), Some("a".to_owned()), true);
+            gatherer.display(plain("other"), Some("unknown".to_owned()), true);
+        });
+        let expected =
+            [part(Stream::Display, "second"), part(Stream::Stdout, "between"), part(Stream::Display, "other")];
+        assert_eq!(output.parts, expected);
+        assert_eq!(output.total_chars, 18);
+    }
+
+    #[test]
+    fn images_stay_although_text_around_them_is_cut() {
+        let (output, _) = gathered(10, |gatherer| {
+            gatherer.text(Pipe::Out, &[b'a'; 200_000]);
+            gatherer.display(picture(png(4, 4, false)), None, false);
+            gatherer.text(Pipe::Out, &[b'b'; 200_000]);
+            gatherer.display(picture(b"broken".to_vec()), None, false);
+        });
+        assert_eq!(output.parts.iter().filter(|part| matches!(part, Part::Image(_))).count(), 1);
+        let text = text_of(&output);
+        assert!(text.starts_with("aaaaaabbbb[an image is not shown because"), "{text}");
+    }
+
+    #[test]
+    fn more_than_twenty_images_are_counted_instead_of_shown() {
+        let (output, _) = gathered(1000, |gatherer| {
+            for _ in 0..23 {
+                gatherer.display(picture(png(2, 2, false)), None, false);
+            }
+        });
+        assert_eq!(output.parts.len(), 21);
+        assert!(text_of(&output).starts_with("[3 more images are not shown"));
+    }
+
+    #[test]
+    fn a_bounded_text_keeps_both_ends() {
+        assert_eq!(bounded_text("0123456789", 10), "0123456789");
+        assert_eq!(bounded_text("0123456789x", 10), "012345\n… 1 characters cut …\n789x");
+    }
+
+    proptest! {
+        #[test]
+        fn head_and_tail_are_those_of_the_whole_text(
+            chunks in prop::collection::vec(("[a-zä€\n]{0,40}", any::<bool>()), 0..30), max in 0usize..200,
+        ) {
+            let whole = chunks.iter().map(|(text, _)| text.as_str()).collect::<String>();
+            let (output, _) = gathered(max, |gatherer| {
+                for (text, err) in &chunks {
+                    gatherer.text(if *err { Pipe::Err } else { Pipe::Out }, text.as_bytes());
+                }
+            });
+            let all = whole.chars().count();
+            prop_assert_eq!(output.total_chars, all as u64);
+            prop_assert_eq!(output.total_lines, whole.lines().count() as u64);
+            let text = text_of(&output);
+            if all <= max {
+                prop_assert_eq!(text, whole);
+                prop_assert_eq!(output.cut_chars, 0);
+            } else {
+                let head = max * 3 / 5;
+                let expected = whole.chars().take(head).chain(whole.chars().skip(all - (max - head))).collect::<String>();
+                prop_assert_eq!(text, expected);
+                prop_assert_eq!(output.cut_chars, (all - max) as u64);
+            }
+        }
+    }
+}
