@@ -214,21 +214,20 @@ class Shell(InteractiveShell):
         error: BaseException | None = None
         try:
             try:
-                gate.release()
                 result = self.run_cell(code, store_history=False)
-                error = result.error_before_exec or result.error_in_exec
+                error = _first(result.error_before_exec, result.error_in_exec)
             finally:
                 gate.close()
         except BaseException as escaped:
             # For example an interrupt in the last instant. It cannot be followed by another one so soon (see Gate).
             gate.close()
-            error = error or escaped
+            error = _first(error, escaped)
         self._phase = Phase.IDLE
         if not code.isspace() and code:
             self.execution_count = number + 1
             self.history_manager.store_inputs(number, self.current_code, code)
             self._forget_old_cells()
-        error = error or self._kept_error
+        error = _first(error, self._kept_error)
         self._kept_error = None
         return None if error is None else self._explain(error)
 
@@ -269,9 +268,12 @@ class Shell(InteractiveShell):
         outer = self._phase
         self._phase = Phase.COMPILING if outer is Phase.IDLE else Phase.NESTED
         try:
-            return super()._run_cell(*arguments, **options)
+            result = super()._run_cell(*arguments, **options)
         finally:
             self._phase = outer
+        if outer is Phase.IDLE:
+            self.gate.release()  # What follows are callbacks, for example the drawing of figures.
+        return result
 
     def transform_cell(self, raw_cell: str) -> str:
         # IPython drops empty lines at the beginning. Putting them back keeps line numbers those of the cell.
@@ -282,14 +284,20 @@ class Shell(InteractiveShell):
         return transformed
 
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
-        """Executes one statement of a cell. Returns True when it failed; the error is in `result`."""
+        """Executes one statement of a cell. Returns True when it failed; the error is in `result`.
+
+        Only here do interrupts pass. IPython's own code has places that swallow them, such as destructors.
+        """
         __tracebackhide__ = "__ipython_bottom__"
         outer_hook, sys.excepthook = sys.excepthook, self.excepthook
         outer_phase = self._phase
-        if outer_phase is Phase.COMPILING:
+        is_outermost = outer_phase is Phase.COMPILING
+        if is_outermost:
             self._phase = Phase.RUNNING
             self._cell_file = code_obj.co_filename
         try:
+            if is_outermost:
+                self.gate.release()
             if async_:
                 await eval(code_obj, self.user_global_ns, self.user_ns)
             else:
@@ -304,6 +312,8 @@ class Shell(InteractiveShell):
                 self.showtraceback()
             return True
         finally:
+            if is_outermost:
+                self.gate.hold()
             self._phase = outer_phase
             sys.excepthook = outer_hook
 
@@ -563,6 +573,11 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
         if not ours:
             kept = TracebackType(kept, step.tb_frame, step.tb_lasti, step.tb_lineno)
     return kept
+
+
+def _first(*errors: BaseException | None) -> BaseException | None:
+    """Returns the first that is an error. Not `or`: an exception may call itself false."""
+    return next((error for error in errors if error is not None), None)
 
 
 def _message(error: BaseException) -> str:

@@ -414,6 +414,9 @@ class Errors(CellTest):
             failed = self.run_failing(f"class Mute(Exception):\n  def __str__(self): {body}\nraise Mute", "Mute")
             self.assertIn("Mute", failed.error["traceback"])
 
+    def test_exceptions_that_call_themselves_false_are_still_errors(self) -> None:
+        self.run_failing("class Empty(Exception):\n  def __len__(self): return 0\nraise Empty", "Empty")
+
     def test_endless_recursion(self) -> None:
         failed = self.run_failing("def down(n): return down(n + 1)\ndown(0)", "RecursionError")
         self.assertLess(len(failed.error["traceback"]), 201_000)

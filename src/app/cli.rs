@@ -12,7 +12,7 @@ use crate::sandbox::LayerKind;
 /// Runs untrusted Python in fresh, locked-down Linux sandboxes.
 #[derive(Parser)]
 #[command(name = "cellblock", version, about, propagate_version = true, arg_required_else_help = true, after_help = EXAMPLES)]
-pub struct Arguments {
+pub(super) struct Arguments {
     #[command(flatten)]
     pub general: GeneralArguments,
     #[command(subcommand)]
@@ -31,7 +31,7 @@ Flags win over variables, variables over the file.";
 
 /// Flags of every command.
 #[derive(Args)]
-pub struct GeneralArguments {
+pub(super) struct GeneralArguments {
     /// Configuration file [default: $CELLBLOCK_CONFIG, then cellblock/config.yaml in the user's configuration folder]
     #[arg(long, global = true, value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -41,7 +41,7 @@ pub struct GeneralArguments {
 }
 
 #[derive(Subcommand)]
-pub enum Command {
+pub(super) enum Command {
     /// Serve an MCP client over standard input and output
     #[command(after_help = MCP_EXAMPLES)]
     Mcp(McpArguments),
@@ -69,14 +69,14 @@ Examples:
   cellblock run plot.py --output-dir plots";
 
 #[derive(Args)]
-pub struct McpArguments {
+pub(super) struct McpArguments {
     #[command(flatten)]
     pub sandbox: SandboxArguments,
 }
 
 #[derive(Args)]
 #[command(group = ArgGroup::new("source").required(true).args(["file", "code"]))]
-pub struct RunArguments {
+pub(super) struct RunArguments {
     /// The script to run; "-" reads it from standard input
     #[arg(value_name = "FILE")]
     file: Option<PathBuf>,
@@ -92,14 +92,14 @@ pub struct RunArguments {
 
 /// Where the code of `run` comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum CodeSource {
+pub(super) enum CodeSource {
     File(PathBuf),
     Text(String),
     StandardInput,
 }
 
 impl RunArguments {
-    pub fn source(&self) -> CodeSource {
+    pub(super) fn source(&self) -> CodeSource {
         match (&self.file, &self.code) {
             (_, Some(code)) => CodeSource::Text(code.clone()),
             (Some(file), None) if file.as_os_str() == "-" => CodeSource::StandardInput,
@@ -110,14 +110,14 @@ impl RunArguments {
 }
 
 #[derive(Args)]
-pub struct DoctorArguments {
+pub(super) struct DoctorArguments {
     /// Print the findings as JSON
     #[arg(long)]
     pub json: bool,
 }
 
 #[derive(Subcommand)]
-pub enum EnvCommand {
+pub(super) enum EnvCommand {
     /// List the environments on this machine
     List {
         /// Print the list as JSON
@@ -141,7 +141,7 @@ Examples:
   cellblock mcp --environment science                         … and how it is used";
 
 #[derive(Args)]
-pub struct BuildArguments {
+pub(super) struct BuildArguments {
     /// The environment's name [default: the one that sessions use]
     pub name: Option<String>,
     /// The Python to build it with: a version such as 3.12, or the path of an interpreter
@@ -158,7 +158,7 @@ pub struct BuildArguments {
 /// Flags of every command that makes sandboxes.
 // It has no `Debug`: variables may hold secrets.
 #[derive(Args, Default)]
-pub struct SandboxArguments {
+pub(super) struct SandboxArguments {
     /// Host folder that becomes the working folder; made if missing [default: a private folder for each session]
     #[arg(long, value_name = "DIR")]
     workspace: Option<String>,
@@ -202,7 +202,7 @@ pub struct SandboxArguments {
 
 impl Arguments {
     /// Returns all settings among the flags, as they were written.
-    pub fn flags(&self) -> Flags {
+    pub(super) fn flags(&self) -> Flags {
         let flags = Flags::default().single(Key::LogLevel, self.general.log_level.clone());
         match &self.command {
             Command::Mcp(McpArguments { sandbox }) | Command::Run(RunArguments { sandbox, .. }) => {

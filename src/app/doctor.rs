@@ -65,8 +65,12 @@ fn print_layers(isolation: &Isolation) {
 /// What turns a reduced layer into an enforced one.
 fn cure_of(kind: LayerKind) -> Option<&'static str> {
     match kind {
-        LayerKind::Identity => Some("start the server as root; it gives up root's rights for everything that runs code"),
-        LayerKind::Resources => Some("start the server as root, or inside a delegated cgroup: systemd-run --user --scope -p Delegate=yes cellblock …"),
+        LayerKind::Identity => {
+            Some("start the server as root; it gives up root's rights for everything that runs code")
+        }
+        LayerKind::Resources => Some(
+            "start the server as root, or inside a delegated cgroup: systemd-run --user --scope -p Delegate=yes cellblock …",
+        ),
         _ => None,
     }
 }

@@ -14,7 +14,11 @@ use crate::environment::{self, Built, EnvironmentError, EnvironmentName, Environ
 use crate::sandbox::Preparation;
 
 /// Carries out one command and writes its result to `output`.
-pub async fn execute(command: EnvCommand, settings: &Settings, output: &mut (dyn Write + Send)) -> anyhow::Result<()> {
+pub(super) async fn execute(
+    command: EnvCommand,
+    settings: &Settings,
+    output: &mut (dyn Write + Send),
+) -> anyhow::Result<()> {
     match command {
         EnvCommand::List { json } => {
             let built = environment::list(&settings.data_dir);

@@ -47,7 +47,8 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
         tracing::warn!("{notice}");
     }
     raise_descriptor_limit();
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("could not start the runtime")?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().enable_all().build().context("could not start the runtime")?;
     let status = runtime.block_on(async {
         match arguments.command {
             Command::Mcp(_) => serve::stdio(settings).await,
@@ -73,7 +74,7 @@ fn raise_descriptor_limit() {
 
 /// Which warm-up suits a command.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Warmth {
+pub enum Warmth {
     /// The environment's popular packages are imported once, and sessions wait in a pool.
     Full,
     /// One session is wanted and soonest: nothing is imported that it may not need.
@@ -82,8 +83,14 @@ enum Warmth {
 
 /// Makes the backend; the environment and the warm interpreter are prepared in the background.
 fn native_backend(settings: &Settings, warmth: Warmth) -> anyhow::Result<Arc<dyn Backend>> {
-    let preparation = watch::Sender::new(Preparation::Working { step: "preparing Python".to_owned(), done: 0, total: None });
-    let environment = prepare_environment(settings.environment_spec().clone(), settings.data_dir.clone(), warmth, preparation.clone());
+    let preparation =
+        watch::Sender::new(Preparation::Working { step: "preparing Python".to_owned(), done: 0, total: None });
+    let environment = prepare_environment(
+        settings.environment_spec().clone(),
+        settings.data_dir.clone(),
+        warmth,
+        preparation.clone(),
+    );
     let mut native = native_settings(settings)?;
     if warmth == Warmth::OneShot {
         native.pool = 0;
@@ -114,14 +121,19 @@ fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
     })
 }
 
-async fn prepare_environment(
+/// Builds what `spec` describes if need be, and tells how the jail starts Python with it.
+pub async fn prepare_environment(
     spec: EnvironmentSpec,
     data_dir: PathBuf,
     warmth: Warmth,
     preparation: watch::Sender<Preparation>,
 ) -> Result<WarmEnvironment, String> {
     let tell = |progress: environment::EnvironmentProgress| {
-        preparation.send_replace(Preparation::Working { step: progress.step, done: progress.done, total: progress.total });
+        preparation.send_replace(Preparation::Working {
+            step: progress.step,
+            done: progress.done,
+            total: progress.total,
+        });
     };
     let built = environment::ensure(&spec, &data_dir, &tell).await.map_err(|error| words(&error))?;
     let runner = runner_files::ensure_runner(&data_dir, &built).await.map_err(|error| words(&error))?;
@@ -140,10 +152,8 @@ fn words(error: &dyn std::error::Error) -> String {
 
 fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -> WarmEnvironment {
     let bind = |host: PathBuf, inside: &str| Bind { host, inside: PathBuf::from(inside) };
-    let mut binds = vec![
-        bind(environment.root.clone(), environment::ENVIRONMENT_INSIDE),
-        bind(runner, environment::RUNNER_INSIDE),
-    ];
+    let mut binds =
+        vec![bind(environment.root.clone(), environment::ENVIRONMENT_INSIDE), bind(runner, environment::RUNNER_INSIDE)];
     binds.extend(environment.prefix_to_mount().map(|prefix| bind(prefix.to_owned(), environment::PYTHON_INSIDE)));
     let start = format!(
         "import sys; sys.path.insert(0, '{}'); from cellblock_runner.zygote import main; main()",
@@ -151,7 +161,9 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
     );
     let mut variables: Vec<(String, String)> =
         environment.variables_inside().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-    for (name, value) in [("HOME", cellblock_jail::root::HOME), ("LANG", "C.UTF-8"), ("TMPDIR", "/tmp"), ("USER", "user")] {
+    for (name, value) in
+        [("HOME", cellblock_jail::root::HOME), ("LANG", "C.UTF-8"), ("TMPDIR", "/tmp"), ("USER", "user")]
+    {
         variables.push((name.to_owned(), value.to_owned()));
     }
     let preload = if warmth == Warmth::Full { environment.preload.clone() } else { Vec::new() };

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use crate::sandbox::Preparation;
 
 /// Shows the work until it is ready, has failed, or nobody does it any more. Work that is already done shows nothing.
-pub async fn show(work: watch::Receiver<Preparation>) {
+pub(super) async fn show(work: watch::Receiver<Preparation>) {
     if std::io::stderr().is_terminal() {
         show_bar(work, ProgressDrawTarget::stderr()).await;
     } else {

@@ -15,7 +15,9 @@ use super::cli::{CodeSource, RunArguments};
 use super::serve::asked_to_end;
 use super::{Warmth, native_backend, progress, sessions};
 use crate::config::Settings;
-use crate::session::{ExecuteRequest, Image, InsidePath, Outcome, Part, Principal, SessionId, Sessions, StateAfter, Status, Stream};
+use crate::session::{
+    ExecuteRequest, Image, InsidePath, Outcome, Part, Principal, SessionId, Sessions, StateAfter, Status, Stream,
+};
 
 /// A terminal shows everything; this only keeps a runaway loop from filling memory.
 const MOST_CHARS: usize = 50_000_000;
@@ -117,7 +119,10 @@ async fn keep_files(
     let Some(made) = outcome.files.as_ref().filter(|files| !files.created.is_empty()) else { return Ok(()) };
     let Some(folder) = folder else {
         let names: Vec<&str> = made.created.iter().map(|file| file.path.as_str()).collect();
-        eprintln!("cellblock: files left in the sandbox are gone: {} (keep them with --output-dir DIR or --workspace DIR)", names.join(", "));
+        eprintln!(
+            "cellblock: files left in the sandbox are gone: {} (keep them with --output-dir DIR or --workspace DIR)",
+            names.join(", ")
+        );
         return Ok(());
     };
     for file in &made.created {
@@ -129,7 +134,9 @@ async fn keep_files(
             continue;
         }
         fs::create_dir_all(target.parent().unwrap_or(folder))?;
-        let mut sink = tokio::fs::File::create_new(&target).await.with_context(|| format!("could not save {}", target.display()))?;
+        let mut sink = tokio::fs::File::create_new(&target)
+            .await
+            .with_context(|| format!("could not save {}", target.display()))?;
         match sessions.read_file(owner, session, &path, LARGEST_FILE, &mut sink).await {
             Ok(_) => eprintln!("[file saved as {}]", target.display()),
             Err(refused) => eprintln!("cellblock: {refused}"),

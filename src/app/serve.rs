@@ -40,7 +40,8 @@ pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
 /// Waits for SIGTERM or SIGINT and returns its name.
 pub(super) async fn asked_to_end() -> &'static str {
     use tokio::signal::unix::{SignalKind, signal};
-    let (Ok(mut terminate), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt())) else {
+    let (Ok(mut terminate), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
+    else {
         return std::future::pending().await;
     };
     tokio::select! {

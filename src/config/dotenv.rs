@@ -1,9 +1,11 @@
 //! Files of `KEY=VALUE` lines.
 //!
-//!     # a comment
-//!     export NAME=value            # a comment after a blank
-//!     QUOTED="two words\nand a new line"
-//!     LITERAL='nothing is special $HERE'
+//! ```text
+//! # a comment
+//! export NAME=value            # a comment after a blank
+//! QUOTED="two words\nand a new line"
+//! LITERAL='nothing is special $HERE'
+//! ```
 //!
 //! A dollar sign is a dollar sign: `${OTHER}` is never replaced. Code in a sandbox can write the `.env` of its workspace, and a
 //! replacement would let it read any variable of the server at the next start.

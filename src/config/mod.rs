@@ -1,10 +1,12 @@
 //! Settings: what was written, checked once.
 //!
-//!     file (YAML)  <  CELLBLOCK_… variables  <  flags
-//!          \                 |                  /
-//!           layers: the same form for all, laid over each other
-//!                            |
-//!           checks: typed, in range, absolute, or refused by name   →   Settings
+//! ```text
+//! file (YAML)  <  CELLBLOCK_… variables  <  flags
+//!      \                 |                  /
+//!       layers: the same form for all, laid over each other
+//!                        |
+//!       checks: typed, in range, absolute, or refused by name   →   Settings
+//! ```
 //!
 //! `layers`, `checks`, `quantity` and `dotenv` are pure: they take texts and maps. `load` below is the thin part that reads the real
 //! file, environment and machine, and makes the folders that settings name.

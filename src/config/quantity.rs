@@ -1,7 +1,9 @@
 //! Sizes and durations as people write them.
 //!
-//!     512M   2G   2GiB   1.5 GB   1048576        K, M, G, T and KiB … count by 1024, KB … by 1000, nothing means bytes
-//!     90     30s  2m     1h30m    500ms   1d     nothing means seconds
+//! ```text
+//! 512M   2G   2GiB   1.5 GB   1048576        K, M, G, T and KiB … count by 1024, KB … by 1000, nothing means bytes
+//! 90     30s  2m     1h30m    500ms   1d     nothing means seconds
+//! ```
 //!
 //! Reading is exact: the number is kept as digits, never as a floating-point value, so nothing is rounded up past a limit.
 

@@ -1,8 +1,10 @@
 //! Building an environment.
 //!
-//!     .building-<name>-<hash>/tree     uv makes a virtual environment and installs wheels into it
-//!                                      links and pyvenv.cfg are turned to the inside, bytecode is compiled, everything is checked
-//!     <name>-<hash>/tree               … and the whole folder gets its name in one step
+//! ```text
+//! .building-<name>-<hash>/tree     uv makes a virtual environment and installs wheels into it
+//!                                  links and pyvenv.cfg are turned to the inside, bytecode is compiled, everything is checked
+//! <name>-<hash>/tree               … and the whole folder gets its name in one step
+//! ```
 //!
 //! No code of an installed package runs on the host. Only wheels are taken, because building a source package runs its code; and
 //! whenever Python works on the finished tree it runs without `site`, because a `.pth` file in a package is code too.

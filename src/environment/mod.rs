@@ -1,10 +1,12 @@
 //! Python environments: an interpreter with packages, ready to be mounted read-only into sandboxes.
 //!
-//!     <data folder>/environments/<name>-<hash>/tree                         mounted at /opt/cellblock/env
-//!     <data folder>/environments/<name>-<hash>/cellblock-environment.json   what is in it; its presence says that it is complete
-//!     <data folder>/environments/<name>-<hash>/in-use.lock                  shared by every server that uses it
-//!     <data folder>/runner/<hash>                                           our own Python, mounted at /opt/cellblock/runner
-//!     <data folder>/tools/uv                                                the installer, when the machine has none
+//! ```text
+//! <data folder>/environments/<name>-<hash>/tree                         mounted at /opt/cellblock/env
+//! <data folder>/environments/<name>-<hash>/cellblock-environment.json   what is in it; its presence says that it is complete
+//! <data folder>/environments/<name>-<hash>/in-use.lock                  shared by every server that uses it
+//! <data folder>/runner/<hash>                                           our own Python, mounted at /opt/cellblock/runner
+//! <data folder>/tools/uv                                                the installer, when the machine has none
+//! ```
 //!
 //! The hash follows from what decides the content, so a finished environment never changes and a changed wish makes a new one. Only
 //! `tree` is shown to sandboxes: a lock inside it could be taken by anybody's code, and the note names paths of the host.

@@ -140,7 +140,7 @@ pub(super) fn refused(error: &dyn std::error::Error) -> CallToolResult {
         }
         cause = reason.source();
     }
-    CallToolResult::error(vec![ContentBlock::text(without_colours(&text))])
+    CallToolResult::error(vec![ContentBlock::text(text)])
 }
 
 fn finished(content: Vec<ContentBlock>, structured: Value, failed: bool) -> CallToolResult {
@@ -158,7 +158,7 @@ fn execution_text(outcome: &Outcome, resource: Option<&str>) -> String {
     let mut image_number = 0;
     for part in &outcome.output.parts {
         match part {
-            Part::Text { text, .. } => page.text.push_str(&without_colours(text)),
+            Part::Text { text, .. } => page.text.push_str(text),
             Part::Cut { chars, lines } => page.line(&cut_mark(*chars, *lines, resource)),
             Part::Image(image) => {
                 image_number += 1;
@@ -242,10 +242,9 @@ fn ending(outcome: &Outcome) -> Option<String> {
             bytes_text(*limit)
         ),
         Status::Died { exit } => format!("Python ended while the code ran: {}. {LOST}", exit_text(*exit)),
-        Status::Nonsense { what } => format!(
-            "Python was ended because it broke the connection to the server ({}). {LOST}",
-            without_colours(what)
-        ),
+        Status::Nonsense { what } => {
+            format!("Python was ended because it broke the connection to the server ({}). {LOST}", what)
+        }
     })
 }
 
@@ -256,7 +255,7 @@ fn untold(error: &PythonError, output: &Output) -> Option<String> {
         Part::Text { stream: Stream::Traceback, text } => Some(text),
         _ => None,
     });
-    let traceback = without_colours(&error.traceback);
+    let traceback = error.traceback.clone();
     match tracebacks.next_back() {
         Some(told) if told.contains(&error.name) => None,
         None if !traceback.trim().is_empty() => Some(traceback),
@@ -314,24 +313,7 @@ fn bytes_text(bytes: u64) -> String {
 }
 
 fn summary(error: &PythonError) -> String {
-    let name = without_colours(&error.name);
-    let message = without_colours(&error.message);
-    if message.is_empty() { name } else { format!("{name}: {message}") }
-}
-
-/// Removes terminal control sequences. They were meant for a terminal, cost tokens and can hide text from a person.
-fn without_colours(text: &str) -> String {
-    if !text.contains(['\u{1b}', '\u{9b}']) {
-        return text.to_owned();
-    }
-    // The parser treats tabs and carriage returns as commands to a terminal and would drop them.
-    let pieces = text.split_inclusive(['\t', '\r']).map(|piece| {
-        let end = piece.chars().next_back().filter(|last| matches!(last, '\t' | '\r'));
-        let mut plain = strip_ansi_escapes::strip_str(piece);
-        plain.extend(end);
-        plain
-    });
-    pieces.collect()
+    if error.message.is_empty() { error.name.clone() } else { format!("{}: {}", error.name, error.message) }
 }
 
 fn images(output: &Output) -> impl Iterator<Item = &Image> {
@@ -343,9 +325,9 @@ fn images(output: &Output) -> impl Iterator<Item = &Image> {
 
 fn error_fields(error: &PythonError) -> Value {
     json!({
-        "name": without_colours(&error.name),
-        "message": without_colours(&error.message),
-        "traceback": without_colours(&error.traceback),
+        "name": error.name,
+        "message": error.message,
+        "traceback": error.traceback,
         "line": error.line,
     })
 }
@@ -625,17 +607,6 @@ mod tests {
         check_failure(died(Exit::Code(3)), &["exit code 3"]);
         check_failure(died(Exit::Unknown), &["not known"]);
         check_failure(Status::Nonsense { what: "a frame of 9 GiB".to_owned() }, &["a frame of 9 GiB", "are gone"]);
-    }
-
-    #[test]
-    fn colour_codes_are_removed_everywhere_and_tabs_stay() {
-        let mut coloured = error("\u{1b}[31mTraceback\u{1b}[0m");
-        coloured.message = "\u{1b}[1mbad\u{1b}[0m".to_owned();
-        let parts = vec![text(Stream::Stdout, "\u{1b}[32ma\tb\u{1b}[0m\tc\n")];
-        let result = rendered(&outcome(Status::Raised(coloured), parts));
-        assert_eq!(result["content"][0]["text"], "a\tb\tc\nTraceback");
-        assert_eq!(result["structuredContent"]["error"]["message"], "bad");
-        assert!(!result.to_string().contains("\\u001b"), "{result}");
     }
 
     #[test]

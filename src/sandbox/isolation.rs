@@ -60,10 +60,17 @@ impl LayerKind {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", tag = "state")]
 pub enum Layer {
-    Enforced { how: String },
+    Enforced {
+        how: String,
+    },
     /// A weaker means is in place, and is named.
-    Reduced { how: String, why: String },
-    Missing { why: String },
+    Reduced {
+        how: String,
+        why: String,
+    },
+    Missing {
+        why: String,
+    },
 }
 
 /// Every layer of one sandbox.

@@ -92,7 +92,9 @@ pub enum Exit {
     Code(i32),
     Signal(i32),
     /// The sandbox used more memory than it may and the kernel chose this process.
-    OutOfMemory { limit: u64 },
+    OutOfMemory {
+        limit: u64,
+    },
     /// The kernel no longer knows.
     Unknown,
 }

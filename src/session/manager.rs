@@ -86,9 +86,6 @@ impl Sessions {
         request: ExecuteRequest,
         cancel: CancellationToken,
     ) -> Result<Outcome, Refused> {
-        if request.code.trim().is_empty() {
-            return Err(Refused::EmptyCode);
-        }
         if request.code.len() > LARGEST_CODE {
             return Err(Refused::CodeTooLarge { size: request.code.len() });
         }

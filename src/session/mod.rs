@@ -210,8 +210,6 @@ pub enum Refused {
         "{waiting} requests are already waiting for this session. Wait for some of them to finish, or use another session_id"
     )]
     Busy { waiting: usize },
-    #[error("the code is empty. Send at least one line of Python")]
-    EmptyCode,
     #[error(
         "the code has {size} bytes and at most {LARGEST_CODE} are accepted. Upload the data as a file and read it from a short cell"
     )]

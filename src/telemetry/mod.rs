@@ -6,6 +6,9 @@
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
+/// However much an operator asks to see.
+const QUIET_LIBRARY: &str = "rmcp=warn";
+
 /// Why there is no log.
 #[derive(Debug, thiserror::Error)]
 pub enum TelemetryError {
@@ -27,7 +30,10 @@ pub fn start(filter: Option<&str>, fallback: &str) -> Result<(), TelemetryError>
 }
 
 fn parse_filter(filter: &str) -> Result<EnvFilter, TelemetryError> {
-    EnvFilter::try_new(filter).map_err(|cause| TelemetryError::Filter { filter: filter.to_owned(), cause })
+    let parsed =
+        EnvFilter::try_new(filter).map_err(|cause| TelemetryError::Filter { filter: filter.to_owned(), cause })?;
+    // The MCP library logs whole requests, and with them users' code, from level info on.
+    Ok(parsed.add_directive(QUIET_LIBRARY.parse().expect("a constant directive parses")))
 }
 
 fn subscriber<W>(filter: EnvFilter, writer: W) -> impl tracing::Subscriber + Send + Sync

@@ -30,7 +30,9 @@ impl Instance {
         rustix::fs::flock(&turn, FlockOperation::LockExclusive)?;
         sweep(&folder)?;
         let name = format!("cellblock-{}", std::process::id());
-        let number = (0..).find(|number| !folder.join(format!("{name}-{number}")).exists()).expect("there is always a free number");
+        let number = (0..)
+            .find(|number| !folder.join(format!("{name}-{number}")).exists())
+            .expect("there is always a free number");
         let name = format!("{name}-{number}");
         let path = folder.join(&name);
         let mut file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&path)?;
@@ -89,7 +91,8 @@ fn sweep(folder: &Path) -> io::Result<()> {
 
 /// A damaged file must not make us remove anything else.
 fn is_ours(group: &Path) -> bool {
-    group.starts_with("/sys/fs/cgroup") && group.file_name().is_some_and(|name| name.to_string_lossy().starts_with("cellblock-"))
+    group.starts_with("/sys/fs/cgroup")
+        && group.file_name().is_some_and(|name| name.to_string_lossy().starts_with("cellblock-"))
 }
 
 #[cfg(test)]

@@ -25,7 +25,9 @@ use async_trait::async_trait;
 use cellblock_jail::cgroup::{self, Group};
 use cellblock_jail::identity::{Identity, IdentityLease};
 use cellblock_jail::posture::{Expected, Posture};
-use cellblock_jail::wire::{Bind, Command, Generation, LeftOut, OperatorMount, ResourceLimit, Scratch, Setup, Slot, ZygoteCommand};
+use cellblock_jail::wire::{
+    Bind, Command, Generation, LeftOut, OperatorMount, ResourceLimit, Scratch, Setup, Slot, ZygoteCommand,
+};
 use cellblock_jail::{probe, root};
 use rustix::process::Signal;
 use tokio::io::AsyncWriteExt;
@@ -36,7 +38,8 @@ use tracing::{info, warn};
 use self::instance::Instance;
 use self::warden::{Slots, View, Warden};
 use super::{
-    Backend, Exit, Interpreter, Isolation, LaunchError, Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox, SandboxLimits,
+    Backend, Exit, Interpreter, Isolation, LaunchError, Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox,
+    SandboxLimits,
 };
 
 /// How long any single step of a launch may take. The slowest, a fork while the machine is busy, takes milliseconds.
@@ -110,8 +113,10 @@ struct Jail {
 impl Jail {
     /// Starts the jail's processes, all but the warm interpreter. Refuses when a layer is missing that must not be.
     async fn stand(settings: &NativeSettings, environment: WarmEnvironment) -> Result<Jail, LaunchError> {
-        let failed = |attempt: &'static str| move |error: io::Error| LaunchError::Start { why: format!("{attempt}: {error}") };
-        let instance = Instance::register(&settings.runtime_dir).map_err(failed("the runtime folder cannot be used"))?;
+        let failed =
+            |attempt: &'static str| move |error: io::Error| LaunchError::Start { why: format!("{attempt}: {error}") };
+        let instance =
+            Instance::register(&settings.runtime_dir).map_err(failed("the runtime folder cannot be used"))?;
         let lease = IdentityLease::take(&settings.runtime_dir).map_err(failed("no user ids for sessions"))?;
         let identity = lease.identity;
         let (isolation, leave_out) = Jail::plan_isolation(settings, identity, instance.cgroup_failure());
@@ -138,7 +143,9 @@ impl Jail {
             cgroups: instance.tree().map(cgroup::Tree::folders).unwrap_or_default(),
             leave_out,
         };
-        let warden = Warden::start(&settings.guardian, &setup, instance.tree()).await.map_err(failed("the jail did not start"))?;
+        let warden = Warden::start(&settings.guardian, &setup, instance.tree())
+            .await
+            .map_err(failed("the jail did not start"))?;
         warden.ready(STEP_LIMIT).await.map_err(|why| LaunchError::Start { why })?;
         let host = Posture::read(std::process::id()).map_err(failed("the kernel does not tell about processes"))?;
         Ok(Jail {
@@ -161,7 +168,11 @@ impl Jail {
     }
 
     /// Finds out which layers this machine can enforce, and which must be left out.
-    fn plan_isolation(settings: &NativeSettings, identity: Identity, no_cgroup: Option<&str>) -> (Isolation, Vec<LeftOut>) {
+    fn plan_isolation(
+        settings: &NativeSettings,
+        identity: Identity,
+        no_cgroup: Option<&str>,
+    ) -> (Isolation, Vec<LeftOut>) {
         let mut isolation = Isolation::default();
         let mut leave_out = settings.leave_out.clone();
         let enforced = |how: &str| Layer::Enforced { how: how.to_owned() };
@@ -405,7 +416,10 @@ impl Inner {
 
     async fn make(&self, prime: Prime) -> Result<(NativeSandbox, Interpreter), LaunchError> {
         let jail = self.jail()?;
-        let slot = jail.slots.take().ok_or_else(|| LaunchError::Start { why: "all user ids for sessions are in use".to_owned() })?;
+        let slot = jail
+            .slots
+            .take()
+            .ok_or_else(|| LaunchError::Start { why: "all user ids for sessions are in use".to_owned() })?;
         let mut sandbox = NativeSandbox::prepare(jail, slot, &self.settings).await?;
         let interpreter = sandbox.start_interpreter(prime).await?;
         Ok((sandbox, interpreter))
@@ -470,7 +484,8 @@ impl NativeSandbox {
                 cpus: settings.limits.cpus,
             };
             let group = tree.group(&format!("session-{}", slot.0), Some(&limits));
-            let group = group.map_err(|error| LaunchError::Start { why: format!("its limits could not be set: {error}") })?;
+            let group =
+                group.map_err(|error| LaunchError::Start { why: format!("its limits could not be set: {error}") })?;
             sandbox.group = Some(Arc::new(group));
         }
         sandbox.warden.command(&Command::Prepare { slot }, &[]).await?;
@@ -506,7 +521,8 @@ impl NativeSandbox {
     async fn start_interpreter(&mut self, prime: Prime) -> Result<Interpreter, LaunchError> {
         self.generation.0 += 1;
         let generation = self.generation;
-        let (ours, theirs) = std::os::unix::net::UnixStream::pair().map_err(|error| LaunchError::Start { why: error.to_string() })?;
+        let (ours, theirs) =
+            std::os::unix::net::UnixStream::pair().map_err(|error| LaunchError::Start { why: error.to_string() })?;
         let started = async {
             ours.set_nonblocking(true)?;
             UnixStream::from_std(ours)
@@ -551,7 +567,8 @@ impl NativeSandbox {
                     Ok(_) => return Ok(()),
                     Err(rustix::io::Errno::AGAIN) => {
                         // Lets the runtime know that the readiness was false.
-                        let _ = channel.try_io(tokio::io::Interest::READABLE, || Err::<(), _>(io::ErrorKind::WouldBlock.into()));
+                        let _ = channel
+                            .try_io(tokio::io::Interest::READABLE, || Err::<(), _>(io::ErrorKind::WouldBlock.into()));
                     }
                     Err(error) => return Err(io::Error::from(error)),
                 }
@@ -571,7 +588,8 @@ impl NativeSandbox {
     /// Compares what the kernel says about the interpreter with what must be true.
     fn verify(&self, process: &OwnedFd) -> Result<(), LaunchError> {
         let posture = warden::host_pid(process).and_then(Posture::read);
-        let posture = posture.map_err(|error| LaunchError::Start { why: format!("its isolation could not be checked: {error}") })?;
+        let posture = posture
+            .map_err(|error| LaunchError::Start { why: format!("its isolation could not be checked: {error}") })?;
         match posture.fault(&self.expected, &self.host) {
             None => Ok(()),
             Some(fault) => Err(LaunchError::Start { why: format!("its isolation is not as it must be: {fault}") }),

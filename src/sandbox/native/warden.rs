@@ -177,7 +177,13 @@ impl Warden {
     }
 
     /// Destroys a sandbox whose owner went away without doing so.
-    pub(super) fn abandon(self: &Arc<Self>, slot: Slot, mut view: watch::Receiver<View>, group: Option<Arc<Group>>, slots: Slots) {
+    pub(super) fn abandon(
+        self: &Arc<Self>,
+        slot: Slot,
+        mut view: watch::Receiver<View>,
+        group: Option<Arc<Group>>,
+        slots: Slots,
+    ) {
         self.command_now(&Command::Destroy { slot });
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         let warden = Arc::clone(self);
@@ -324,10 +330,7 @@ pub(super) fn memory_of(process: &OwnedFd) -> io::Result<MemoryUse> {
         let value = status.lines().find_map(|line| line.strip_prefix(name))?;
         value.trim().trim_end_matches("kB").trim().parse::<u64>().ok()
     };
-    Ok(MemoryUse {
-        now: kilobytes("VmRSS:").unwrap_or(0) * 1024,
-        peak: kilobytes("VmHWM:").unwrap_or(0) * 1024,
-    })
+    Ok(MemoryUse { now: kilobytes("VmRSS:").unwrap_or(0) * 1024, peak: kilobytes("VmHWM:").unwrap_or(0) * 1024 })
 }
 
 #[cfg(test)]
