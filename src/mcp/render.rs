@@ -1,7 +1,7 @@
 //! Results as a model reads them: from what happened to content blocks and structured content. Pure, no waiting, no
 //! state.
 //!
-//! The text of an execution is written for a model first: notes, then everything the code produced in true order
+//! The text of an execution is written for a model first: everything the code produced in true order
 //! (standard error in its place, images as numbered marks, cuts with their size and where to read the rest), then, when
 //! something went wrong, how it ended, what is lost and what to do. Image blocks follow in the order of their marks.
 //! The same text and every figure are in the structured content, for clients that show only that.
@@ -151,10 +151,6 @@ fn finished(content: Vec<ContentBlock>, structured: Value, failed: bool) -> Call
 
 fn execution_text(outcome: &Outcome, resource: Option<&str>) -> String {
     let mut page = Page::default();
-    for note in &outcome.notes {
-        page.line(&format!("[{note}]"));
-    }
-    let notes_end = page.text.len();
     let mut image_number = 0;
     for part in &outcome.output.parts {
         match part {
@@ -168,8 +164,8 @@ fn execution_text(outcome: &Outcome, resource: Option<&str>) -> String {
     }
     if let Some(ending) = ending(outcome) {
         page.line(&ending);
-    } else if page.text[notes_end..].trim().is_empty() {
-        page.text.truncate(notes_end);
+    } else if page.text.trim().is_empty() {
+        page.text.clear();
         page.line(NO_OUTPUT);
     }
     page.text.truncate(page.text.trim_end_matches('\n').len());
@@ -486,12 +482,11 @@ mod tests {
     }
 
     #[test]
-    fn notes_come_first() {
+    fn notes_are_for_programs_and_cost_the_model_nothing() {
         let mut with_note = outcome(Status::Completed, vec![text(Stream::Stdout, "1")]);
         with_note.notes = vec!["this is a new session".to_owned()];
-        check_text(&with_note, "[this is a new session]\n1");
-        with_note.output = Output::default();
-        check_text(&with_note, "[this is a new session]\n(no output)");
+        check_text(&with_note, "1");
+        assert_eq!(rendered(&with_note)["structuredContent"]["notes"][0], "this is a new session");
     }
 
     #[test]

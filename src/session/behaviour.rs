@@ -345,7 +345,7 @@ async fn lies_about_other_requests_change_nothing() {
 async fn displays_are_updated_and_cleared() {
     let setting = setting();
     let outcome = setting.ok("a", "print gone\nclear\ndisplay d first\nprint between\nupdate d second").await;
-    assert_eq!(text(&outcome), "secondbetween\n");
+    assert_eq!(text(&outcome), "second\nbetween\n");
 }
 
 #[tokio::test(start_paused = true)]

@@ -272,14 +272,11 @@ impl Page {
         if text.is_empty() {
             return;
         }
+        self.separate(stream);
         let chars = text.chars().count();
         self.total_chars += chars as u64;
         self.total_newlines += newlines(text);
         self.ends_in_line = !text.ends_with('\n');
-        let same = matches!(self.items.last(), Some(Item::Text { stream: last, .. }) if *last == stream);
-        if !same || display_id.is_some() {
-            self.spool.separate();
-        }
         self.spool.write(text);
         self.kept += chars;
         match self.items.last_mut() {
@@ -294,26 +291,47 @@ impl Page {
         self.cut(self.limit.max(SLACK));
     }
 
+    /// Ends the last line if what comes next is a thing of its own, or was: a value never shares a line with printed text.
+    fn separate(&mut self, next: Stream) {
+        let is_thing = |stream: Stream| !matches!(stream, Stream::Stdout | Stream::Stderr);
+        match self.items.last_mut() {
+            Some(Item::Text { stream, text, chars, .. })
+                if self.ends_in_line && (is_thing(next) || is_thing(*stream)) =>
+            {
+                text.push('\n');
+                *chars += 1;
+            }
+            _ => return,
+        }
+        self.kept += 1;
+        self.total_chars += 1;
+        self.total_newlines += 1;
+        self.spool.write("\n");
+    }
+
     /// Puts `item` in the place of the one with its display id. Returns false when there is none on the page.
     fn replace(&mut self, item: &Item) -> bool {
         let Some(id) = item.display_id() else { return false };
         let Some(place) = self.items.iter().rposition(|known| known.display_id() == Some(id)) else { return false };
         let is_last = place + 1 == self.items.len();
         if let (Item::Text { text: new, .. }, Item::Text { text, chars, .. }) = (item, &mut self.items[place]) {
+            let mut new = new.clone();
+            if !is_last && !new.ends_with('\n') {
+                new.push('\n');
+            }
             let before_gap = self.gap.is_some_and(|gap| place < gap);
             self.total_chars = self.total_chars - *chars as u64 + new.chars().count() as u64;
-            self.total_newlines = self.total_newlines - newlines(text) + newlines(new);
+            self.total_newlines = self.total_newlines - newlines(text) + newlines(&new);
             self.kept = self.kept - *chars + new.chars().count();
             if before_gap {
                 self.kept_before_gap = self.kept_before_gap - *chars + new.chars().count();
             }
-            self.spool.separate();
-            self.spool.write(new);
+            self.spool.write(&new);
             *chars = new.chars().count();
-            text.clone_from(new);
             if is_last {
                 self.ends_in_line = !new.ends_with('\n');
             }
+            *text = new;
             self.cut(self.limit.max(SLACK));
             return true;
         }
@@ -557,13 +575,13 @@ mod tests {
         let expected = [
             part(Stream::Stdout, "a\n"),
             part(Stream::Stderr, "warn"),
-            part(Stream::Stdout, "b"),
-            part(Stream::Display, "shown"),
+            part(Stream::Stdout, "b\n"),
+            part(Stream::Display, "shown\n"),
             part(Stream::Value, "5"),
         ];
         assert_eq!(output.parts, expected);
-        assert_eq!(full, "a\nwarn\nb\nshown\n5");
-        assert_eq!((output.total_chars, output.cut_chars), (13, 0));
+        assert_eq!(full, "a\nwarnb\nshown\n5");
+        assert_eq!((output.total_chars, output.cut_chars), (15, 0));
     }
 
     #[test]
@@ -648,9 +666,9 @@ mod tests {
             gatherer.display(plain("other"), Some("unknown".to_owned()), true);
         });
         let expected =
-            [part(Stream::Display, "second"), part(Stream::Stdout, "between"), part(Stream::Display, "other")];
+            [part(Stream::Display, "second\n"), part(Stream::Stdout, "between\n"), part(Stream::Display, "other")];
         assert_eq!(output.parts, expected);
-        assert_eq!(output.total_chars, 18);
+        assert_eq!(output.total_chars, 20);
     }
 
     #[test]

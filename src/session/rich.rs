@@ -33,6 +33,7 @@ pub(super) fn choose(mut bundle: Bundle) -> Shown {
             return Shown::Image(STANDARD.decode(compact).unwrap_or_default());
         }
     }
+    let has_html = bundle.texts.contains_key("text/html");
     let mut take = |mime: &str| bundle.texts.remove(mime).filter(|text| !text.is_empty());
     let text = None
         .or_else(|| take("text/markdown"))
@@ -40,7 +41,7 @@ pub(super) fn choose(mut bundle: Bundle) -> Shown {
         .or_else(|| take("image/svg+xml").map(|source| shortened(&source)))
         .or_else(|| take("application/vnd.plotly.v1+json").map(|figure| plotly(&figure)))
         .or_else(|| take("application/json").map(|json| pretty(&json)))
-        .or_else(|| take("text/plain"))
+        .or_else(|| take("text/plain").filter(|text| !has_html || !is_bare_name(text)))
         .or_else(|| take("text/html").map(|html| text_of_html(&html)));
     match text {
         Some(text) => Shown::Text(text),
@@ -49,6 +50,12 @@ pub(super) fn choose(mut bundle: Bundle) -> Shown {
             None => Shown::Nothing,
         },
     }
+}
+
+/// Whether a text says no more than what kind of object it stands for, such as `<IPython.core.display.HTML object>`.
+fn is_bare_name(text: &str) -> bool {
+    let text = text.trim();
+    text.starts_with('<') && text.ends_with('>') && !text.contains('\n') && text.contains(" object")
 }
 
 fn shortened(text: &str) -> String {
@@ -170,6 +177,8 @@ mod tests {
         assert_eq!(shown(&[("text/plain", "x"), ("text/latex", "$x$")], &[]), text("$x$"));
         assert_eq!(shown(&[("text/plain", "x"), ("image/svg+xml", "<svg/>")], &[]), text("<svg/>"));
         assert_eq!(shown(&[("text/plain", "x"), ("application/json", "{\"a\":1}")], &[]), text("{\n  \"a\": 1\n}"));
+        assert_eq!(shown(&[("text/plain", "<HTML object>"), ("text/html", "<b>x</b>")], &[]), text("x"));
+        assert_eq!(shown(&[("text/plain", "a  b"), ("text/html", "<table></table>")], &[]), text("a  b"));
         assert_eq!(shown(&[], &[("application/pdf", b"1234")]), text("[application/pdf, 4 bytes]"));
         assert_eq!(shown(&[], &[]), Shown::Nothing);
     }

@@ -20,7 +20,6 @@ pub(super) struct Spool {
     file: Option<File>,
     size: u64,
     cut: bool,
-    ends_in_line: bool,
 }
 
 impl Spool {
@@ -36,14 +35,6 @@ impl Spool {
             return;
         }
         self.size += kept.len() as u64;
-        self.ends_in_line = !text.ends_with('\n');
-    }
-
-    /// Begins a new line unless the text is at the start of one. Output of another kind follows.
-    pub(super) fn separate(&mut self) {
-        if self.ends_in_line {
-            self.write("\n");
-        }
     }
 
     pub(super) fn finish(mut self) -> io::Result<FullOutput> {
@@ -155,17 +146,5 @@ mod tests {
         let full = spool.finish().unwrap();
         assert_eq!(full.total_bytes(), LARGEST_SPOOL);
         assert!(full.is_cut());
-    }
-
-    #[test]
-    fn output_of_another_kind_begins_a_line() {
-        let mut spool = Spool::default();
-        spool.separate();
-        spool.write("a");
-        spool.separate();
-        spool.write("b\n");
-        spool.separate();
-        spool.write("c");
-        assert_eq!(spool.finish().unwrap().read_range(0, 10).unwrap(), b"a\nb\nc");
     }
 }

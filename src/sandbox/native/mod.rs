@@ -401,6 +401,7 @@ impl Inner {
                             pool.push_back(member);
                         }
                     }
+                    Err(_) if *closing.borrow() => return,
                     Err(error) => {
                         warn!(%error, "no sandbox could be made for the pool");
                         tokio::time::sleep(Duration::from_secs(1)).await;

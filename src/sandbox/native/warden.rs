@@ -155,8 +155,11 @@ impl Warden {
 
     /// Sends a command without waiting for room; for the few that are sent where nobody can wait.
     pub(super) fn command_now(&self, command: &Command) {
-        if let Err(error) = wire::send(&*self.socket, command, &[]) {
-            warn!(%error, "a command did not reach the jail");
+        match wire::send(&*self.socket, command, &[]) {
+            Ok(()) => {}
+            // The jail has ended, and with it whatever the command was about.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
+            Err(error) => warn!(%error, "a command did not reach the jail"),
         }
     }
 
