@@ -31,7 +31,7 @@ const LONG_OUTPUT: usize = 300_000;
 struct FakeSessions {
     preparation: watch::Sender<Preparation>,
     /// Receives the code of each execution when it starts, and word of a `wait` that was cancelled.
-    started: mpsc::UnboundedSender<String>,
+    started: mpsc::Sender<String>,
 }
 
 #[async_trait]
@@ -47,12 +47,12 @@ impl SessionAccess for FakeSessions {
         request: ExecuteRequest,
         cancel: CancellationToken,
     ) -> Result<Outcome, Refused> {
-        self.started.send(request.code.clone()).unwrap();
+        self.started.try_send(request.code.clone()).unwrap();
         let said = |text: &str| Part::Text { stream: Stream::Stdout, text: text.to_owned() };
         let (status, parts, cut_chars) = match request.code.as_str() {
             "wait" => {
                 cancel.cancelled().await;
-                self.started.send("wait was cancelled".to_owned()).unwrap();
+                self.started.try_send("wait was cancelled".to_owned()).unwrap();
                 (Status::Cancelled { state: StateAfter::Kept }, vec![], 0)
             }
             "stubborn" => std::future::pending().await,
@@ -147,7 +147,7 @@ struct Client {
     to_server: Option<WriteHalf<DuplexStream>>,
     from_server: Lines<BufReader<ReadHalf<DuplexStream>>>,
     serving: JoinHandle<Result<(), ServeError>>,
-    started: mpsc::UnboundedReceiver<String>,
+    started: mpsc::Receiver<String>,
     preparation: watch::Sender<Preparation>,
     folder: TempDir,
 }
@@ -155,7 +155,7 @@ struct Client {
 impl Client {
     /// A client of sessions that obey the words in a cell.
     fn new() -> Client {
-        let (started_sender, started) = mpsc::unbounded_channel();
+        let (started_sender, started) = mpsc::channel(64);
         let preparation = watch::Sender::new(Preparation::Ready);
         let sessions = FakeSessions { preparation: preparation.clone(), started: started_sender };
         Client::of(Arc::new(sessions), started, preparation)
@@ -164,7 +164,7 @@ impl Client {
     /// A client of real sessions on a backend that isolates nothing.
     async fn of_real_sessions() -> Client {
         let sessions = Sessions::new(Arc::new(FakeBackend::new()), SessionSettings::default());
-        let (_, never) = mpsc::unbounded_channel();
+        let (_, never) = mpsc::channel(64);
         let mut client = Client::of(Arc::new(sessions), never, watch::Sender::new(Preparation::Ready));
         client.ask(initialize("2025-11-25")).await;
         client
@@ -172,7 +172,7 @@ impl Client {
 
     fn of(
         sessions: Arc<dyn SessionAccess>,
-        started: mpsc::UnboundedReceiver<String>,
+        started: mpsc::Receiver<String>,
         preparation: watch::Sender<Preparation>,
     ) -> Client {
         let folder = tempfile::tempdir().unwrap();

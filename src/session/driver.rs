@@ -109,7 +109,7 @@ pub(super) async fn drive(
     id: SessionId,
     backend: Arc<dyn Backend>,
     settings: SessionSettings,
-    commands: mpsc::UnboundedReceiver<Command>,
+    commands: mpsc::Receiver<Command>,
     shared: Arc<Shared>,
     on_gone: OnGone,
 ) {
@@ -225,7 +225,7 @@ enum Task {
 struct Driver {
     id: SessionId,
     settings: SessionSettings,
-    commands: mpsc::UnboundedReceiver<Command>,
+    commands: mpsc::Receiver<Command>,
     shared: Arc<Shared>,
     machine: Machine,
     waiting: HashMap<RequestId, Job>,

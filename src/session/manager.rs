@@ -27,6 +27,8 @@ const MOST_TOMBSTONES: usize = 1000;
 const TOMBSTONE_AGE: Duration = Duration::from_secs(24 * 3600);
 /// Idle sessions named when there are too many.
 const IDLE_NAMED: usize = 3;
+/// Commands on their way to one driver. It reads them at once, so only a flood fills this.
+const MOST_COMMANDS: usize = 256;
 /// Bytes of a file moved in one step.
 const CHUNK: usize = 256 * 1024;
 
@@ -54,7 +56,7 @@ struct Table {
 
 #[derive(Clone)]
 struct Entry {
-    commands: mpsc::UnboundedSender<Command>,
+    commands: mpsc::Sender<Command>,
     shared: Arc<Shared>,
 }
 
@@ -100,7 +102,7 @@ impl Sessions {
             answer = &mut answer => answer,
             () = cancel.cancelled() => {
                 // A driver that is gone has answered already.
-                let _ = entry.commands.send(Command::Cancel(number));
+                let _ = entry.commands.send(Command::Cancel(number)).await;
                 answer.await
             }
         };
@@ -130,7 +132,7 @@ impl Sessions {
             }
         };
         let (reply, answer) = oneshot::channel();
-        entry.commands.send(Command::Reset(reply)).map_err(|_| self.gone(owner, id))?;
+        entry.commands.send(Command::Reset(reply)).await.map_err(|_| self.gone(owner, id))?;
         answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
     }
 
@@ -254,7 +256,7 @@ impl Sessions {
         if table.sessions.len() >= limit {
             return Err(Refused::TooManySessions { limit, oldest_idle: table.oldest_idle(owner) });
         }
-        let (commands, receiver) = mpsc::unbounded_channel();
+        let (commands, receiver) = mpsc::channel(MOST_COMMANDS);
         let shared = Arc::new(Shared::new());
         let entry = Entry { commands, shared: shared.clone() };
         table.sessions.insert(key.clone(), entry.clone());
@@ -268,8 +270,11 @@ impl Sessions {
 
     fn submit(&self, owner: &Principal, id: &SessionId, entry: &Entry, job: Job) -> Result<u64, Refused> {
         let number = self.house.next_request.fetch_add(1, Ordering::Relaxed);
-        entry.commands.send(Command::Submit(number, job)).map_err(|_| self.gone(owner, id))?;
-        Ok(number)
+        match entry.commands.try_send(Command::Submit(number, job)) {
+            Ok(()) => Ok(number),
+            Err(mpsc::error::TrySendError::Full(_)) => Err(Refused::Busy { waiting: MOST_COMMANDS }),
+            Err(mpsc::error::TrySendError::Closed(_)) => Err(self.gone(owner, id)),
+        }
     }
 
     /// Says why a session that was there a moment ago is not.
@@ -330,7 +335,7 @@ impl Table {
 
 async fn leave(entry: &Entry) {
     let (reply, left) = oneshot::channel();
-    if entry.commands.send(Command::Leave(reply)).is_ok() {
+    if entry.commands.send(Command::Leave(reply)).await.is_ok() {
         let _ = left.await;
     }
 }
