@@ -42,7 +42,7 @@ pub(crate) enum Word {
     /// Carries the landlock rules, unless a test left them out.
     MapMe,
     Ready,
-    Swept,
+    Swept { number: u32 },
     Failed {
         why: String,
     },
@@ -54,7 +54,7 @@ pub(crate) enum Word {
 pub(crate) enum Order {
     Go,
     Mapped,
-    Sweep,
+    Sweep { number: u32 },
 }
 
 /// What init needs to know.
@@ -257,29 +257,29 @@ fn own_filter() -> seccompiler::BpfProgram {
 
 /// Carries out orders until the warden is gone. Orphans that come to pid 1 are collected by the kernel.
 fn wait_for_orders(warden: &OwnedFd) {
-    let mut sweeping = false;
+    let mut sweeping = None;
     sys::let_kernel_collect_children();
     loop {
-        if sweeping && nobody_left() {
-            sweeping = false;
-            if wire::send(warden, &Word::Swept, &[]).is_err() {
+        if let Some(number) = sweeping.filter(|_| nobody_left()) {
+            sweeping = None;
+            if wire::send(warden, &Word::Swept { number }, &[]).is_err() {
                 return;
             }
         }
         let mut events = [PollFd::new(warden, PollFlags::IN)];
         // While sweeping, the last interpreter is collected by its parent, the zygote, which this process cannot wait for.
-        let pause = sweeping.then_some(rustix::event::Timespec { tv_sec: 0, tv_nsec: 500_000 });
+        let pause = sweeping.map(|_| rustix::event::Timespec { tv_sec: 0, tv_nsec: 500_000 });
         match rustix::event::poll(&mut events, pause.as_ref()) {
             Ok(0) | Err(rustix::io::Errno::INTR) => continue,
             Ok(_) => {}
             Err(_) => return,
         }
         match wire::receive::<Order>(warden) {
-            Ok(Some((Order::Sweep, _))) => {
+            Ok(Some((Order::Sweep { number }, _))) => {
                 // One pass is enough even against a fork bomb: the kernel signals all processes under one lock, and a fork that is under way
                 // fails when it finds a signal waiting.
                 let _ = sys::signal_everyone(Some(libc::SIGKILL));
-                sweeping = true;
+                sweeping = Some(number);
             }
             Ok(Some(_)) => {}
             Ok(None) | Err(_) => return,

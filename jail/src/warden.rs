@@ -181,7 +181,7 @@ impl Warden {
                 Err(error) => self.tell(&Event::Failed { slot, why: guardian::chain(&error) }, &[]),
             },
             Command::Proceed { slot } => self.order(slot, &Order::Go),
-            Command::Sweep { slot } => self.order(slot, &Order::Sweep),
+            Command::Sweep { slot, number } => self.order(slot, &Order::Sweep { number }),
             Command::Fork { slot, generation } => {
                 let channel = descriptors.pop();
                 match self.fork(slot, generation, channel) {
@@ -349,7 +349,7 @@ impl Warden {
                 }
             }
             Ok(Some((InitWord::Ready, _))) => self.tell(&Event::Prepared { slot }, &[]),
-            Ok(Some((InitWord::Swept, _))) => self.tell(&Event::Swept { slot }, &[]),
+            Ok(Some((InitWord::Swept { number }, _))) => self.tell(&Event::Swept { slot, number }, &[]),
             Ok(Some((InitWord::Failed { why }, _))) => self.tell(&Event::Failed { slot, why }, &[]),
             // Its end is told when it is collected as a child.
             Ok(None) | Err(_) => {

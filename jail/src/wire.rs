@@ -112,8 +112,8 @@ pub enum Command {
     Proceed { slot: Slot },
     /// Forks an interpreter; carries its end of the channel. The fork waits at its gate: a byte on the channel.
     Fork { slot: Slot, generation: Generation },
-    /// Ends every process of the sandbox but its init.
-    Sweep { slot: Slot },
+    /// Ends every process of the sandbox but its init. The number comes back with the answer, so that nobody takes an earlier answer for his.
+    Sweep { slot: Slot, number: u32 },
     /// Ends the sandbox.
     Destroy { slot: Slot },
 }
@@ -136,8 +136,8 @@ pub enum Event {
     Forked { slot: Slot, generation: Generation },
     /// An interpreter ended; the status is the kernel's wait status, the words are what was complained of before it was locked down.
     Exited { slot: Slot, generation: Generation, status: i32, words: String },
-    /// No process but the init is left in the sandbox.
-    Swept { slot: Slot },
+    /// No process but the init is left in the sandbox, and every sweep up to this number has been carried out.
+    Swept { slot: Slot, number: u32 },
     /// The sandbox ended and nothing of it is left.
     Destroyed { slot: Slot },
     /// A sandbox could not be made, or an interpreter could not be forked.

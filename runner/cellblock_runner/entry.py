@@ -58,6 +58,9 @@ class Entry:
         for namespace in namespaces:
             self.join(namespace)
         for which, value in self._limits:
+            _, most = resource.getrlimit(which)
+            # The host may already be stricter, and only it could raise that.
+            value = value if most == resource.RLIM_INFINITY else min(value, most)
             resource.setrlimit(which, (value, value))
         if self._drop_groups:
             os.setgroups([])

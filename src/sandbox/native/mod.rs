@@ -18,6 +18,7 @@ use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -442,6 +443,8 @@ struct NativeSandbox {
     view: watch::Receiver<View>,
     group: Option<Arc<Group>>,
     generation: Generation,
+    /// The number of the last sweep asked for, by the sandbox or by one of its interpreters.
+    sweeps: Arc<AtomicU32>,
     /// The last interpreter, for as long as the kernel knows it.
     interpreter: Option<Arc<OwnedFd>>,
     expected: Expected,
@@ -465,6 +468,7 @@ impl NativeSandbox {
             view,
             group: None,
             generation: Generation(0),
+            sweeps: Arc::default(),
             interpreter: None,
             expected: Expected {
                 host_uid: uid,
@@ -548,6 +552,7 @@ impl NativeSandbox {
             warden: Arc::clone(&self.warden),
             slot: self.slot,
             generation,
+            sweeps: Arc::clone(&self.sweeps),
             process,
             view: self.view.clone(),
             group: self.group.clone(),
@@ -610,9 +615,10 @@ impl Sandbox for NativeSandbox {
     }
 
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
-        let swept = self.view.borrow().swept;
-        self.warden.command(&Command::Sweep { slot: self.slot }, &[]).await?;
-        self.await_view(|view| (view.swept > swept).then_some(())).await?;
+        let number = next_number(&self.sweeps);
+        self.warden.command(&Command::Sweep { slot: self.slot, number }, &[]).await?;
+        // A sweep that is still on its way would end the new interpreter too.
+        self.await_view(|view| (view.swept >= number).then_some(())).await?;
         self.start_interpreter(Prime::No).await
     }
 
@@ -666,6 +672,7 @@ struct NativeProcess {
     warden: Arc<Warden>,
     slot: Slot,
     generation: Generation,
+    sweeps: Arc<AtomicU32>,
     process: Arc<OwnedFd>,
     view: watch::Receiver<View>,
     group: Option<Arc<Group>>,
@@ -682,7 +689,7 @@ impl Process for NativeProcess {
 
     fn kill(&self) {
         let _ = rustix::process::pidfd_send_signal(&self.process, Signal::KILL);
-        self.warden.command_now(&Command::Sweep { slot: self.slot });
+        self.warden.command_now(&Command::Sweep { slot: self.slot, number: next_number(&self.sweeps) });
     }
 
     async fn exited(&mut self) -> Exit {
@@ -697,6 +704,10 @@ impl Process for NativeProcess {
             (kills > self.out_of_memory_before).then_some(self.memory_limit)
         })
     }
+}
+
+fn next_number(last: &AtomicU32) -> u32 {
+    last.fetch_add(1, Ordering::Relaxed) + 1
 }
 
 fn exit_of(status: std::process::ExitStatus, out_of_memory: impl Fn() -> Option<u64>) -> Exit {

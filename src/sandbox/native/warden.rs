@@ -33,6 +33,7 @@ pub(super) struct View {
     pub(super) init: Option<Arc<OwnedFd>>,
     pub(super) prepared: bool,
     pub(super) failed: Option<String>,
+    /// The number of the last sweep that is complete.
     pub(super) swept: u32,
     pub(super) destroyed: bool,
     interpreter: Option<(Generation, Arc<OwnedFd>)>,
@@ -281,7 +282,7 @@ impl State {
             Event::Exited { slot, generation, status, words } => {
                 change(slot, &mut |view| view.end = Some((generation, status, words.clone())));
             }
-            Event::Swept { slot } => change(slot, &mut |view| view.swept += 1),
+            Event::Swept { slot, number } => change(slot, &mut |view| view.swept = number),
             Event::Failed { slot, why } => change(slot, &mut |view| view.failed = Some(why.clone())),
             Event::Destroyed { slot } => change(slot, &mut |view| view.destroyed = true),
         }
