@@ -42,7 +42,9 @@ pub(crate) enum Word {
     /// Carries the landlock rules, unless a test left them out.
     MapMe,
     Ready,
-    Swept { number: u32 },
+    Swept {
+        number: u32,
+    },
     Failed {
         why: String,
     },

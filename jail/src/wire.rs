@@ -79,6 +79,8 @@ pub struct ZygoteCommand {
     pub environment: Vec<(String, String)>,
     /// Modules imported before the first fork.
     pub preload: Vec<String>,
+    /// One fork is wanted soon; nothing is done that pays off only with many.
+    pub quick: bool,
     /// The environment of the interpreters forked from it.
     pub session_environment: Vec<(String, String)>,
 }

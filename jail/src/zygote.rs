@@ -24,6 +24,7 @@ const SOCKET: i32 = 3;
 #[derive(Serialize)]
 struct Plan<'a> {
     preload: &'a [String],
+    quick: bool,
     environment: &'a [(String, String)],
     work_folder: &'a str,
     id: u32,
@@ -92,6 +93,7 @@ impl Zygote {
         };
         let plan = Plan {
             preload: &setup.zygote.preload,
+            quick: setup.zygote.quick,
             environment: &setup.zygote.session_environment,
             work_folder: root::WORK,
             id: INSIDE_ID,

@@ -46,10 +46,11 @@ class TooManyThreads(RuntimeError):
     """The warm process has threads. A fork would lose them, and with them whatever they hold."""
 
 
-def prepare(preload: list[str]) -> Shell:
+def prepare(preload: list[str], rehearse: bool = True) -> Shell:
     """Makes the shell and imports the modules named, in a process that will be forked or will serve by itself.
 
-    Modules that are not installed are skipped. Afterwards the process has exactly one thread.
+    Modules that are not installed are skipped. Afterwards the process has exactly one thread. A rehearsal takes longer
+    than the first cell it makes faster, so it is for those who will fork more than once.
     """
     watch_processes()
     processes.install_script_magic()
@@ -61,10 +62,11 @@ def prepare(preload: list[str]) -> Shell:
             continue
     if "matplotlib.pyplot" in sys.modules:
         _warm_matplotlib()
-    _rehearse(shell, _PRIMING_CELLS + _LOADING_CELLS)
-    reseed()  # The first call makes OpenSSL set itself up, which costs every session less if it happens here.
+    if rehearse:
+        _rehearse(shell, _PRIMING_CELLS + _LOADING_CELLS)
+        reseed()  # The first call makes OpenSSL set itself up, which costs every session less if it happens here.
+        gc.collect()
     _require_one_thread()
-    gc.collect()
     gc.freeze()
     return shell
 

@@ -8,14 +8,16 @@ fork copies only one.
 from __future__ import annotations
 
 import array
+import gc
+import importlib.util
 import json
 import os
 import select
 import socket
 import sys
+import types
 from typing import Any, NoReturn
 
-from . import serve
 from .entry import Entry
 
 _SOCKET = 3
@@ -31,8 +33,15 @@ def main() -> NoReturn:
     """Warms up and forks on request until the warden is gone."""
     warden = socket.socket(fileno=_SOCKET)
     plan = json.loads(warden.recv(_LARGEST_PLAN))
+    # Nothing that is imported becomes garbage; looking for some costs a tenth of the start.
+    gc.disable()
+    if plan["quick"]:
+        _import_when_used("asyncio")
+    from . import serve  # Imports IPython, which is most of the start.
+
     entry = Entry(plan)
-    shell = serve.prepare(plan["preload"])
+    shell = serve.prepare(plan["preload"], rehearse=not plan["quick"])
+    gc.enable()
     own_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     children: dict[int, int] = {}
     poll = select.poll()
@@ -82,6 +91,8 @@ def _become_session(
     entry: Entry, channel: int, namespaces: list[int], rules: int | None, shell: Any, plan: dict[str, Any]
 ) -> NoReturn:
     """Runs in the child. Whatever goes wrong, it never returns into the zygote's loop."""
+    from . import serve
+
     status = 1
     try:
         connection = socket.socket(fileno=channel)
@@ -101,6 +112,29 @@ def _become_session(
             pass
     finally:
         os._exit(status)
+
+
+class _Later(types.ModuleType):
+    """A module whose code runs when something of it is first asked for.
+
+    The standard library's lazy loader is no help: to it, the next `import` statement is already such a question.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.__class__ = types.ModuleType
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
+
+
+def _import_when_used(name: str) -> None:
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.loader is not None:
+        module = _Later(name)
+        module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin
+        module.__package__, module.__path__ = name, list(spec.submodule_search_locations or [])
+        sys.modules[name] = module
 
 
 def _receive(warden: socket.socket) -> tuple[bytes, list[int]]:

@@ -173,6 +173,7 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
         arguments: vec!["-I".to_owned(), "-c".to_owned(), start],
         variables,
         preload,
+        quick: warmth == Warmth::OneShot,
         held: Box::new(environment),
     }
 }

@@ -47,7 +47,8 @@ async fn show_bar(mut work: watch::Receiver<Preparation>, target: ProgressDrawTa
 const BETWEEN_LINES: Duration = Duration::from_secs(1);
 
 async fn show_lines(mut work: watch::Receiver<Preparation>, output: &mut (dyn Write + Send)) {
-    let mut last: Option<(Instant, String)> = None;
+    // Work of less than a second needs no line at all.
+    let mut last: Option<(Instant, String)> = Some((Instant::now(), String::new()));
     while let Preparation::Working { step, done, total } = current(&mut work) {
         let line = match total {
             Some(total) => format!("cellblock: {step} ({done} of {total})"),
@@ -115,15 +116,16 @@ mod tests {
             (2000, working("checking", 0, None)),
             (2000, Preparation::Ready),
         ];
-        let expected = ["cellblock: looking", "cellblock: downloading (2 of 9)", "cellblock: checking"];
+        let expected = ["cellblock: downloading (2 of 9)", "cellblock: checking"];
         assert_eq!(lines(states).await, expected);
     }
 
     #[tokio::test(start_paused = true)]
     async fn showing_ends_when_the_work_fails_or_is_given_up() {
         let failed = Preparation::Failed { why: "no".to_owned() };
-        assert_eq!(lines(vec![(0, working("a", 0, None)), (10, failed)]).await.len(), 1);
-        assert_eq!(lines(vec![(0, working("a", 0, None))]).await.len(), 1);
+        assert_eq!(lines(vec![(0, working("a", 0, None)), (1500, failed.clone())]).await.len(), 1);
+        assert_eq!(lines(vec![(0, working("a", 0, None)), (10, failed)]).await.len(), 0);
+        assert_eq!(lines(vec![(0, working("a", 0, None))]).await.len(), 0);
     }
 
     #[tokio::test(start_paused = true)]

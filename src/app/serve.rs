@@ -22,6 +22,7 @@ pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
         files,
         McpSettings {
             default_timeout: settings.timeout,
+            max_timeout: settings.max_timeout,
             idle_timeout: settings.idle_timeout,
             ..McpSettings::default()
         },

@@ -80,6 +80,8 @@ const ANSWERED_METHODS: [&str; 8] = [
 pub struct McpSettings {
     /// For executions whose caller names none.
     pub default_timeout: Duration,
+    /// The most a caller may ask for.
+    pub max_timeout: Duration,
     /// For executions whose caller names none.
     pub default_max_output_chars: usize,
     /// After how long an unused session ends. Only told to clients here; sessions enforce it.
@@ -90,6 +92,7 @@ impl Default for McpSettings {
     fn default() -> McpSettings {
         McpSettings {
             default_timeout: Duration::from_secs(120),
+            max_timeout: Duration::from_secs(3600),
             default_max_output_chars: 5000,
             idle_timeout: Duration::from_secs(3600),
         }

@@ -15,9 +15,6 @@ use serde_json::{Value, json};
 use super::McpSettings;
 use crate::session::{InsidePath, SessionId};
 
-/// The longest time-out a caller may ask for: a day.
-const LONGEST_TIMEOUT: u64 = 86_400;
-
 /// More text than this helps no model, and the whole of it can be read as a resource.
 const MOST_OUTPUT_CHARS: u64 = 1_000_000;
 
@@ -94,6 +91,7 @@ fn suggestion(nearest: &Option<String>, allowed: &[String]) -> String {
 pub(super) struct Catalogue {
     tools: Arc<Vec<Tool>>,
     default_timeout: Duration,
+    max_timeout: Duration,
     default_max_output_chars: usize,
 }
 
@@ -102,6 +100,7 @@ impl Catalogue {
         Catalogue {
             tools: Arc::new(ToolName::ALL.into_iter().map(|tool| describe(tool, settings)).collect()),
             default_timeout: settings.default_timeout,
+            max_timeout: settings.max_timeout,
             default_max_output_chars: settings.default_max_output_chars,
         }
     }
@@ -136,7 +135,7 @@ impl Catalogue {
             ToolName::Execute => Call::Execute {
                 session: take("session_id").session()?,
                 code: take("code").text(LARGEST_CODE, 0)?,
-                timeout: take("timeout").timeout(self.default_timeout)?,
+                timeout: take("timeout").timeout(self.default_timeout, self.max_timeout)?,
                 max_output_chars: take("max_output_chars").output_chars(self.default_max_output_chars)?,
             },
             ToolName::Reset => Call::Reset { session: take("session_id").session()? },
@@ -198,11 +197,12 @@ impl Given {
             .map_err(|cause| wrong(tool, name, quoted(&text), format!("a path below the working folder ({cause})")))
     }
 
-    fn timeout(self, default: Duration) -> Result<Duration, BadArgument> {
-        let expected = || format!("a number of seconds greater than 0 and at most {LONGEST_TIMEOUT}");
+    fn timeout(self, default: Duration, most: Duration) -> Result<Duration, BadArgument> {
+        let most = most.as_secs_f64();
+        let expected = || format!("a number of seconds greater than 0 and at most {most}");
         let Some(value) = self.value else { return Ok(default) };
         match value.as_f64() {
-            Some(seconds) if seconds > 0.0 && seconds <= LONGEST_TIMEOUT as f64 => Ok(Duration::from_secs_f64(seconds)),
+            Some(seconds) if seconds > 0.0 && seconds <= most => Ok(Duration::from_secs_f64(seconds)),
             _ => Err(wrong(self.tool, self.name, shown(&value), expected())),
         }
     }
@@ -292,7 +292,7 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                     "code": {"type": "string", "maxLength": LARGEST_CODE, "description": "The cell."},
                     "session_id": session_schema(),
                     "timeout": {
-                        "type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_TIMEOUT,
+                        "type": "number", "exclusiveMinimum": 0, "maximum": settings.max_timeout.as_secs_f64(),
                         "default": settings.default_timeout.as_secs_f64(),
                         "description": "Seconds until the code is interrupted.",
                     },
@@ -776,20 +776,30 @@ pub(super) mod tests {
 
     #[test]
     fn numbers_out_of_range_are_refused_and_the_bounds_themselves_are_not() {
-        for timeout in [json!(0), json!(-1), json!(86_400.5), json!(1e300)] {
+        for timeout in [json!(0), json!(-1), json!(3_600.5), json!(1e300)] {
             check_refused(
                 ToolName::Execute,
                 json!({"code": "1", "timeout": timeout}),
-                &["\"timeout\"", "at most 86400"],
+                &["\"timeout\"", "at most 3600"],
             );
         }
         for chars in [json!(0), json!(-5), json!(1.5), json!(1_000_001)] {
             let arguments = json!({"code": "1", "max_output_chars": chars});
             check_refused(ToolName::Execute, arguments, &["\"max_output_chars\"", "1 to 1000000"]);
         }
-        for (timeout, chars) in [(86_400, 1), (1, 1_000_000)] {
+        for (timeout, chars) in [(3_600, 1), (1, 1_000_000)] {
             parse(ToolName::Execute, json!({"code": "1", "timeout": timeout, "max_output_chars": chars})).unwrap();
         }
+    }
+
+    #[test]
+    fn the_longest_time_out_is_the_operators() {
+        let settings = McpSettings { max_timeout: Duration::from_secs(10), ..McpSettings::default() };
+        let catalogue = Catalogue::new(&settings);
+        let parse = |timeout: u64| catalogue.parse(ToolName::Execute, map(json!({"code": "1", "timeout": timeout})));
+        parse(10).unwrap();
+        assert!(parse(11).unwrap_err().to_string().contains("at most 10"));
+        assert_eq!(properties(catalogue.get(ToolName::Execute))["timeout"]["maximum"], json!(10.0));
     }
 
     #[test]
@@ -816,7 +826,7 @@ pub(super) mod tests {
     fn whatever_the_parser_takes_the_schema_takes_too() {
         let samples = [
             (ToolName::Execute, json!({"code": "", "session_id": "a", "timeout": 0.001, "max_output_chars": 1})),
-            (ToolName::Execute, json!({"code": "x", "timeout": 86_400, "max_output_chars": 1_000_000})),
+            (ToolName::Execute, json!({"code": "x", "timeout": 3_600, "max_output_chars": 1_000_000})),
             (ToolName::Reset, json!({"session_id": "a".repeat(64)})),
             (ToolName::Download, json!({"relpath": "a", "local_path": "b", "overwrite": true})),
             (ToolName::List, json!({})),

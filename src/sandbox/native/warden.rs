@@ -225,6 +225,8 @@ async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
         let (event, descriptors) = match received {
             Ok(Some(message)) => message,
             Ok(None) => break,
+            // A jail that ends with unread commands closes its socket this way.
+            Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => break,
             Err(error) => {
                 error!(%error, "the jail's words are not understood");
                 break;

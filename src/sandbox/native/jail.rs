@@ -1,0 +1,212 @@
+//! The standing jail: its processes, its traces on the host, and what it enforces.
+
+use std::any::Any;
+use std::collections::BTreeSet;
+use std::io;
+use std::sync::Arc;
+
+use cellblock_jail::cgroup;
+use cellblock_jail::identity::{Identity, IdentityLease};
+use cellblock_jail::posture::Posture;
+use cellblock_jail::probe;
+use cellblock_jail::wire::{LeftOut, ResourceLimit, Scratch, Setup, ZygoteCommand};
+
+use super::instance::Instance;
+use super::sandbox::NativeSandbox;
+use super::warden::{Slots, Warden};
+use super::{NativeSettings, STEP_LIMIT, WarmEnvironment};
+use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind, Sandbox};
+
+/// Descriptors a session may have open at once.
+const OPEN_FILES: u64 = 4_096;
+
+/// What exists once the preparation is done.
+pub(super) struct Jail {
+    pub(super) warden: Arc<Warden>,
+    pub(super) slots: Slots,
+    pub(super) instance: Instance,
+    pub(super) identity: Identity,
+    pub(super) isolation: Isolation,
+    /// The server's own posture: what a session must differ from.
+    pub(super) host: Posture,
+    _lease: IdentityLease,
+    _environment: Box<dyn Any + Send + Sync>,
+}
+
+impl Jail {
+    /// Starts the jail's processes, all but the warm interpreter. Refuses when a layer is missing that must not be.
+    pub(super) async fn stand(settings: &NativeSettings, environment: WarmEnvironment) -> Result<Jail, LaunchError> {
+        let failed =
+            |attempt: &'static str| move |error: io::Error| LaunchError::Start { why: format!("{attempt}: {error}") };
+        let instance =
+            Instance::register(&settings.runtime_dir).map_err(failed("the runtime folder cannot be used"))?;
+        let lease = IdentityLease::take(&settings.runtime_dir).map_err(failed("no user ids for sessions"))?;
+        let identity = lease.identity;
+        let (isolation, leave_out) = Jail::plan_isolation(settings, identity, instance.cgroup_failure());
+        if let Some((kind, why)) = isolation.first_unallowed(&settings.allowed_to_be_missing()) {
+            return Err(LaunchError::LayerMissing { kind, why: why.to_owned() });
+        }
+        let setup = Setup {
+            identity,
+            binds: environment.binds,
+            mounts: settings.mounts.clone(),
+            scratch: Scratch {
+                bytes: settings.limits.disk,
+                files: settings.limits.files,
+                shared_memory: settings.limits.memory / 2,
+            },
+            zygote: ZygoteCommand {
+                program: environment.python,
+                arguments: environment.arguments,
+                environment: environment.variables,
+                preload: environment.preload,
+                quick: environment.quick,
+                session_environment: settings.variables.clone(),
+            },
+            rlimits: settings.rlimits(instance.tree().is_some()),
+            cgroups: instance.tree().map(cgroup::Tree::folders).unwrap_or_default(),
+            leave_out,
+        };
+        let warden = Warden::start(&settings.guardian, &setup, instance.tree())
+            .await
+            .map_err(failed("the jail did not start"))?;
+        warden.ready(STEP_LIMIT).await.map_err(|why| LaunchError::Start { why })?;
+        let host = Posture::read(std::process::id()).map_err(failed("the kernel does not tell about processes"))?;
+        Ok(Jail {
+            warden: Arc::new(warden),
+            slots: Slots::new(identity.slots()),
+            instance,
+            identity,
+            isolation,
+            host,
+            _lease: lease,
+            _environment: environment.held,
+        })
+    }
+
+    /// Ends everything that lives in the jail, and removes its traces.
+    pub(super) async fn end(&self) {
+        // With its lifeline cut, the guardian ends everything and removes the control groups.
+        self.warden.end().await;
+        self.instance.remove();
+    }
+
+    /// Finds out which layers this machine can enforce, and which must be left out.
+    fn plan_isolation(
+        settings: &NativeSettings,
+        identity: Identity,
+        no_cgroup: Option<&str>,
+    ) -> (Isolation, Vec<LeftOut>) {
+        let mut isolation = Isolation::default();
+        let mut leave_out = settings.leave_out.clone();
+        let enforced = |how: &str| Layer::Enforced { how: how.to_owned() };
+        let namespaces = probe::user_namespaces();
+        isolation.record(
+            LayerKind::Namespaces,
+            if namespaces.works {
+                enforced("user, mount, pid, network, ipc, uts and cgroup namespaces")
+            } else {
+                Layer::Missing { why: with_cure(&namespaces) }
+            },
+        );
+        isolation.record(
+            LayerKind::Identity,
+            match identity {
+                Identity::Block { .. } => enforced("each session is a host user of its own"),
+                Identity::Caller { .. } => Layer::Reduced {
+                    how: "sessions run as the server's own unprivileged user".to_owned(),
+                    why: "only a server started by root can give each session a user of its own".to_owned(),
+                },
+            },
+        );
+        isolation.record(LayerKind::Privileges, enforced("no capability, no_new_privs"));
+        for (kind, left_out, finding, how) in [
+            (LayerKind::SystemCalls, LeftOut::Seccomp, probe::seccomp(), "seccomp allowlist"),
+            (LayerKind::Landlock, LeftOut::Landlock, probe::landlock(), "landlock"),
+        ] {
+            let layer = if leave_out.contains(&left_out) {
+                Layer::Missing { why: "it was left out".to_owned() }
+            } else if finding.works {
+                enforced(how)
+            } else {
+                leave_out.push(left_out);
+                Layer::Missing { why: with_cure(&finding) }
+            };
+            isolation.record(kind, layer);
+        }
+        isolation.record(LayerKind::Network, enforced("an empty network namespace"));
+        isolation.record(
+            LayerKind::Resources,
+            match no_cgroup {
+                None => enforced("control groups for memory, CPU time and processes"),
+                Some(why) => Layer::Reduced {
+                    how: "limits per process (rlimits) and fixed-size file systems".to_owned(),
+                    why: why.to_owned(),
+                },
+            },
+        );
+        (isolation, leave_out)
+    }
+}
+
+impl NativeSettings {
+    /// The layers that may be missing: by the operator's leave, or left out by a test.
+    fn allowed_to_be_missing(&self) -> BTreeSet<LayerKind> {
+        let left_out = self.leave_out.iter().map(|left_out| match left_out {
+            LeftOut::Seccomp => LayerKind::SystemCalls,
+            LeftOut::Landlock => LayerKind::Landlock,
+            LeftOut::ReadOnlyMounts => LayerKind::Namespaces,
+        });
+        self.allow_missing.iter().copied().chain(left_out).collect()
+    }
+
+    fn rlimits(&self, has_control_groups: bool) -> Vec<ResourceLimit> {
+        use rustix::process::Resource;
+        let limit = |resource: Resource, value: u64| ResourceLimit { resource: resource as u32, value };
+        let mut limits = vec![
+            // One, not zero: with zero the kernel still hands a crash to the host's handler when that is a program.
+            limit(Resource::Core, 1),
+            limit(Resource::Nofile, OPEN_FILES),
+            limit(Resource::Fsize, self.limits.disk),
+            limit(Resource::Nproc, u64::from(self.limits.processes)),
+        ];
+        if !has_control_groups {
+            limits.push(limit(Resource::Data, self.limits.memory));
+        }
+        limits
+    }
+}
+
+/// Makes one empty sandbox and takes it away again, to find out what this machine enforces. Missing layers are part of the answer.
+pub async fn trial(mut settings: NativeSettings) -> Result<Isolation, LaunchError> {
+    settings.allow_missing = LayerKind::ALL.into_iter().collect();
+    // No interpreter is started, so none need exist.
+    let nothing = WarmEnvironment {
+        binds: Vec::new(),
+        python: String::new(),
+        arguments: Vec::new(),
+        variables: Vec::new(),
+        preload: Vec::new(),
+        quick: true,
+        held: Box::new(()),
+    };
+    let jail = Jail::stand(&settings, nothing).await?;
+    let slot = jail.slots.take().expect("a fresh jail has free slots");
+    let tried = NativeSandbox::prepare(&jail, slot, &settings).await;
+    let isolation = match tried {
+        Ok(mut sandbox) => {
+            sandbox.destroy().await;
+            Ok(sandbox.isolation().clone())
+        }
+        Err(error) => Err(error),
+    };
+    jail.end().await;
+    isolation
+}
+
+fn with_cure(finding: &probe::Finding) -> String {
+    match &finding.cure {
+        Some(cure) => format!("{}; cure: {cure}", finding.what),
+        None => finding.what.clone(),
+    }
+}

@@ -1,0 +1,109 @@
+//! What waits to be used: empty sandboxes, and warm sessions in sandboxes.
+//!
+//! A warm session answers its first cell at once; an empty sandbox saves most of the work when a burst has emptied the pool. Both are
+//! refilled in the background. Nothing that ran a user's code ever comes here.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard};
+
+use tokio::sync::Notify;
+
+use super::sandbox::NativeSandbox;
+use crate::sandbox::Interpreter;
+
+/// The members that wait.
+#[derive(Default)]
+pub(super) struct Pool {
+    waiting: Mutex<Waiting>,
+    taken: Notify,
+}
+
+#[derive(Default)]
+struct Waiting {
+    warm: VecDeque<(NativeSandbox, Interpreter)>,
+    empty: VecDeque<NativeSandbox>,
+    closed: bool,
+}
+
+/// What the pool lacks most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Lack {
+    Warm,
+    Empty,
+}
+
+impl Pool {
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().expect("no holder of the pool panics")
+    }
+
+    /// Takes a warm session. One that has died in the meantime is never handed out.
+    pub(super) fn take_warm(&self) -> Option<(NativeSandbox, Interpreter)> {
+        let taken = loop {
+            let (sandbox, interpreter) = self.waiting().warm.pop_front()?;
+            if sandbox.is_alive() {
+                break (sandbox, interpreter);
+            }
+        };
+        self.taken.notify_one();
+        Some(taken)
+    }
+
+    pub(super) fn take_empty(&self) -> Option<NativeSandbox> {
+        let taken = loop {
+            let sandbox = self.waiting().empty.pop_front()?;
+            if sandbox.is_alive() {
+                break sandbox;
+            }
+        };
+        self.taken.notify_one();
+        Some(taken)
+    }
+
+    /// Adds a warm session; after `close` it is dropped, and so destroyed.
+    pub(super) fn add_warm(&self, member: (NativeSandbox, Interpreter)) {
+        let mut waiting = self.waiting();
+        if !waiting.closed {
+            waiting.warm.push_back(member);
+        }
+    }
+
+    pub(super) fn add_empty(&self, sandbox: NativeSandbox) {
+        let mut waiting = self.waiting();
+        if !waiting.closed {
+            waiting.empty.push_back(sandbox);
+        }
+    }
+
+    /// Returns what is missing to `size` warm sessions and as many empty sandboxes.
+    pub(super) fn lack(&self, size: usize) -> Option<Lack> {
+        let waiting = self.waiting();
+        if waiting.closed {
+            None
+        } else if waiting.warm.len() < size {
+            Some(Lack::Warm)
+        } else if waiting.empty.len() < size {
+            Some(Lack::Empty)
+        } else {
+            None
+        }
+    }
+
+    /// Waits until something was taken.
+    pub(super) async fn taken(&self) {
+        self.taken.notified().await;
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.waiting().closed
+    }
+
+    /// Destroys what waits and takes nothing more.
+    pub(super) fn close(&self) {
+        let mut waiting = self.waiting();
+        waiting.closed = true;
+        waiting.warm.clear();
+        waiting.empty.clear();
+        self.taken.notify_one();
+    }
+}
