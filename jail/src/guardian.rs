@@ -53,6 +53,8 @@ pub fn main() -> ExitCode {
 
 fn run(lifeline: &OwnedFd) -> io::Result<()> {
     rustix::thread::set_name(c"cb-guardian")?;
+    // A terminal's interrupt is for the server to understand; it must not end the jail under it.
+    let _ = rustix::process::setsid();
     let Some((setup, mut descriptors)) = wire::receive::<Setup>(lifeline)? else {
         return Ok(());
     };

@@ -23,8 +23,8 @@ pub struct Posture {
     /// 2 when a filter is loaded.
     pub seccomp: u32,
     pub seccomp_filters: u32,
-    /// How many pid namespaces deep it is.
-    pub pid_depth: usize,
+    /// Whether it leads a session, and so a process group, of its own.
+    pub leads_session: bool,
     /// The identity of each namespace.
     pub namespaces: BTreeMap<&'static str, PathBuf>,
 }
@@ -40,6 +40,8 @@ pub enum Fault {
     Capabilities,
     #[error("it could gain privileges")]
     NewPrivileges,
+    #[error("it is in the process group of others")]
+    Group,
     #[error("it has {0} of {1} seccomp filters")]
     Seccomp(u32, u32),
     #[error("it shares the {0} namespace with the host")]
@@ -83,7 +85,7 @@ impl Posture {
             no_new_privileges: field("NoNewPrivs")? == "1",
             seccomp: field("Seccomp")?.parse().ok()?,
             seccomp_filters: field("Seccomp_filters")?.parse().ok()?,
-            pid_depth: field("NSpid")?.split_whitespace().count(),
+            leads_session: field("NSpid")? == field("NSsid")? && field("NSpid")? == field("NSpgid")?,
             namespaces: BTreeMap::new(),
         })
     }
@@ -104,6 +106,9 @@ impl Posture {
         if !self.no_new_privileges {
             return Some(Fault::NewPrivileges);
         }
+        if !self.leads_session {
+            return Some(Fault::Group);
+        }
         if expected.seccomp_filters > 0 && (self.seccomp != 2 || self.seccomp_filters < expected.seccomp_filters) {
             return Some(Fault::Seccomp(self.seccomp_filters, expected.seccomp_filters));
         }
@@ -116,7 +121,7 @@ mod tests {
     use super::*;
 
     const STATUS: &str = "Name:\tpython\nUid:\t1900000001\t1900000001\t1900000001\t1900000001\nGid:\t1900000001\t1900000001\t1900000001\t1900000001\n\
-        Groups:\t \nNSpid:\t900\t12\t3\nCapInh:\t0000000000000000\nCapPrm:\t0000000000000000\nCapEff:\t0000000000000000\n\
+        Groups:\t \nNSpid:\t900\t12\t3\nNSsid:\t900\t12\t3\nNSpgid:\t900\t12\t3\nCapInh:\t0000000000000000\nCapPrm:\t0000000000000000\nCapEff:\t0000000000000000\n\
         CapBnd:\t0000000000000000\nCapAmb:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t2\nSeccomp_filters:\t2\n";
 
     fn locked_down() -> Posture {
@@ -156,6 +161,7 @@ mod tests {
             assert_eq!(posture.fault(&EXPECTED, &host()), Some(Fault::Capabilities));
         }
         assert_eq!(weaken(|posture| posture.no_new_privileges = false), Some(Fault::NewPrivileges));
+        assert_eq!(weaken(|posture| posture.leads_session = false), Some(Fault::Group));
         assert!(matches!(weaken(|posture| posture.seccomp = 0), Some(Fault::Seccomp(..))));
         assert!(matches!(weaken(|posture| posture.seccomp_filters = 1), Some(Fault::Seccomp(1, 2))));
         for name in NAMESPACES {

@@ -54,6 +54,8 @@ class Entry:
         # While /proc still shows this process under its outer number.
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
             score.write(str(_OUT_OF_MEMORY_SCORE))
+        # Leaves the process group of the jail: signals to a group reach across namespaces.
+        os.setsid()
         # The user namespace comes last: entering the others needs rights that this one takes away.
         for namespace in namespaces:
             self.join(namespace)
