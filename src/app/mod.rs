@@ -41,7 +41,8 @@ pub fn main() -> ExitCode {
 
 fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     let settings = config::load(arguments.general.config.as_deref(), arguments.flags())?;
-    let fallback = if matches!(arguments.command, Command::Mcp(_)) { "info" } else { "warn" };
+    // What goes wrong in the other commands is their answer, not a line in a log.
+    let fallback = if matches!(arguments.command, Command::Mcp(_)) { "info" } else { "error" };
     telemetry::start(settings.log_filter.as_deref(), fallback)?;
     for notice in &settings.notices {
         tracing::warn!("{notice}");

@@ -15,6 +15,7 @@ use super::cli::{CodeSource, RunArguments};
 use super::serve::asked_to_end;
 use super::{Warmth, native_backend, progress, sessions};
 use crate::config::Settings;
+use crate::sandbox::Exit;
 use crate::session::{
     ExecuteRequest, Image, InsidePath, Outcome, Part, Principal, SessionId, Sessions, StateAfter, Status, Stream,
 };
@@ -155,7 +156,12 @@ fn ending(status: &Status) -> Option<String> {
             if *state == StateAfter::Lost { "; the code ignored the interrupt and was killed" } else { "" }
         )),
         Status::Cancelled { .. } => Some("interrupted".to_owned()),
-        other => Some(format!("the interpreter ended: {}", other.name().replace('_', " "))),
+        Status::Died { exit: Exit::Code(code) } => Some(format!("Python left with exit code {code}")),
+        Status::Died { exit: Exit::Signal(signal) } => Some(format!("Python was ended by signal {signal}")),
+        Status::Died { exit: Exit::OutOfMemory { limit } } => {
+            Some(format!("the code needed more than its {} MiB of memory (see --memory)", limit >> 20))
+        }
+        other => Some(format!("Python ended: {}", other.name().replace('_', " "))),
     }
 }
 

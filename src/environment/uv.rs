@@ -50,8 +50,14 @@ pub(super) fn installer_variables(own: &BTreeMap<String, String>) -> BTreeMap<St
             variables.insert(names[0].to_owned(), value.clone());
         }
     }
+    if !SYSTEM_CERTIFICATES.iter().any(|name| own.contains_key(*name)) {
+        variables.extend(SYSTEM_CERTIFICATES.map(|name| (name.to_owned(), "true".to_owned())));
+    }
     variables
 }
+
+/// Makes uv trust what the machine trusts, as pip does: an index behind a company's own authority works. The second is the older name.
+const SYSTEM_CERTIFICATES: [&str; 2] = ["UV_SYSTEM_CERTS", "UV_NATIVE_TLS"];
 
 /// Finds uv: named by `CELLBLOCK_UV`, on the path, or installed by us earlier.
 pub(super) fn find(variables: &BTreeMap<String, String>, data_dir: &Path) -> Result<Option<PathBuf>, EnvironmentError> {
@@ -256,7 +262,10 @@ mod tests {
             ("UV_LINK_MODE", "symlink"),
             ("HTTPS_PROXY", "http://p"),
         ]));
-        assert_eq!(given, variables(&[("HTTPS_PROXY", "http://p")]));
+        let certificates = [("UV_SYSTEM_CERTS", "true"), ("UV_NATIVE_TLS", "true")];
+        assert_eq!(given, variables(&[&[("HTTPS_PROXY", "http://p")], &certificates[..]].concat()));
+        let chosen = variables(&[("UV_NATIVE_TLS", "false")]);
+        assert_eq!(installer_variables(&chosen), chosen);
     }
 
     #[test]

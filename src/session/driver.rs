@@ -484,7 +484,7 @@ impl Driver {
                 self.happen(Event::Started);
             }
             Err(error) => {
-                warn!(session = self.id.as_str(), %error, "no interpreter could be started");
+                debug!(session = self.id.as_str(), %error, "no interpreter could be started");
                 self.ended =
                     Some(format!("Python could not be started again ({error}); files in the working folder are kept"));
                 for (reply, _) in self.resets.drain(..) {
