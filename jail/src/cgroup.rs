@@ -61,7 +61,10 @@ impl Tree {
                 }
                 Ok(Tree::One { folders })
             }
-            Located::Two(parent) => make_version_two(&parent, name),
+            Located::Two { own, top } => make_version_two(&own, name).or_else(|why| {
+                // Where nothing is delegated to it, root may still have a group of its own at the top, as container engines have.
+                if rustix::process::geteuid().is_root() { make_version_two(&top, name) } else { Err(why) }
+            }),
             Located::Nothing(why) => Err(why),
         }
     }
@@ -203,7 +206,11 @@ impl Group {
 
 enum Located {
     One(Vec<PathBuf>),
-    Two(PathBuf),
+    /// The group of this process, and the top of the tree.
+    Two {
+        own: PathBuf,
+        top: PathBuf,
+    },
     Nothing(String),
 }
 
@@ -245,7 +252,9 @@ fn locate(membership: &str, mounts: &str) -> Located {
         return Located::One(folders);
     }
     match hierarchies.iter().find(|(kind, ..)| *kind == "cgroup2") {
-        Some((_, root, place, _)) => Located::Two(folder(root, place, path_in("").unwrap_or("/"))),
+        Some((_, root, place, _)) => {
+            Located::Two { own: folder(root, place, path_in("").unwrap_or("/")), top: PathBuf::from(place) }
+        }
         None => Located::Nothing("no control groups are mounted".to_owned()),
     }
 }
@@ -357,15 +366,16 @@ mod tests {
     #[test]
     fn version_two_is_taken_when_controllers_have_no_trees_of_their_own() {
         let mounts = "34 25 0:30 / /sys/fs/cgroup rw - cgroup2 cgroup rw";
-        let Located::Two(folder) = locate("0::/user.slice/app", mounts) else { panic!("expected version two") };
-        assert_eq!(folder, Path::new("/sys/fs/cgroup/user.slice/app"));
+        let Located::Two { own, top } = locate("0::/user.slice/app", mounts) else { panic!("expected version two") };
+        assert_eq!(own, Path::new("/sys/fs/cgroup/user.slice/app"));
+        assert_eq!(top, Path::new("/sys/fs/cgroup"));
     }
 
     #[test]
     fn a_mount_that_shows_only_a_part_of_the_tree_is_taken_into_account() {
         let mounts = "34 25 0:30 /box /sys/fs/cgroup rw - cgroup2 cgroup rw";
-        let Located::Two(folder) = locate("0::/box/inner", mounts) else { panic!("expected version two") };
-        assert_eq!(folder, Path::new("/sys/fs/cgroup/inner"));
+        let Located::Two { own, .. } = locate("0::/box/inner", mounts) else { panic!("expected version two") };
+        assert_eq!(own, Path::new("/sys/fs/cgroup/inner"));
     }
 
     #[test]

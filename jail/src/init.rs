@@ -137,7 +137,15 @@ fn build(start: &Start) -> Result<(), InitError> {
     }
     mount_scratch(start)?;
     match &start.mounts {
-        OperatorMounts::Given(mounts) => mounts.iter().try_for_each(|mount| mount.attach_below(Path::new("/")))?,
+        OperatorMounts::Given(mounts) => {
+            // The place of a mount may have to be made in an id-mapped workspace, in which only the session's user exists.
+            sys::use_files_as(start.owner);
+            let attached = mounts.iter().try_for_each(|mount| mount.attach_below(Path::new("/")));
+            sys::use_files_as(0);
+            attached?;
+            // The change of user made this process unreadable; but the warden must write its id maps.
+            step("become readable", rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable))?;
+        }
         OperatorMounts::Standing(mounts) => root::move_standing_mounts(mounts)?,
     }
     let rules = if start.leave_out.contains(&LeftOut::Landlock) { None } else { Some(landlock::ruleset()?) };

@@ -8,6 +8,8 @@ use landlock::{ABI, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     pub works: bool,
+    /// What an older kernel does not cover, when it works otherwise.
+    pub but: Option<String>,
     /// What is there, or what is missing and why.
     pub what: String,
     /// The exact cure, when there is one.
@@ -16,11 +18,11 @@ pub struct Finding {
 
 impl Finding {
     fn works(what: impl Into<String>) -> Finding {
-        Finding { works: true, what: what.into(), cure: None }
+        Finding { works: true, but: None, what: what.into(), cure: None }
     }
 
     fn missing(what: impl Into<String>, cure: &str) -> Finding {
-        Finding { works: false, what: what.into(), cure: Some(cure.to_owned()) }
+        Finding { works: false, but: None, what: what.into(), cure: Some(cure.to_owned()) }
     }
 }
 
@@ -37,7 +39,12 @@ pub fn user_namespaces() -> Finding {
             "sysctl -w kernel.unprivileged_userns_clone=1",
         );
     }
-    if !is_root && setting("/proc/sys/kernel/apparmor_restrict_unprivileged_userns").is_some_and(|value| value == "1") {
+    // A program with a profile of its own is restricted by that profile only; whether it grants enough, a launch will tell.
+    let has_profile = setting("/proc/self/attr/current").is_some_and(|profile| profile != "unconfined");
+    if !is_root
+        && !has_profile
+        && setting("/proc/sys/kernel/apparmor_restrict_unprivileged_userns").is_some_and(|value| value == "1")
+    {
         return Finding::missing(
             "AppArmor takes the rights out of user namespaces made by ordinary programs (Ubuntu 23.10 and newer)",
             "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile that grants `userns` to the cellblock binary",
@@ -55,12 +62,15 @@ pub fn landlock() -> Finding {
             .and_then(|rules| rules.create())
             .is_ok()
     };
-    if supported(ABI::V3) {
-        return Finding::works("landlock is on");
-    }
     let cure = "use Linux 6.2 or newer with landlock in the kernel's `lsm=` list";
-    if supported(ABI::V1) {
-        Finding::missing("landlock is too old: it does not refuse truncation", cure)
+    if supported(ABI::V3) {
+        Finding::works("landlock")
+    } else if supported(ABI::V1) {
+        Finding {
+            but: Some("this kernel's landlock does not refuse truncation, which Linux 6.2 added".to_owned()),
+            cure: Some(cure.to_owned()),
+            ..Finding::works("landlock")
+        }
     } else {
         Finding::missing("the kernel has no landlock", cure)
     }
@@ -70,7 +80,7 @@ pub fn landlock() -> Finding {
 pub fn seccomp() -> Finding {
     let actions = fs::read_to_string("/proc/sys/kernel/seccomp/actions_avail").unwrap_or_default();
     if actions.split_whitespace().any(|action| action == "errno") {
-        Finding::works("seccomp filters are on")
+        Finding::works("seccomp allowlist")
     } else {
         Finding::missing("the kernel has no seccomp filters", "use a kernel with CONFIG_SECCOMP_FILTER")
     }

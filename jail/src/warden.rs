@@ -74,9 +74,7 @@ pub(crate) fn main(start: Start) -> ! {
 
 fn run(start: Start) -> Result<(), RootError> {
     let failed = |attempt: &'static str| move |cause: io::Error| RootError::new(attempt, cause);
-    // The kernel's promise, in case the guardian is killed: this process, and so all its namespace, ends with it.
-    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
-        .map_err(|cause| RootError::new("could not tie the warden to its guardian", cause))?;
+    end_with_the_guardian()?;
     let mut byte = [0];
     if rustix::io::read(&start.gate, &mut byte)
         .map_err(|cause| RootError::new("could not wait for the id maps", cause))?
@@ -86,6 +84,8 @@ fn run(start: Start) -> Result<(), RootError> {
     }
     rustix::thread::set_name(c"cb-warden").map_err(|cause| RootError::new("could not name the warden", cause))?;
     become_warden_root(&start.setup).map_err(failed("could not become root of the jail"))?;
+    // The kernel forgets the promise when a process changes its user.
+    end_with_the_guardian()?;
     let trees = match start.trees {
         Some(trees) => trees,
         None => root::open_all(&start.setup.binds, &start.setup.leave_out)?,
@@ -108,6 +108,12 @@ fn run(start: Start) -> Result<(), RootError> {
         setup: start.setup,
     };
     warden.tell(&Event::Ready, &[]).and_then(|()| warden.serve()).map_err(failed("the warden's loop broke"))
+}
+
+/// Has the kernel end this process, and so all its namespace, when the guardian is killed.
+fn end_with_the_guardian() -> Result<(), RootError> {
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
+        .map_err(|cause| RootError::new("could not tie the warden to its guardian", cause))
 }
 
 fn become_warden_root(setup: &Setup) -> io::Result<()> {

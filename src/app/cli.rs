@@ -183,7 +183,7 @@ pub(super) struct SandboxArguments {
     /// Processor cores each sandbox may keep busy, such as 0.5 or 2 [default: 2]
     #[arg(long, value_name = "N")]
     cpus: Option<String>,
-    /// Longest run of one cell, such as 30, 30s or 2m [default: 2m]
+    /// How long a cell may run when its caller does not say, such as 30, 30s or 2m [default: 2m]
     #[arg(long, value_name = "DURATION")]
     timeout: Option<String>,
     /// Sessions that may exist at once [default: 64]

@@ -10,6 +10,7 @@ mod progress;
 mod run;
 mod serve;
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -24,7 +25,7 @@ use crate::config::{self, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
 use crate::sandbox::native::{NativeBackend, NativeSettings, WORK_FOLDER, WarmEnvironment};
 use crate::sandbox::{Backend, Preparation};
-use crate::session::{SessionSettings, Sessions};
+use crate::session::{SessionSettings, Sessions, WorkFolder};
 use crate::telemetry;
 
 /// Runs the program.
@@ -63,6 +64,14 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     // A read of standard input that never ends must not keep the program alive.
     runtime.shutdown_background();
     status
+}
+
+/// Prints to standard output. A reader that has gone away has seen enough.
+fn print(text: &str) -> std::io::Result<()> {
+    match std::io::stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        printed => printed,
+    }
 }
 
 /// Every sandbox costs the server a few descriptors and the warden a dozen.
@@ -179,10 +188,15 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
     }
 }
 
+fn work_folder(settings: &Settings) -> WorkFolder {
+    if settings.workspace.is_some() { WorkFolder::Shared } else { WorkFolder::Private }
+}
+
 fn sessions(settings: &Settings, backend: Arc<dyn Backend>) -> Sessions {
     Sessions::new(
         backend,
         SessionSettings {
+            work_folder: work_folder(settings),
             max_sessions: settings.max_sessions,
             idle_timeout: settings.idle_timeout,
             ..SessionSettings::default()

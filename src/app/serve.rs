@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use tracing::info;
 
-use super::{Warmth, native_backend, sessions};
+use super::{Warmth, native_backend, sessions, work_folder};
 use crate::config::Settings;
 use crate::mcp::{self, HostFiles, McpSettings};
 
@@ -24,6 +24,7 @@ pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
             default_timeout: settings.timeout,
             max_timeout: settings.max_timeout,
             idle_timeout: settings.idle_timeout,
+            work_folder: work_folder(&settings),
             ..McpSettings::default()
         },
     );

@@ -46,7 +46,7 @@ use serde_json::json;
 use tokio::io::AsyncWriteExt;
 use tokio::sync::Semaphore;
 
-use crate::session::{ExecuteRequest, InsidePath, Principal, SessionId, Sessions};
+use crate::session::{ExecuteRequest, InsidePath, Principal, SessionId, Sessions, WorkFolder};
 use host_files::{Capped, HostFileError, Overwrite};
 pub use host_files::{HostFiles, RootError};
 use progress::Reporter;
@@ -86,6 +86,7 @@ pub struct McpSettings {
     pub default_max_output_chars: usize,
     /// After how long an unused session ends. Only told to clients here; sessions enforce it.
     pub idle_timeout: Duration,
+    pub work_folder: WorkFolder,
 }
 
 impl Default for McpSettings {
@@ -95,6 +96,7 @@ impl Default for McpSettings {
             max_timeout: Duration::from_secs(3600),
             default_max_output_chars: 5000,
             idle_timeout: Duration::from_secs(3600),
+            work_folder: WorkFolder::Private,
         }
     }
 }
@@ -109,6 +111,7 @@ struct Shared {
     sessions: Arc<dyn SessionAccess>,
     files: HostFiles,
     catalogue: Catalogue,
+    work_folder: WorkFolder,
     owner: Principal,
     cut_outputs: Mutex<CutOutputs>,
     calls: Semaphore,
@@ -142,6 +145,7 @@ impl Server {
                 sessions,
                 files,
                 catalogue: Catalogue::new(&settings),
+                work_folder: settings.work_folder,
                 owner: Principal::local(),
                 cut_outputs: Mutex::default(),
                 calls: Semaphore::new(MOST_CALLS),
@@ -184,7 +188,7 @@ impl Server {
             Call::List => render::sessions(&sessions.list(owner)),
             Call::Close { session } => {
                 let done = or_cancelled(context, sessions.close(owner, &session)).await;
-                answer(done, |()| render::closed(&session))
+                answer(done, |()| render::closed(&session, self.shared.work_folder))
             }
         }
     }

@@ -19,7 +19,7 @@ use super::tools::Seconds;
 use crate::sandbox::{Exit, Isolation, Layer};
 use crate::session::{
     FileChanges, FileNote, Image, Outcome, Output, Part, PythonError, ResetReport, SessionId, SessionInfo, StateAfter,
-    Status, Stream, Variable, VariableChanges,
+    Status, Stream, Variable, VariableChanges, WorkFolder,
 };
 
 /// What an execution without output reads.
@@ -122,8 +122,12 @@ pub(super) fn sessions(sessions: &[SessionInfo]) -> CallToolResult {
 }
 
 /// Renders a closed session.
-pub(super) fn closed(session: &SessionId) -> CallToolResult {
-    let text = format!("Session \"{}\" is closed; its variables and files are gone.", session.as_str());
+pub(super) fn closed(session: &SessionId, work_folder: WorkFolder) -> CallToolResult {
+    let lost = match work_folder {
+        WorkFolder::Private => "its variables and files are gone",
+        WorkFolder::Shared => "its variables are gone, files in the working folder are kept",
+    };
+    let text = format!("Session \"{}\" is closed; {lost}.", session.as_str());
     finished(vec![ContentBlock::text(text)], json!({"session_id": session.as_str()}), false)
 }
 
@@ -655,7 +659,7 @@ mod tests {
             (ToolName::Download, transfer(&session, "a", 5, Direction::Out { local_path: "b" })),
             (ToolName::List, sessions(&[info])),
             (ToolName::List, sessions(&[])),
-            (ToolName::Close, closed(&session)),
+            (ToolName::Close, closed(&session, WorkFolder::Private)),
         ];
         for (tool, result) in results {
             assert_eq!(result.is_error, Some(false));

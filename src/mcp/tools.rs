@@ -13,7 +13,7 @@ use rmcp::model::{JsonObject, Tool, ToolAnnotations};
 use serde_json::{Value, json};
 
 use super::McpSettings;
-use crate::session::{InsidePath, SessionId};
+use crate::session::{InsidePath, SessionId, WorkFolder};
 
 /// More text than this helps no model, and the whole of it can be read as a resource.
 const MOST_OUTPUT_CHARS: u64 = 1_000_000;
@@ -279,13 +279,11 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
             format!(
                 "Runs one IPython cell (magics, `!commands`, top-level `await`, plots) in a private Linux sandbox \
                  and returns what it printed, the value of its last expression and its images. Variables, imports \
-                 and files stay for the next call with the same session_id; a new session_id starts a new, empty \
-                 session. Variables are lost at reset; files too when the session is closed, is not used for {idle}, \
-                 or the server ends. No network. Files are in the current folder, private to the session: nothing of \
-                 the user's computer is visible until uploaded. After the timeout the code is interrupted and \
+                 and files stay for the next call with the same session_id; a new session_id starts a new session \
+                 without variables. {files} No network. After the timeout the code is interrupted and \
                  variables are kept; code that ignores the interrupt is killed and its variables are lost. A failed \
                  cell is not rolled back.",
-                idle = Seconds(settings.idle_timeout)
+                files = what_lasts(settings)
             ),
             object(
                 json!({
@@ -382,7 +380,13 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
         ),
         ToolName::Close => (
             "Close a session",
-            "Ends a session and deletes its variables and files. Download first what should be kept.".to_owned(),
+            match settings.work_folder {
+                WorkFolder::Private => {
+                    "Ends a session and deletes its variables and files. Download first what should be kept."
+                }
+                WorkFolder::Shared => "Ends a session and deletes its variables. Files in the current folder stay.",
+            }
+            .to_owned(),
             object(json!({"session_id": session_schema()}), &[]),
             object(json!({"session_id": {"type": "string"}}), &["session_id"]),
             hints(Effect::Changes { destructive: true, idempotent: true }),
@@ -392,6 +396,23 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
         .with_title(title)
         .with_raw_output_schema(Arc::new(map(output)))
         .with_annotations(annotations)
+}
+
+/// Says truthfully how long variables and files last, which depends on where the working folder is.
+fn what_lasts(settings: &McpSettings) -> String {
+    let idle = Seconds(settings.idle_timeout);
+    match settings.work_folder {
+        WorkFolder::Private => format!(
+            "Variables are lost at reset; files too when the session is closed, is not used for {idle}, or the server \
+             ends. Files are in the current folder, private to the session: nothing of the user's computer is visible \
+             until uploaded."
+        ),
+        WorkFolder::Shared => format!(
+            "Variables are lost at reset, when the session is closed, is not used for {idle}, or the server ends. The \
+             current folder is one of the user's own: all sessions share it and its files stay; nothing else of the \
+             user's computer is visible."
+        ),
+    }
 }
 
 /// What a tool does to the world, as far as the protocol can say it.
@@ -693,6 +714,21 @@ pub(super) mod tests {
             assert_eq!(annotations.open_world_hint, Some(false));
             assert_eq!(annotations.read_only_hint, Some(tool == ToolName::List));
         }
+    }
+
+    #[test]
+    fn a_shared_working_folder_is_described_as_one() {
+        let described = |work_folder| {
+            let settings = McpSettings { work_folder, ..McpSettings::default() };
+            ToolName::ALL.map(|tool| describe(tool, &settings).description.unwrap_or_default().into_owned()).join("\n")
+        };
+        let (private, shared) = (described(WorkFolder::Private), described(WorkFolder::Shared));
+        assert!(private.contains("private to the session") && private.contains("deletes its variables and files"));
+        assert!(
+            shared.contains("all sessions share it and its files stay")
+                && shared.contains("Files in the current folder stay")
+        );
+        assert!(!shared.contains("private to the session"));
     }
 
     #[test]

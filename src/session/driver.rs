@@ -23,7 +23,7 @@ use super::output::{Gatherer, bounded_text};
 use super::state::{Action, Answer, Event, Machine, Refusal, RequestId, State, Stop};
 use super::{
     ExecuteRequest, ExecutionId, FileChanges, FileNote, FullOutput, InsidePath, Outcome, PythonError, Refused,
-    ResetReport, SessionId, SessionSettings, StateAfter, Status, Variable, VariableChanges,
+    ResetReport, SessionId, SessionSettings, StateAfter, Status, Variable, VariableChanges, WorkFolder,
 };
 use crate::runner_client::{
     self, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection, DoneClaim, Trouble,
@@ -114,6 +114,10 @@ pub(super) async fn drive(
     on_gone: OnGone,
 ) {
     let launch = launch(backend);
+    let note = match settings.work_folder {
+        WorkFolder::Private => "This is a new session: no variables or files from before exist.",
+        WorkFolder::Shared => "This is a new session: no variables from before exist.",
+    };
     let driver = Driver {
         id,
         settings,
@@ -129,7 +133,7 @@ pub(super) async fn drive(
         failure: None,
         nonsense: String::new(),
         exit: Exit::Unknown,
-        note: Some("This is a new session: no variables or files from before exist."),
+        note: Some(note),
         resets: Vec::new(),
         closers: Vec::new(),
         expired: false,
@@ -747,7 +751,11 @@ impl Driver {
     async fn leave(mut self, on_gone: OnGone) {
         let why = if self.expired {
             let idle = self.settings.idle_timeout.as_secs();
-            self.ended = Some(format!("it was not used for {idle} s; its variables and files are gone"));
+            let lost = match self.settings.work_folder {
+                WorkFolder::Private => "its variables and files are gone",
+                WorkFolder::Shared => "its variables are gone, files in the working folder are kept",
+            };
+            self.ended = Some(format!("it was not used for {idle} s; {lost}"));
             self.ended.clone()
         } else {
             None

@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use super::driver::{self, Command, Job, STAGED_IN_MEMORY, Shared};
 use super::{
     ExecuteRequest, ExecutionId, FullOutput, InsidePath, LARGEST_CODE, Outcome, Principal, Refused, ResetReport,
-    SessionId, SessionInfo, SessionSettings,
+    SessionId, SessionInfo, SessionSettings, WorkFolder,
 };
 use crate::sandbox::{Backend, Preparation};
 
@@ -122,7 +122,8 @@ impl Sessions {
             match table.sessions.get(&key).cloned() {
                 Some(entry) => entry,
                 None if table.tombstones.remove(&key).is_some() => {
-                    return Ok(ResetReport { interrupted_running_cell: false, files_kept: false });
+                    let files_kept = self.house.settings.work_folder == WorkFolder::Shared;
+                    return Ok(ResetReport { interrupted_running_cell: false, files_kept });
                 }
                 // A client that begins with a reset means "from a clean state", and that is what it has.
                 None if *id == SessionId::default_session() => {

@@ -148,8 +148,18 @@ pub enum BadInsidePath {
     TooLong,
 }
 
+/// What the working folder of a session is. Sandboxes have it mounted; here it is only told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WorkFolder {
+    /// Each session has its own, which ends with it.
+    Private,
+    /// A folder of the operator that all sessions share and that outlives them.
+    Shared,
+}
+
 #[derive(Debug, Clone)]
 pub struct SessionSettings {
+    pub work_folder: WorkFolder,
     pub max_sessions: usize,
     pub idle_timeout: Duration,
     /// How long code may ignore an interrupt before it is killed.
@@ -159,6 +169,7 @@ pub struct SessionSettings {
 impl Default for SessionSettings {
     fn default() -> SessionSettings {
         SessionSettings {
+            work_folder: WorkFolder::Private,
             max_sessions: 20,
             idle_timeout: Duration::from_secs(3600),
             grace: Duration::from_millis(1500),

@@ -27,6 +27,8 @@ pub(super) struct Jail {
     pub(super) instance: Instance,
     pub(super) identity: Identity,
     pub(super) isolation: Isolation,
+    /// The layers that the sandboxes of this jail do without.
+    pub(super) leave_out: Vec<LeftOut>,
     /// The server's own posture: what a session must differ from.
     pub(super) host: Posture,
     _lease: IdentityLease,
@@ -78,6 +80,7 @@ impl Jail {
             instance,
             identity,
             isolation,
+            leave_out: setup.leave_out,
             host,
             _lease: lease,
             _environment: environment.held,
@@ -120,14 +123,16 @@ impl Jail {
             },
         );
         isolation.record(LayerKind::Privileges, enforced("no capability, no_new_privs"));
-        for (kind, left_out, finding, how) in [
-            (LayerKind::SystemCalls, LeftOut::Seccomp, probe::seccomp(), "seccomp allowlist"),
-            (LayerKind::Landlock, LeftOut::Landlock, probe::landlock(), "landlock"),
+        for (kind, left_out, finding) in [
+            (LayerKind::SystemCalls, LeftOut::Seccomp, probe::seccomp()),
+            (LayerKind::Landlock, LeftOut::Landlock, probe::landlock()),
         ] {
             let layer = if leave_out.contains(&left_out) {
                 Layer::Missing { why: "it was left out".to_owned() }
+            } else if let (true, Some(why)) = (finding.works, &finding.but) {
+                Layer::Reduced { how: finding.what.clone(), why: why.clone() }
             } else if finding.works {
-                enforced(how)
+                enforced(&finding.what)
             } else {
                 leave_out.push(left_out);
                 Layer::Missing { why: with_cure(&finding) }
@@ -167,7 +172,8 @@ impl NativeSettings {
             // One, not zero: with zero the kernel still hands a crash to the host's handler when that is a program.
             limit(Resource::Core, 1),
             limit(Resource::Nofile, OPEN_FILES),
-            limit(Resource::Fsize, self.limits.disk),
+            // One more than fits, so that a full disk is told as such and not as a file that is too large.
+            limit(Resource::Fsize, self.limits.disk + 1),
             limit(Resource::Nproc, u64::from(self.limits.processes)),
         ];
         if !has_control_groups {

@@ -84,7 +84,7 @@ impl NativeSandbox {
                 host_uid: uid,
                 host_gid: gid,
                 groups_empty: matches!(jail.identity, Identity::Block { .. }),
-                seccomp_filters: if settings.leave_out.contains(&LeftOut::Seccomp) { 0 } else { FILTERS },
+                seccomp_filters: if jail.leave_out.contains(&LeftOut::Seccomp) { 0 } else { FILTERS },
             },
             host: jail.host.clone(),
             isolation: jail.isolation.clone(),
@@ -150,7 +150,7 @@ impl NativeSandbox {
         drop(theirs);
         let forked = self.await_view(|view| view.interpreter_of(generation)).await;
         if let Err(LaunchError::TimedOut(_)) = forked {
-            self.warden.replace_zygote();
+            self.warden.give_zygote_up();
         }
         let process = forked?;
         self.interpreter = Some(Arc::clone(&process));

@@ -180,6 +180,20 @@ impl Warden {
         self.command_now(&Command::Warm);
     }
 
+    /// Gives up a warm interpreter that does not answer: forks wait for the next one. Doing so twice is harmless.
+    pub(super) fn give_zygote_up(&self) {
+        let given_up = self.state.jail.send_if_modified(|state| {
+            let was_warm = *state == JailState::Warm;
+            if was_warm {
+                *state = JailState::Standing;
+            }
+            was_warm
+        });
+        if given_up {
+            self.replace_zygote();
+        }
+    }
+
     /// Destroys a sandbox whose owner went away without doing so.
     pub(super) fn abandon(
         self: &Arc<Self>,
