@@ -1,1 +1,234 @@
-//! cli
+//! The program on the command line: `run`, `doctor`, `env`, help, and mistakes, as root and as an ordinary user.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::chown;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+use crate::support::server::{data_dir, finished, program, program_below};
+use crate::support::{PROGRAM, is_root, skipped};
+
+/// The user that owns nothing. Its number is the same everywhere.
+const NOBODY: u32 = 65534;
+
+/// `run` in the environment that starts soonest.
+fn run(arguments: &[&str]) -> Command {
+    let mut command = program();
+    command.args(["run", "--environment", "minimal"]).args(arguments);
+    command
+}
+
+#[test]
+fn run_takes_code_from_the_line_from_a_file_and_from_standard_input() {
+    assert_eq!(finished(&mut run(&["-c", "print('a'); 1 + 1"])), (Some(0), "a\n2\n".to_owned(), String::new()));
+
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("script.py");
+    fs::write(&script, "print('from a file')\n").unwrap();
+    assert_eq!(finished(&mut run(&[script.to_str().unwrap()])).1, "from a file\n");
+
+    let mut child = run(&["-"]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(b"print('from a pipe')").unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), output.stdout), (Some(0), b"from a pipe\n".to_vec()));
+
+    let (status, output, errors) = finished(&mut run(&[folder.path().join("missing.py").to_str().unwrap()]));
+    assert_eq!((status, output.as_str()), (Some(2), ""));
+    assert!(errors.contains("missing.py"), "{errors}");
+}
+
+#[test]
+fn the_exit_status_tells_how_the_code_ended() {
+    let (status, output, errors) = finished(&mut run(&["-c", "print('before'); 1 / 0"]));
+    assert_eq!((status, output.as_str()), (Some(1), "before\n"));
+    assert!(errors.contains("ZeroDivisionError"), "{errors}");
+    let (status, _, errors) = finished(&mut run(&["--timeout", "1", "-c", "while True: pass"]));
+    assert_eq!(status, Some(124), "{errors}");
+    assert!(errors.contains("stopped after 1 s"), "{errors}");
+    assert_eq!(finished(&mut run(&["-c", "import os; os._exit(7)"])).0, Some(125));
+    let (status, output, errors) =
+        finished(&mut run(&["-c", "import sys; print('out'); print('err', file=sys.stderr)"]));
+    assert_eq!((status, output.as_str(), errors.as_str()), (Some(0), "out\n", "err\n"));
+}
+
+#[test]
+fn images_and_files_of_a_run_are_saved_where_they_are_wanted() {
+    let folder = tempfile::tempdir().unwrap();
+    let plots = folder.path().join("plots");
+    let mut command = program();
+    let code = "import matplotlib.pyplot as plt; plt.plot([1, 2]); plt.show(); open('table.csv', 'w').write('a,b')";
+    command.current_dir(folder.path()).args(["run", "-c", code, "--output-dir", "plots"]);
+    let (status, _, errors) = finished(&mut command);
+    assert_eq!(status, Some(0), "{errors}");
+    let image = image::open(plots.join("image-1.png")).expect("the plot was saved");
+    assert!(image.width() > 100);
+    assert_eq!(fs::read_to_string(plots.join("table.csv")).unwrap(), "a,b");
+    assert!(errors.contains("image-1.png"), "{errors}");
+    // Without a place for them, files are named before they vanish.
+    let mut command = run(&["-c", "open('lost.txt', 'w').write('x')"]);
+    let (_, _, errors) = finished(command.current_dir(folder.path()));
+    assert!(errors.contains("lost.txt") && errors.contains("--output-dir"), "{errors}");
+    assert!(!folder.path().join("lost.txt").exists());
+}
+
+#[test]
+fn a_run_has_no_network_and_sees_nothing_of_the_user() {
+    let code = "import os, socket\nprint(os.environ.get('SECRET_OF_THE_USER'), os.path.exists('/home'), os.getuid() != 0 or 'root inside')\ntry:\n    socket.create_connection(('192.0.2.1', 80), 1)\nexcept OSError as error: print('refused')";
+    let (_, output, errors) = finished(run(&["-c", code]).env("SECRET_OF_THE_USER", "hush"));
+    assert!(output.starts_with("None ") && output.ends_with("refused\n"), "{output} {errors}");
+}
+
+#[test]
+fn doctor_tells_what_is_enforced_as_text_and_as_json() {
+    let (status, output, errors) = finished(program().arg("doctor"));
+    assert_eq!(status, Some(0), "{output} {errors}");
+    for word in ["namespaces", "system-calls", "enforced", "Sessions can be started."] {
+        assert!(output.contains(word), "{word} is not in {output}");
+    }
+    let (status, output, errors) = finished(program().args(["doctor", "--json"]));
+    assert_eq!(status, Some(0), "{errors}");
+    let report: Value = serde_json::from_str(&output).unwrap();
+    assert_eq!(report["usable"], true);
+    assert!(report["layers"].as_object().is_some_and(|layers| layers.len() >= 5), "{report}");
+}
+
+#[test]
+fn environments_are_built_listed_and_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("data");
+    let run = |arguments: &[&str]| finished(program_below(&data).args(arguments));
+    assert!(run(&["env", "list"]).1.contains("no environment has been built yet"));
+    let (status, output, errors) = run(&["env", "build", "minimal"]);
+    assert_eq!(status, Some(0), "{errors}");
+    assert!(output.starts_with("minimal is ready: Python 3."), "{output}");
+    assert_eq!(run(&["env", "build", "minimal"]).0, Some(0), "a second time is harmless");
+    let listed: Value = serde_json::from_str(&run(&["env", "list", "--json"]).1).unwrap();
+    assert_eq!((&listed[0]["name"], &listed[0]["in_use"]), (&Value::from("minimal"), &Value::from(false)));
+    assert!(run(&["env", "list"]).1.contains("minimal"));
+    let (status, output, _) = run(&["env", "remove", "minimal"]);
+    assert_eq!(status, Some(0));
+    assert!(output.contains("removed minimal"), "{output}");
+    let (status, output, errors) = run(&["env", "remove", "minimal"]);
+    assert_eq!((status, output.as_str()), (Some(2), ""));
+    assert!(errors.contains("there is no environment \"minimal\""), "{errors}");
+    let (status, _, errors) = run(&["env", "build", "mine"]);
+    assert_eq!(status, Some(2));
+    assert!(errors.contains("--packages"), "{errors}");
+}
+
+#[test]
+fn an_environment_in_use_is_not_removed() {
+    let server = crate::support::server::Server::start(&["--environment", "minimal"]);
+    assert_eq!(server.session().text("1"), "1");
+    let (status, _, errors) = finished(program().args(["env", "remove", "minimal"]));
+    assert_eq!(status, Some(2));
+    assert!(errors.contains("in use") && errors.contains(&server.process_id().to_string()), "{errors}");
+    assert_eq!(server.session().text("2"), "2");
+}
+
+#[test]
+fn help_exists_for_every_command() {
+    for arguments in
+        [&[][..], &["mcp"], &["run"], &["doctor"], &["env"], &["env", "list"], &["env", "build"], &["env", "remove"]]
+    {
+        let (status, output, errors) = finished(program().args(arguments).arg("--help"));
+        assert_eq!((status, errors.as_str()), (Some(0), ""), "{arguments:?}");
+        assert!(output.contains("Usage: cellblock"), "{output}");
+    }
+    let (status, output, _) = finished(program().arg("--version"));
+    assert_eq!((status, output.trim()), (Some(0), concat!("cellblock ", env!("CARGO_PKG_VERSION"))));
+}
+
+#[test]
+fn unknown_settings_are_answered_with_the_nearest_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("config.yaml");
+    for (text, words) in [
+        ("memroy: 1G\n", ["memroy", "memory"]),
+        ("\nidle-timeot: 5m\n", ["idle-timeot", "idle_timeout"]),
+        ("timeout: [1]\n", ["timeout", "line 1"]),
+        ("{\n", ["config.yaml", "line"]),
+    ] {
+        fs::write(&file, text).unwrap();
+        let (status, output, errors) = finished(run(&["-c", "1"]).arg("--config").arg(&file));
+        assert_eq!((status, output.as_str()), (Some(2), ""), "{text:?}: {errors}");
+        assert!(words.iter().all(|word| errors.contains(word)), "{text:?}: {errors}");
+    }
+    fs::write(&file, "memory: 1G\ntimeout: 30s\n").unwrap();
+    let (status, _, errors) = finished(run(&["-c", "1"]).arg("--config").arg(&file)); // control
+    assert_eq!(status, Some(0), "{errors}");
+}
+
+#[test]
+fn an_ordinary_user_can_do_the_same_without_any_right() {
+    if !is_root() {
+        // Then all other tests are this test.
+        return skipped("root, to become another user");
+    }
+    // The program may lie where an ordinary user cannot go, so everything is laid out in a folder of its own.
+    let folder = tempfile::Builder::new().prefix("cellblock-ordinary-").tempdir_in("/tmp").unwrap();
+    chown(folder.path(), Some(NOBODY), Some(NOBODY)).unwrap();
+    let copy = folder.path().join("cellblock");
+    fs::copy(PROGRAM, &copy).unwrap();
+    for name in ["home", "runtime", "workspace"] {
+        fs::create_dir(folder.path().join(name)).unwrap();
+        chown(folder.path().join(name), Some(NOBODY), Some(NOBODY)).unwrap();
+    }
+    let path = "/usr/local/bin:/usr/bin:/bin";
+    let ordinary = |program: &Path| {
+        let mut command = Command::new(program);
+        command.uid(NOBODY).gid(NOBODY).current_dir(folder.path()).stdin(Stdio::null());
+        command.env("HOME", folder.path().join("home")).env("XDG_RUNTIME_DIR", folder.path().join("runtime"));
+        command
+            .env("PATH", path)
+            .env_remove("CELLBLOCK_DATA_DIR")
+            .env_remove("XDG_CONFIG_HOME")
+            .env_remove("XDG_DATA_HOME");
+        command
+    };
+    let mut python = ordinary(Path::new("/usr/bin/env"));
+    if finished(python.args(["python3", "-c", "import sys; sys.exit(sys.version_info < (3, 10))"])).0 != Some(0) {
+        return skipped("a Python 3.10 that an ordinary user can start");
+    }
+    // The shared uv saves a download; without one the program gets its own.
+    let mut uv = data_dir().join("tools/uv");
+    if !uv.exists() {
+        uv = std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())
+            .map(|folder| folder.join("uv"))
+            .find(|uv| uv.exists())
+            .unwrap_or(uv);
+    }
+    let own_uv = folder.path().join("uv");
+    let has_uv = fs::copy(uv, &own_uv).is_ok();
+    let cellblock = |arguments: &[&str]| {
+        let mut command = ordinary(&copy);
+        if has_uv {
+            command.env("CELLBLOCK_UV", &own_uv);
+        }
+        finished(command.args(arguments))
+    };
+
+    let (status, output, errors) = cellblock(&["doctor"]);
+    if status != Some(0) && output.contains("user namespace") {
+        return skipped("user namespaces for ordinary users");
+    }
+    assert_eq!(status, Some(0), "{output} {errors}");
+    let code = "import os; print(os.getuid(), open('/proc/self/status').read().count('CapEff:\\t0000000000000000'))";
+    let (status, output, errors) = cellblock(&["run", "--environment", "minimal", "-c", code]);
+    assert_eq!(status, Some(0), "{errors}");
+    assert!(output.trim_end().ends_with(" 1") && !output.starts_with("0 "), "no right inside: {output}");
+    let arguments =
+        ["run", "--environment", "minimal", "--workspace", "workspace", "-c", "open('made', 'w').write('made')"];
+    let (status, _, errors) = cellblock(&arguments);
+    assert_eq!(status, Some(0), "{errors}");
+    assert_eq!(fs::read_to_string(folder.path().join("workspace/made")).unwrap(), "made");
+    let (status, _, errors) =
+        cellblock(&["run", "--environment", "minimal", "--timeout", "1", "-c", "while True: pass"]);
+    assert_eq!(status, Some(124), "{errors}");
+    let instances = folder.path().join("runtime/cellblock/instances");
+    assert_eq!(fs::read_dir(instances).unwrap().count(), 0, "nothing of a finished run stays");
+}

@@ -1,1 +1,11 @@
-//! stdio
+//! `cellblock mcp` over its pipes: the protocol, and everything a session promises its user.
+//!
+//! One file for each kind of promise. Most cases share one server and have a session each; a case that needs other settings, or that
+//! harms its server, starts its own.
+
+mod clients;
+mod control;
+mod files;
+mod output;
+mod protocol;
+mod settings;

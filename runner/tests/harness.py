@@ -97,6 +97,8 @@ class Runner:
         self._number = 0
         self.rotations = 0
         while not self._frames_seen:
+            if not self._channel_is_open:
+                raise Died([])
             self._pump()
         self.hello, _ = self._frames_seen.pop(0)
         self._merger = Merger(bytes.fromhex(self.hello["marker"]))

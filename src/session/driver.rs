@@ -346,10 +346,12 @@ impl Driver {
             Command::Reset(reply) => {
                 let interrupted = matches!(self.running, Some(Running { task: Task::Cell { .. }, .. }));
                 self.resets.push((reply, interrupted));
+                self.hear_the_rest();
                 self.happen(Event::ResetAsked);
             }
             Command::Leave(reply) => {
                 self.closers.push(reply);
+                self.hear_the_rest();
                 self.happen(Event::LeaveAsked);
             }
         }
@@ -511,6 +513,18 @@ impl Driver {
         self.exit = exit;
         self.ended = Some(format!("{}; variables are gone, files in the working folder are kept", describe(exit)));
         self.happen(Event::InterpreterGone);
+    }
+
+    /// Takes what the running request has written until now, because its interpreter is about to be ended from outside.
+    fn hear_the_rest(&mut self) {
+        if self.running.is_none() {
+            return;
+        }
+        let Some(mut live) = self.live.take() else { return };
+        if let Ok(connection) = &mut live.connection {
+            self.last_words(connection);
+        }
+        self.live = Some(live);
     }
 
     /// Takes what was written before the end. It is complete when this returns, and nothing waits.

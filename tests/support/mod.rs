@@ -1,1 +1,28 @@
-//! support
+//! The mechanics of all tests: the shared Python environment, backends, the built program.
+//!
+//! `native` makes sandboxes inside the test process, `server` starts the program as its users do. What a test shows belongs to the test.
+
+pub(crate) mod native;
+pub(crate) mod server;
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// The program under test.
+pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_cellblock");
+
+/// Where all tests keep Python environments, so that each is built once per checkout. Building locks, so several test processes may ask.
+pub(crate) fn data_folder() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("data")
+}
+
+/// Says aloud that a case cannot run here; continuous integration counts these lines.
+pub(crate) fn skipped(why: &str) {
+    // Not `eprintln`: the test harness keeps that to itself when a test passes.
+    let _ = writeln!(std::io::stderr(), "skipped: needs {why}");
+}
+
+/// Whether the tests run as root, which decides what identities sessions get.
+pub(crate) fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}

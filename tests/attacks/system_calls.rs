@@ -1,0 +1,410 @@
+//! Which system calls answer, and how: the kernel's surface as a session meets it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::OnceLock;
+
+use cellblock_jail::seccomp;
+use cellblock_jail::wire::LeftOut;
+use serde_json::{Value, json};
+
+use crate::support::native::{self, Builder, Native, run};
+use crate::support::skipped;
+
+const EPERM: i64 = 1;
+const ENOSYS: i64 = 38;
+
+/// Numbers and names of this architecture, as the kernel's headers give them.
+const CALLS: &str = include_str!("calls_x86_64.txt");
+
+/// Calls by number, from Python. An answer is zero or the error's number. Addresses are those of `room`, where one is needed.
+const CALLER: &str = "
+import ctypes, json, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+room = ctypes.create_string_buffer(4096)
+def call(number, *arguments):
+    ctypes.set_errno(0)
+    arguments = [ctypes.addressof(room) if argument == 'room' else argument for argument in arguments]
+    answer = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(argument) for argument in arguments])
+    return 0 if answer >= 0 else ctypes.get_errno()
+def in_child(work):
+    # Whatever a call does to its process, it does to a child.
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, json.dumps(work()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, 'rb') as answers:
+        text = answers.read()
+    os.waitpid(child, 0)
+    return json.loads(text)
+";
+
+fn numbers() -> Option<BTreeMap<&'static str, i64>> {
+    if !cfg!(target_arch = "x86_64") {
+        skipped("x86-64 (the table of calls is of that architecture)");
+        return None;
+    }
+    let pair =
+        |line: &'static str| line.split_once(' ').map(|(number, name)| (name, number.parse().expect("a number")));
+    Some(CALLS.lines().filter_map(pair).collect())
+}
+
+/// A backend whose sessions have every layer but the filter.
+fn without_filter() -> &'static Native {
+    static BACKEND: OnceLock<Native> = OnceLock::new();
+    BACKEND.get_or_init(|| Builder::new("minimal").leave_out(&[LeftOut::Seccomp]).start())
+}
+
+/// Runs the same code in a session and in one without the filter.
+async fn in_both(code: &str) -> (Value, Value) {
+    let (closed, open) = (native::shared().session(), without_filter().session());
+    (closed.json(code).await, open.json(code).await)
+}
+
+/// Calls that must be refused, with arguments that do no harm where they are not.
+const REFUSED: &[(&str, &str)] = &[
+    // A second way to make almost every call, past the filter.
+    ("io_uring_setup", "1, 'room'"),
+    ("io_uring_enter", "-1, 0, 0, 0, 0, 0"),
+    ("io_uring_register", "-1, 0, 0, 0"),
+    // Programs and probes inside the kernel.
+    ("bpf", "0, 'room', 0"),
+    ("perf_event_open", "'room', 0, -1, -1, 0"),
+    ("userfaultfd", "0"),
+    // Keyrings are not part of any namespace.
+    ("keyctl", "0, -3, 0"),
+    ("add_key", "0, 0, 0, 0, 0"),
+    ("request_key", "0, 0, 0, 0"),
+    // The memory and descriptors of other processes.
+    ("ptrace", "16, 0, 0, 0"),
+    ("process_vm_readv", "1, 0, 0, 0, 0, 0"),
+    ("process_vm_writev", "1, 0, 0, 0, 0, 0"),
+    ("process_madvise", "-1, 0, 0, 0, 0"),
+    ("kcmp", "1, 1, 0, 0, 0"),
+    ("pidfd_getfd", "-1, 0, 0"),
+    // Files without a path.
+    ("open_by_handle_at", "-1, 'room', 0"),
+    ("name_to_handle_at", "-1, 'room', 'room', 'room', 0"),
+    // Mounts and roots.
+    ("mount", "0, 0, 0, 0, 0"),
+    ("umount2", "0, 0"),
+    ("pivot_root", "0, 0"),
+    ("chroot", "0"),
+    ("move_mount", "-1, 'room', -1, 'room', 0"),
+    ("open_tree", "-1, 'room', 0"),
+    ("fsopen", "'room', 0"),
+    ("fsconfig", "-1, 0, 0, 0, 0"),
+    ("fsmount", "-1, 0, 0"),
+    ("fspick", "-1, 'room', 0"),
+    ("mount_setattr", "-1, 'room', 0, 'room', 32"),
+    // Namespaces.
+    ("setns", "-1, 0"),
+    ("unshare", "0"),
+    ("clone3", "'room', 0"),
+    // The kernel as a whole.
+    ("init_module", "0, 0, 0"),
+    ("finit_module", "-1, 0, 0"),
+    ("delete_module", "'room', 0"),
+    ("kexec_load", "0, 0, 0, 0"),
+    ("kexec_file_load", "-1, -1, 0, 0, 0"),
+    ("swapon", "'room', 0"),
+    ("swapoff", "'room'"),
+    ("reboot", "0, 0, 0, 0"),
+    ("acct", "0"),
+    ("quotactl", "0, 0, 0, 0"),
+    ("syslog", "3, 'room', 0"),
+    ("settimeofday", "0, 0"),
+    ("clock_settime", "0, 'room'"),
+    ("adjtimex", "'room'"),
+    ("iopl", "0"),
+    ("ioperm", "0, 1, 0"),
+    ("modify_ldt", "0, 'room', 16"),
+    ("sethostname", "'room', 0"),
+    ("setdomainname", "'room', 0"),
+    ("fanotify_init", "0, 0"),
+    ("vhangup", ""),
+    ("migrate_pages", "0, 0, 0, 0"),
+    ("move_pages", "0, 0, 0, 0, 0, 0"),
+    // Objects with names of their own.
+    ("mq_open", "'room', 0, 0, 0"),
+    ("msgget", "0, 512"),
+    // Who one is, and which rules hold.
+    ("setuid", "1000"),
+    ("setresuid", "1000, 1000, 1000"),
+    ("setresgid", "1000, 1000, 1000"),
+    ("seccomp", "2, 0, 'room'"),
+    ("landlock_create_ruleset", "0, 0, 1"),
+    ("personality", "0x0040000"),
+    ("prctl", "8, 0, 0, 0, 0"),
+    // Past the checks of `openat`.
+    ("openat2", "-1, 'room', 0, 0"),
+    ("setxattr", "'room', 'room', 'room', 0, 0"),
+    // Typing into a terminal, and what belongs to one.
+    ("ioctl", "0, 0x5412, 'room'"),
+    ("ioctl", "0, 0x541C, 'room'"),
+    ("ioctl", "0, 0x540E, 0"),
+    // Devices.
+    ("mknodat", "-100, 'room', 0o020666, 0x103"),
+];
+
+#[test]
+fn calls_that_could_reach_past_the_sandbox_are_refused_by_the_filter() {
+    let Some(numbers) = numbers() else { return };
+    run(async {
+        let calls: Vec<String> =
+            REFUSED.iter().map(|(name, arguments)| format!("({}, {arguments})", numbers[name])).collect();
+        let calls: String = calls.iter().map(|call| format!("    {call},\n")).collect();
+        let code = format!(
+            "{CALLER}\ncalls = [\n{calls}]\nprint(json.dumps(in_child(lambda: [call(*each) for each in calls])))"
+        )
+        .replace(", )", ",)");
+        let (inside, control) = in_both(&code).await;
+        let mut missing = Vec::new();
+        for (index, (name, arguments)) in REFUSED.iter().enumerate() {
+            let (answer, without) = (inside[index].as_i64().unwrap(), control[index].as_i64().unwrap());
+            assert!(answer == ENOSYS || answer == EPERM, "{name}({arguments}) answered {answer}");
+            if without == ENOSYS {
+                missing.push(*name);
+                continue;
+            }
+            assert_ne!(answer, without, "{name}({arguments}): without the filter the answer is the same");
+        }
+        if !missing.is_empty() {
+            skipped(&format!("a kernel with {} (their controls)", missing.join(", ")));
+        }
+        assert!(missing.len() < 12, "{missing:?}");
+    });
+}
+
+/// `uretprobe` and `uprobe` (Linux 6.11 and 6.18) are called by code that the kernel itself puts into a traced process. No filter is asked
+/// about them, and whoever calls them from elsewhere gets SIGILL or an error.
+const KERNEL_TRAMPOLINES: [i64; 2] = [335, 336];
+
+#[test]
+fn every_number_that_is_not_listed_is_refused() {
+    let Some(numbers) = numbers() else { return };
+    let rules = seccomp::rules();
+    let listed: BTreeSet<i64> =
+        rules.common.iter().chain(&rules.x86_64).map(|rule| numbers[rule.syscall.as_str()]).collect();
+    let skips = |number: &i64| listed.contains(number) || KERNEL_TRAMPOLINES.contains(number);
+    let unlisted: Vec<i64> = (0..1024).filter(|number| !skips(number)).collect();
+    run(async {
+        let code = format!(
+            "{CALLER}\nprint(json.dumps(in_child(lambda: {{n: call(n, -1, -1, -1, -1, -1, -1) for n in {unlisted:?}}})))"
+        );
+        let answers = native::shared().session().json(&code).await;
+        let answers = answers.as_object().unwrap();
+        assert_eq!(answers.len(), unlisted.len());
+        let open: Vec<_> =
+            answers.iter().filter(|(_, answer)| **answer != json!(ENOSYS) && **answer != json!(EPERM)).collect();
+        assert!(open.is_empty(), "{open:?}");
+        // Control: the same question about a listed call has another answer.
+        let control =
+            format!("{CALLER}\nprint(json.dumps(in_child(lambda: [call(n, -1, -1, -1) for n in (0, 1, 3, 5)])))");
+        assert_eq!(native::shared().session().json(&control).await, json!([9, 9, 9, 9]));
+    });
+}
+
+#[test]
+fn arguments_decide_where_a_call_is_listed_with_conditions() {
+    let Some(numbers) = numbers() else { return };
+    // Name, allowed arguments, altered arguments.
+    let pairs = [
+        ("openat", "-100, 'room', 0o101, 0o644", "-100, 'room', 0o101, 0o4755"),
+        ("openat", "-100, 'room', 0o101, 0o644", "-100, 'room', 0o101, 0o2755"),
+        ("open", "'room', 0o101, 0o644", "'room', 0o101, 0o4755"),
+        ("creat", "'room', 0o644", "'room', 0o4755"),
+        ("chmod", "'room', 0o755", "'room', 0o4755"),
+        ("fchmodat", "-100, 'room', 0o755", "-100, 'room', 0o2755"),
+        ("fchmodat2", "-100, 'room', 0o755, 0", "-100, 'room', 0o4755, 0"),
+        ("prlimit64", "0, 7, 0, 'room'", "0, 4, 'room', 0"),
+        ("prlimit64", "0, 4, 0, 'room'", "0, 4, 'room', 0"),
+        ("personality", "0xffffffff", "8"),
+        ("socket", "1, 1, 0", "16, 3, 0"),
+        ("socketpair", "1, 1, 0, 'room'", "2, 1, 0, 'room'"),
+        ("prctl", "3, 0, 0, 0, 0", "4, 0, 0, 0, 0"),
+        ("prctl", "39, 0, 0, 0, 0", "38, 1, 0, 0, 0"),
+    ];
+    run(async {
+        let line = |(name, arguments): (&str, &str)| format!("call({}, {arguments})", numbers[name]);
+        let calls: Vec<String> = pairs
+            .iter()
+            .map(|(name, allowed, altered)| {
+                format!("fresh([lambda: {}, lambda: {}])", line((name, allowed)), line((name, altered)))
+            })
+            .collect();
+        let code = format!(
+            "{CALLER}
+room.value = b'/tmp/conditional'
+def fresh(calls):
+    def one_by_one():
+        answers = []
+        for each in calls:
+            room.value = b'/tmp/conditional'
+            open('/tmp/conditional', 'w').close()
+            answers.append(each())
+            if os.path.exists('/tmp/conditional'): os.unlink('/tmp/conditional')
+        return answers
+    return in_child(one_by_one)
+print(json.dumps([{}]))",
+            calls.join(", ")
+        );
+        let answers = native::shared().session().json(&code).await;
+        for (index, (name, allowed, altered)) in pairs.iter().enumerate() {
+            assert_eq!(answers[index][0], json!(0), "{name}({allowed})");
+            let refused = answers[index][1].as_i64().unwrap();
+            assert!(refused == ENOSYS || refused == EPERM, "{name}({altered}) answered {refused}");
+        }
+    });
+}
+
+#[test]
+fn only_internet_and_unix_sockets_can_be_made() {
+    let code = format!(
+        "{CALLER}
+import socket
+def families(make):
+    made = []
+    for family in range(64):
+        for kind in (1, 2, 3, 5):
+            try:
+                make(family, kind)
+            except OSError:
+                continue
+            made.append(family)
+            break
+    return made
+print(json.dumps([families(lambda family, kind: socket.socket(family, kind).close()),
+                  families(lambda family, kind: [end.close() for end in socket.socketpair(family, kind)])]))"
+    );
+    run(async {
+        let inside = native::shared().session().json(&code).await;
+        assert_eq!(inside, json!([[1, 2, 10], [1]]));
+        // Control: outside there are more, routing sockets (16) on every Linux.
+        let outside: Value = serde_json::from_str(&native::outside(&code)).unwrap();
+        let outside: Vec<u64> = serde_json::from_value(outside[0].clone()).unwrap();
+        assert!(outside.contains(&16) && outside.len() > 3, "{outside:?}");
+    });
+}
+
+/// Every flag of `clone` and `unshare` that asks for a namespace.
+const NAMESPACE_FLAGS: [u64; 8] = [
+    0x0000_0080, // time
+    0x0002_0000, // mount
+    0x0200_0000, // cgroup
+    0x0400_0000, // uts
+    0x0800_0000, // ipc
+    0x1000_0000, // user
+    0x2000_0000, // pid
+    0x4000_0000, // network
+];
+
+#[test]
+fn no_namespace_can_be_made_inside_with_or_without_the_filter() {
+    let Some(numbers) = numbers() else { return };
+    let (clone, unshare) = (numbers["clone"], numbers["unshare"]);
+    let code = format!(
+        "{CALLER}
+def cloned(flags):
+    answer = libc.syscall(ctypes.c_long({clone}), ctypes.c_long(flags | 17), 0, 0, 0, 0)
+    if answer == 0: os._exit(0)
+    return 0 if answer > 0 else ctypes.get_errno()
+flags = {NAMESPACE_FLAGS:?}
+# The time namespace has no flag in clone: its bit is part of the signal there.
+print(json.dumps(in_child(lambda: [[call({unshare}, flag) for flag in flags], [cloned(flag) for flag in flags[1:]]])))"
+    );
+    run(async {
+        let (inside, without) = in_both(&code).await;
+        let all = |answers: &Value| -> Vec<i64> {
+            answers
+                .as_array()
+                .unwrap()
+                .iter()
+                .flat_map(|each| each.as_array().unwrap())
+                .map(|each| each.as_i64().unwrap())
+                .collect()
+        };
+        assert!(all(&inside).iter().all(|answer| *answer == ENOSYS), "{inside}");
+        // The second guard: no right to make any, and a count of zero user namespaces (ENOSPC).
+        assert!(all(&without).iter().all(|answer| [EPERM, 28].contains(answer)), "{without}");
+        assert_eq!(without[0][5], json!(28), "the kernel itself counts no user namespace");
+        // Control: outside the same calls make namespaces.
+        let control = format!(
+            "{CALLER}\nprint(json.dumps([in_child(lambda: call({unshare}, 0x10000000)), in_child(lambda: call({unshare}, 0x10000000 | 0x40000000))]))"
+        );
+        assert_eq!(native::outside(&control).trim(), "[0, 0]");
+    });
+}
+
+#[test]
+fn threads_subprocesses_and_process_pools_work_although_clone3_answers_enosys() {
+    let Some(numbers) = numbers() else { return };
+    run(async {
+        let code = format!(
+            "{CALLER}
+import multiprocessing, subprocess, threading, concurrent.futures, asyncio
+heard = []
+thread = threading.Thread(target=lambda: heard.append('thread')); thread.start(); thread.join()
+heard.append(subprocess.run(['/bin/sh', '-c', 'echo shell'], capture_output=True, text=True).stdout.strip())
+with multiprocessing.get_context('fork').Pool(2) as pool: heard.append(pool.map(abs, [-1, -2]))
+with concurrent.futures.ThreadPoolExecutor(4) as pool: heard.append(sum(pool.map(abs, range(-10, 0))))
+heard.append(call({}, 'room', 88))
+print(json.dumps(heard))",
+            numbers["clone3"]
+        );
+        let heard = native::shared().session().json(&code).await;
+        assert_eq!(heard, json!(["thread", "shell", [1, 2], 55, ENOSYS]));
+    });
+}
+
+#[test]
+fn calls_of_another_architecture_end_the_process() {
+    if numbers().is_none() {
+        return;
+    }
+    // mov eax, 20; int 0x80; ret: getpid as a 32-bit program calls it. mov eax, 0x40000027; syscall; ret: getpid of x32.
+    let code = "
+import subprocess, sys, json
+program = '''
+import ctypes, mmap, sys
+code = bytes.fromhex(sys.argv[1])
+room = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+room.write(code)
+address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+print(ctypes.CFUNCTYPE(ctypes.c_int)(address)())
+'''
+def run(code): return subprocess.run([sys.executable, '-I', '-c', program, code], capture_output=True).returncode
+print(json.dumps([run(code) for code in ('b8270000000f05c3', 'b814000000cd80c3', 'b8270000400f05c3')]))";
+    run(async {
+        // The first is getpid of this very architecture, a control that the machine code runs. 31 is SIGSYS.
+        assert_eq!(native::shared().session().json(code).await, json!([0, -31, -31]));
+        let outside: Value = serde_json::from_str(&native::outside(code)).unwrap();
+        if outside[1] != json!(0) {
+            skipped("a kernel that runs 32-bit calls (the control)");
+        }
+        // Where the host's kernel has no x32, it answers ENOSYS, and the process lives.
+        assert_eq!((&outside[0], &outside[2]), (&json!(0), &json!(0)));
+    });
+}
+
+#[test]
+fn a_setuid_program_gives_nothing_and_cannot_be_made() {
+    run(async {
+        let code = "
+import json, os, subprocess
+open('/work/own', 'w').write('x')
+refused = []
+for attempt in (lambda: os.chmod('/work/own', 0o4755), lambda: os.chmod('/work/own', 0o2755), lambda: os.open('/work/new', os.O_CREAT | os.O_WRONLY, 0o4755)):
+    try:
+        attempt()
+    except OSError as error:
+        refused.append(error.errno)
+os.chmod('/work/own', 0o755)
+print(json.dumps([refused, oct(os.stat('/work/own').st_mode)]))";
+        assert_eq!(native::shared().session().json(code).await, json!([[ENOSYS, ENOSYS, ENOSYS], "0o100755"]));
+    });
+}
