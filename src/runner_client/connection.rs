@@ -9,7 +9,9 @@ use std::collections::VecDeque;
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::pin::Pin;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use rustix::io::{Errno, ReadWriteFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags};
@@ -17,6 +19,7 @@ use serde::Serialize;
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::net::unix::pipe::Receiver;
+use tokio::time::Sleep;
 
 use super::claim::{self, Claim};
 use super::frame::{self, Decoder, Frame, FrameError};
@@ -61,9 +64,14 @@ pub enum ConnectionError {
     Version { found: u32 },
     #[error("the runner went away before its greeting")]
     Gone,
+    #[error("half a frame came, and for {} s nothing more", FRAME_PATIENCE.as_secs())]
+    HalfFrame,
     #[error("the channel failed")]
     Channel(#[from] io::Error),
 }
+
+/// How long a frame that was begun may stand still. The runner writes frames in one go; only somebody else writes half of one.
+const FRAME_PATIENCE: Duration = Duration::from_secs(5);
 
 /// The host's end of one interpreter's channel and pipes.
 pub struct Connection {
@@ -80,6 +88,8 @@ pub struct Connection {
     sent: usize,
     buffer: Box<[u8]>,
     ending: Ending,
+    /// Runs while a frame is unfinished, anew with every byte of it.
+    patience: Option<Pin<Box<Sleep>>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -107,6 +117,7 @@ impl Connection {
             sent: 0,
             buffer: vec![0; CHUNK].into_boxed_slice(),
             ending: Ending::Open,
+            patience: None,
         };
         match connection.next().await? {
             Event::Claim(Claim::Hello { version: VERSION, marker, .. }) => {
@@ -187,9 +198,19 @@ impl Connection {
             }
             self.poll_retired(context);
             if !progress {
-                return Poll::Pending;
+                return self.poll_patience(context);
             }
         }
+    }
+
+    /// Waits no longer than a frame may stand still.
+    fn poll_patience(&mut self, context: &mut Context<'_>) -> Poll<Result<Event, ConnectionError>> {
+        if self.ending != Ending::Open || self.decoder.is_empty() {
+            self.patience = None;
+            return Poll::Pending;
+        }
+        let patience = self.patience.get_or_insert_with(|| Box::pin(tokio::time::sleep(FRAME_PATIENCE)));
+        patience.as_mut().poll(context).map(|()| Err(ConnectionError::HalfFrame))
     }
 
     /// Does everything that needs no waiting and returns the next event, if there is one.
@@ -347,7 +368,10 @@ impl Connection {
             let read = || receive(&self.channel, &mut self.buffer, &mut self.descriptors);
             match self.channel.try_io(Interest::READABLE, read) {
                 Ok(Received::Bytes(0)) => self.end(),
-                Ok(Received::Bytes(size)) => self.decoder.feed(&self.buffer[..size]),
+                Ok(Received::Bytes(size)) => {
+                    self.decoder.feed(&self.buffer[..size]);
+                    self.patience = None;
+                }
                 Ok(Received::WrongDescriptors) => return Poll::Ready(Err(ConnectionError::Descriptors)),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
                 Err(error) => return Poll::Ready(Err(error.into())),
@@ -585,6 +609,23 @@ mod tests {
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "second"));
         assert_eq!(connection.next().await.unwrap(), Event::Claim(Claim::Clear { id: 1, wait: false }));
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "third"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn half_a_frame_ends_the_conversation_and_a_slow_one_does_not() {
+        let (mut connection, mut inside) = connect().await;
+        let mut frame = Vec::new();
+        frame::encode(&json!({"type": "written", "id": 1, "size": 3, "replaced": false}), b"", &mut frame);
+        let slowly = async {
+            for piece in frame.chunks(20) {
+                inside.channel.write_all(piece).await.unwrap();
+                tokio::time::sleep(FRAME_PATIENCE / 2).await;
+            }
+        };
+        let (_, heard) = tokio::join!(slowly, connection.next());
+        assert!(matches!(heard.unwrap(), Event::Claim(Claim::Written { id: 1, .. })));
+        inside.channel.write_all(&frame[..5]).await.unwrap();
+        assert!(matches!(connection.next().await, Err(ConnectionError::HalfFrame)));
     }
 
     #[tokio::test]

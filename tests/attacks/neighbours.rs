@@ -154,7 +154,7 @@ print(json.dumps([attempt({pid}), attempt(os.getpid()), sorted(int(name) for nam
         // Everyone it may reach is itself.
         let sweep = "
 import os, signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, lambda *_: None)
 try: os.kill(-1, signal.SIGTERM)
 except OSError: pass
 print('alive')";
@@ -174,5 +174,26 @@ print(json.dumps([os.path.join(folder, name) for folder, _, names in os.walk('/o
         // Control: the environment has one, beside what is shown.
         let environments = fs::read_dir(data_folder().join("environments")).unwrap().flatten();
         assert!(environments.into_iter().any(|entry| entry.path().join("in-use.lock").exists()));
+    });
+}
+
+#[test]
+fn a_signal_to_ones_own_process_group_reaches_only_ones_own() {
+    run(async {
+        let (liar, neighbour) = (native::shared().session(), native::shared().session());
+        neighbour.ok("x = 1").await;
+        // Control: a child in the group is reached, so the group exists and can be signalled.
+        let reached = "
+import os, signal, subprocess
+signal.signal(signal.SIGTERM, lambda *_: None)
+child = subprocess.Popen(['sleep', '100'])
+os.kill(0, signal.SIGTERM)
+print(child.wait())";
+        assert_eq!(liar.ok(reached).await, "-15\n");
+        // The same with a signal that cannot be ignored ends the session itself, and nobody else.
+        let ended = liar.execute("os.kill(0, signal.SIGKILL)").await.unwrap();
+        assert!(matches!(ended.status, cellblock::session::Status::Died { .. }), "{:?}", ended.status);
+        assert_eq!(neighbour.ok("print(x)").await, "1\n");
+        assert_eq!(native::shared().session().ok("print(2)").await, "2\n");
     });
 }

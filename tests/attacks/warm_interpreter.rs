@@ -64,15 +64,11 @@ fn a_warm_interpreter_that_hangs_is_replaced() {
         kill_process(first, Signal::STOP).unwrap();
         let begun = Instant::now();
         let late = backend.session();
-        // A clear refusal or a late success, but soon.
-        let answer = late.execute("print(1)").await;
-        assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
+        // It starts late, by a fresh one, and nobody else notices.
+        assert_eq!(late.ok("print(1)").await, "1\n");
+        assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
         assert_eq!(session.ok("print(x)").await, "alive\n");
-        if let Err(refused) = answer {
-            assert!(refused.to_string().contains("did not start"), "{refused}");
-        }
-        assert_eq!(backend.session().ok("print(2)").await, "2\n");
-        assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+        assert_ne!(zygote(&mark), first);
         backend.end().await;
         assert!(native::marked_processes(mark.path()).is_empty());
     });
@@ -110,6 +106,7 @@ fn a_fork_that_misses_one_step_of_its_lock_down_never_gets_a_cell() {
         ),
         ("self._call(\"seccomp\", _SECCOMP_SET_MODE_FILTER, 0, self._program)", "pass"),
         ("for namespace in namespaces:", "for namespace in namespaces[:-1]:"),
+        ("os.setsid()", "pass"),
         ("self._call(\"landlock_restrict_self\", rules, 0)", "self._call(\"landlock_restrict_self\", -1, 0)"),
         ("resource.setrlimit(which, (value, value))", "raise OSError('no limits')"),
     ];

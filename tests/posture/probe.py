@@ -103,7 +103,8 @@ def _says_something(path):
 
 def facts():
     libc = ctypes.CDLL(None, use_errno=True)
-    limits = ("RLIMIT_CORE", "RLIMIT_NOFILE", "RLIMIT_FSIZE", "RLIMIT_NPROC", "RLIMIT_DATA")
+    names = ("CORE", "NOFILE", "FSIZE", "MEMLOCK", "SIGPENDING", "MSGQUEUE", "NPROC", "DATA")
+    limits = [f"RLIMIT_{name}" for name in names]
     top = [name for name in os.listdir("/proc") if not name.isdigit()]
     return {
         "cgroup": sorted({line.split(":", 2)[2] for line in _read("/proc/self/cgroup").splitlines()}),

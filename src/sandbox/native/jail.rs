@@ -174,6 +174,10 @@ impl NativeSettings {
             limit(Resource::Nofile, OPEN_FILES),
             // One more than fits, so that a full disk is told as such and not as a file that is too large.
             limit(Resource::Fsize, self.limits.disk + 1),
+            // Small enough for every host to grant, large enough for programs that ask out of habit.
+            limit(Resource::Memlock, 64 * 1024),
+            limit(Resource::Sigpending, 1_024),
+            limit(Resource::Msgqueue, 0),
             limit(Resource::Nproc, u64::from(self.limits.processes)),
         ];
         if !has_control_groups {

@@ -11,6 +11,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use cellblock_jail::cgroup::{self, Group};
@@ -30,6 +31,8 @@ use crate::sandbox::{Exit, Interpreter, Isolation, LaunchError, MemoryUse, Proce
 
 /// Forks after which the warm interpreter is replaced, so that address layout and hash seed change.
 const FORKS_PER_ZYGOTE: u32 = 2_000;
+/// How long the warm interpreter may take to fork. It does nothing else, and takes milliseconds.
+const FORK_LIMIT: Duration = Duration::from_secs(5);
 /// Every session has two: the zygote's wide one and its own closing one.
 const FILTERS: u32 = 2;
 
@@ -113,9 +116,17 @@ impl NativeSandbox {
 
     /// Waits until the warden has told what is asked for, or that it failed.
     async fn await_view<T>(&mut self, wanted: impl Fn(&View) -> Option<T>) -> Result<T, LaunchError> {
+        self.await_view_for(STEP_LIMIT, wanted).await
+    }
+
+    async fn await_view_for<T>(
+        &mut self,
+        limit: Duration,
+        wanted: impl Fn(&View) -> Option<T>,
+    ) -> Result<T, LaunchError> {
         let settled = self.view.wait_for(|view| view.failed.is_some() || view.destroyed || wanted(view).is_some());
-        let view = match tokio::time::timeout(STEP_LIMIT, settled).await {
-            Err(_) => return Err(LaunchError::TimedOut(STEP_LIMIT)),
+        let view = match tokio::time::timeout(limit, settled).await {
+            Err(_) => return Err(LaunchError::TimedOut(limit)),
             Ok(Err(_)) => return Err(LaunchError::Start { why: "the jail ended".to_owned() }),
             Ok(Ok(view)) => view,
         };
@@ -135,24 +146,13 @@ impl NativeSandbox {
 
     /// Forks an interpreter into the sandbox, confines it and checks it.
     pub(super) async fn start_interpreter(&mut self, prime: Prime) -> Result<Interpreter, LaunchError> {
-        self.generation.0 += 1;
-        let generation = self.generation;
-        let (ours, theirs) =
-            std::os::unix::net::UnixStream::pair().map_err(|error| LaunchError::Start { why: error.to_string() })?;
-        let started = async {
-            ours.set_nonblocking(true)?;
-            UnixStream::from_std(ours)
-        };
-        let mut channel = started.await.map_err(|error: io::Error| LaunchError::Start { why: error.to_string() })?;
         let out_of_memory_before = self.group.as_ref().map_or(0, |group| group.out_of_memory_kills());
-        self.warden.count_fork(FORKS_PER_ZYGOTE).await;
-        self.warden.command(&Command::Fork { slot: self.slot, generation }, &[theirs.as_fd()]).await?;
-        drop(theirs);
-        let forked = self.await_view(|view| view.interpreter_of(generation)).await;
-        if let Err(LaunchError::TimedOut(_)) = forked {
-            self.warden.give_zygote_up();
-        }
-        let process = forked?;
+        let (mut channel, process) = match self.fork().await {
+            // The warm interpreter hangs, and another one is on its way: once more.
+            Err(LaunchError::TimedOut(_)) => self.fork().await?,
+            forked => forked?,
+        };
+        let generation = self.generation;
         self.interpreter = Some(Arc::clone(&process));
         self.confine(&process)?;
         let gate: &[u8] = if prime == Prime::Yes { b"p" } else { b"g" };
@@ -171,6 +171,23 @@ impl NativeSandbox {
             memory_limit: self.memory_limit,
         };
         Ok(Interpreter { channel, process: Box::new(process) })
+    }
+
+    /// Has the warm interpreter fork into the sandbox; the fork waits at its gate.
+    async fn fork(&mut self) -> Result<(UnixStream, Arc<OwnedFd>), LaunchError> {
+        self.generation.0 += 1;
+        let generation = self.generation;
+        let (channel, theirs) = UnixStream::pair().map_err(|error| LaunchError::Start { why: error.to_string() })?;
+        let theirs = theirs.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
+        let theirs = theirs.map_err(|error| LaunchError::Start { why: error.to_string() })?;
+        self.warden.count_fork(FORKS_PER_ZYGOTE).await;
+        self.warden.command(&Command::Fork { slot: self.slot, generation }, &[theirs.as_fd()]).await?;
+        drop(theirs);
+        let forked = self.await_view_for(FORK_LIMIT, |view| view.interpreter_of(generation)).await;
+        if let Err(LaunchError::TimedOut(_)) = forked {
+            self.warden.give_zygote_up();
+        }
+        Ok((channel, forked?))
     }
 
     /// Waits for the first byte of the runner's `hello`, which it says when it is locked down.
