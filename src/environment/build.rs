@@ -233,6 +233,11 @@ fn turn_to_the_inside(tree: &Path, interpreter: &Interpreter) -> io::Result<()> 
         }
     }
     let home = interpreter.executable.parent().unwrap_or(Path::new("/"));
+    // The installer's own lock is of no use any more, and inside it would be a name that all sessions can lock.
+    match std::fs::remove_file(tree.join(".lock")) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
     std::fs::write(tree.join("pyvenv.cfg"), pyvenv_cfg(&interpreter.inside(home), &interpreter.version))
 }
 
