@@ -25,6 +25,7 @@ mod resources;
 mod session_access;
 mod stdio;
 mod tools;
+mod turns;
 
 use std::borrow::Cow;
 use std::error::Error;
@@ -54,6 +55,7 @@ use resources::{Address, CutOutputs};
 use session_access::SessionAccess;
 pub use stdio::{ServeError, serve_stdio};
 use tools::{Call, Catalogue, ToolName};
+use turns::Turn;
 
 /// Tool calls carried out at once. Each may hold an output in memory; a client with more than this under way has lost
 /// count.
@@ -340,7 +342,11 @@ impl ServerHandler for Server {
             return Err(unknown_tool(&request.name, &self.shared.catalogue));
         };
         let started = Instant::now();
-        let result = self.carry_out(tool, request.arguments.unwrap_or_default(), &context).await;
+        let call = self.carry_out(tool, request.arguments.unwrap_or_default(), &context);
+        let result = match context.extensions.get::<Turn>() {
+            Some(turn) => turn.run(tool.extent(), call).await,
+            None => call.await,
+        };
         let failed = result.is_error == Some(true);
         tracing::info!(tool = tool.as_str(), failed, elapsed_ms = started.elapsed().as_millis(), "tool call answered");
         Ok(result.with_meta(modern_meta(&context)).into())

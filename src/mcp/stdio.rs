@@ -35,7 +35,8 @@ use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::{Server, has_wrong_params};
+use super::turns::Turns;
+use super::{Server, has_wrong_params, tools};
 
 /// Bytes in one line. Room for the largest cell even when every character of it is escaped, and for nothing much
 /// larger.
@@ -86,6 +87,7 @@ pub(super) async fn serve(server: Server, reader: Reader, writer: Writer) -> Res
         connection: connection.clone(),
         era: Era::Open,
         unanswered: Arc::default(),
+        turns: Turns::default(),
     };
     let ended = match serve_server_with_ct(server, transport, connection.clone()).await {
         Ok(running) => tokio::select! {
@@ -158,13 +160,14 @@ struct LineTransport {
     era: Era,
     /// Ids of requests under way. The library would answer only one of two requests with the same id.
     unanswered: Arc<Mutex<HashSet<RequestId>>>,
+    turns: Turns,
 }
 
 impl LineTransport {
     /// Decides about one message: pass it on, drop it, or answer it ourselves.
-    fn admit(&mut self, message: ClientJsonRpcMessage) -> Result<Option<ClientJsonRpcMessage>, Rejection> {
+    fn admit(&mut self, mut message: ClientJsonRpcMessage) -> Result<Option<ClientJsonRpcMessage>, Rejection> {
         let mut unanswered = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner);
-        match &message {
+        match &mut message {
             JsonRpcMessage::Request(request) => {
                 if !unanswered.insert(request.id.clone()) {
                     // Answering with that id would end the first request in the client's eyes.
@@ -173,6 +176,10 @@ impl LineTransport {
                 }
                 if chooses_era(&request.request) {
                     self.era = Era::Chosen;
+                }
+                if let ClientRequest::CallToolRequest(call) = &mut request.request {
+                    let turn = self.turns.next(tools::session_as_written(call.params.arguments.as_ref()));
+                    call.extensions.insert(turn);
                 }
                 Ok(Some(message))
             }

@@ -13,6 +13,7 @@ use rmcp::model::{JsonObject, Tool, ToolAnnotations};
 use serde_json::{Value, json};
 
 use super::McpSettings;
+use super::turns::Extent;
 use crate::session::{InsidePath, SessionId, WorkFolder};
 
 /// More text than this helps no model, and the whole of it can be read as a resource.
@@ -53,6 +54,16 @@ impl ToolName {
 
     pub(super) fn from_name(name: &str) -> Option<ToolName> {
         ToolName::ALL.into_iter().find(|tool| tool.as_str() == name)
+    }
+
+    /// How much of a call must be over before the next call to its session begins.
+    pub(super) fn extent(self) -> Extent {
+        match self {
+            ToolName::Execute | ToolName::List => Extent::FirstStep,
+            // They open a file of the host first.
+            ToolName::Upload | ToolName::Download => Extent::Whole,
+            ToolName::Reset | ToolName::Close => Extent::FirstStepSoon,
+        }
     }
 }
 
@@ -266,6 +277,11 @@ fn nearest<'a>(given: &str, candidates: impl Iterator<Item = &'a str>) -> Option
         .filter(|(similarity, _)| *similarity >= LEAST_SIMILARITY)
         .max_by(|left, right| left.0.total_cmp(&right.0))
         .map(|(_, candidate)| candidate)
+}
+
+/// Returns the session that a call names, unchecked: calls with the same words keep their order.
+pub(super) fn session_as_written(arguments: Option<&JsonObject>) -> &str {
+    arguments.and_then(|arguments| arguments.get("session_id")).and_then(Value::as_str).unwrap_or(SessionId::DEFAULT)
 }
 
 fn properties(tool: &Tool) -> &JsonObject {

@@ -53,9 +53,12 @@ impl Principal {
 pub struct SessionId(String);
 
 impl SessionId {
+    /// The name of the session that is meant when none is named.
+    pub const DEFAULT: &str = "default";
+
     /// The session that callers mean who name none.
     pub fn default_session() -> SessionId {
-        SessionId("default".to_owned())
+        SessionId(SessionId::DEFAULT.to_owned())
     }
 
     pub fn as_str(&self) -> &str {

@@ -1,0 +1,173 @@
+//! Turns: calls reach a session in the order in which they were sent.
+//!
+//! The MCP library answers each request in a task of its own, and tasks begin in any order. A client that sends two cells without waiting
+//! means them in that order, so the transport, which sees the order, gives each call a turn, and the call waits for it. A turn is
+//! over when the call is on its way to its session, not when it is answered: sessions keep their own queues.
+
+use std::collections::HashMap;
+use std::future::poll_fn;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::Poll;
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+
+/// Sessions remembered before those without a call under way are forgotten.
+const MOST_REMEMBERED: usize = 256;
+
+/// Gives out turns.
+#[derive(Default)]
+pub(super) struct Turns {
+    /// The end of the last turn of each session, by the name that the caller wrote.
+    last: HashMap<String, oneshot::Receiver<()>>,
+}
+
+impl Turns {
+    /// Returns the next turn at this session.
+    pub(super) fn next(&mut self, session: &str) -> Turn {
+        if self.last.len() >= MOST_REMEMBERED {
+            self.last.retain(|_, end| end.try_recv() == Err(oneshot::error::TryRecvError::Empty));
+        }
+        let (over, end) = oneshot::channel();
+        let before = self.last.insert(session.to_owned(), end);
+        Turn(Arc::new(Mutex::new(Some(Place { before, over }))))
+    }
+}
+
+/// A call's turn. It is over when it is dropped, whether it was used or not.
+#[derive(Clone)]
+pub(super) struct Turn(Arc<Mutex<Option<Place>>>);
+
+struct Place {
+    before: Option<oneshot::Receiver<()>>,
+    /// Dropped, it wakes the next.
+    over: oneshot::Sender<()>,
+}
+
+/// How much of a call belongs to its turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Extent {
+    /// Its first step puts it into the session's queue.
+    FirstStep,
+    /// It reaches the session only after some work of its own.
+    Whole,
+    /// As the first step, but it must not wait long for others: it is what ends them.
+    FirstStepSoon,
+}
+
+/// How long a call that ends others waits for a transfer before it.
+const SOON: Duration = Duration::from_secs(1);
+
+impl Turn {
+    /// Runs a call when its turn has come.
+    pub(super) async fn run<F: Future>(&self, extent: Extent, call: F) -> F::Output {
+        let place = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let over = match place {
+            Some(Place { before, over }) => {
+                if let Some(before) = before {
+                    // An end that was dropped is an end.
+                    let come = async { drop(before.await) };
+                    match extent {
+                        Extent::FirstStepSoon => drop(tokio::time::timeout(SOON, come).await),
+                        _ => come.await,
+                    }
+                }
+                Some(over)
+            }
+            None => None,
+        };
+        let mut call = pin!(call);
+        if extent != Extent::Whole {
+            let first_step = poll_fn(|context| Poll::Ready(call.as_mut().poll(context))).await;
+            drop(over);
+            return match first_step {
+                Poll::Ready(output) => output,
+                Poll::Pending => call.await,
+            };
+        }
+        let output = call.await;
+        drop(over);
+        output
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    /// Starts the calls in the opposite order and returns the order in which they began.
+    async fn begun(calls: Vec<(&str, Extent)>) -> Vec<usize> {
+        let mut turns = Turns::default();
+        let begun = Arc::new(Mutex::new(Vec::new()));
+        let mut running: Vec<_> = calls
+            .into_iter()
+            .enumerate()
+            .map(|(number, (session, extent))| (number, turns.next(session), extent))
+            .collect();
+        running.reverse();
+        let mut tasks = tokio::task::JoinSet::new();
+        for (number, turn, extent) in running {
+            let begun = Arc::clone(&begun);
+            tasks.spawn(async move {
+                let call = async {
+                    begun.lock().unwrap().push(number);
+                    tokio::task::yield_now().await;
+                };
+                turn.run(extent, call).await;
+            });
+        }
+        tasks.join_all().await;
+        let order = begun.lock().unwrap().clone();
+        order
+    }
+
+    #[tokio::test]
+    async fn calls_to_one_session_begin_in_the_order_in_which_they_came() {
+        let calls = vec![
+            ("a", Extent::FirstStep),
+            ("a", Extent::Whole),
+            ("a", Extent::FirstStepSoon),
+            ("a", Extent::FirstStep),
+        ];
+        assert_eq!(begun(calls).await, [0, 1, 2, 3]);
+    }
+
+    #[tokio::test]
+    async fn sessions_do_not_wait_for_one_another() {
+        let mut turns = Turns::default();
+        let held = turns.next("a");
+        assert_eq!(turns.next("b").run(Extent::FirstStep, async { 7 }).await, 7);
+        drop(held);
+    }
+
+    #[tokio::test]
+    async fn a_call_that_never_runs_lets_the_next_one_go() {
+        let mut turns = Turns::default();
+        drop(turns.next("a"));
+        assert_eq!(turns.next("a").run(Extent::FirstStep, async { 7 }).await, 7);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_ends_others_does_not_wait_long_for_them() {
+        let mut turns = Turns::default();
+        let transfer = turns.next("a");
+        let reset = turns.next("a");
+        let stuck = tokio::spawn(async move { transfer.run(Extent::Whole, std::future::pending::<()>()).await });
+        reset.run(Extent::FirstStepSoon, async {}).await;
+        stuck.abort();
+    }
+
+    #[tokio::test]
+    async fn sessions_without_a_call_under_way_are_forgotten() {
+        let mut turns = Turns::default();
+        let _held = turns.next("held");
+        for number in 0..10 * MOST_REMEMBERED {
+            drop(turns.next(&number.to_string()));
+        }
+        assert!(turns.last.len() <= MOST_REMEMBERED);
+        assert!(turns.last.contains_key("held"));
+    }
+}
