@@ -58,7 +58,12 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
     let Some((setup, mut descriptors)) = wire::receive::<Setup>(lifeline)? else {
         return Ok(());
     };
-    let commands = descriptors.pop().ok_or_else(|| io::Error::other("the set-up came without a socket"))?;
+    if descriptors.is_empty() {
+        return Err(io::Error::other("the set-up came without a socket"));
+    }
+    let commands = descriptors.remove(0);
+    cgroup::enter(&descriptors)?;
+    drop(descriptors);
     let is_root = matches!(setup.identity, Identity::Block { .. });
 
     // Root opens the host's folders while it still can; an ordinary user can only do so inside its own user namespace.

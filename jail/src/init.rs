@@ -62,6 +62,8 @@ pub(crate) enum Order {
 /// What init needs to know.
 pub(crate) struct Start {
     pub(crate) warden: OwnedFd,
+    /// The ways into the sandbox's control group, where a process may enter it by itself.
+    pub(crate) doors: Vec<OwnedFd>,
     pub(crate) mounts: OperatorMounts,
     pub(crate) scratch: Scratch,
     /// The session's number in the warden's user namespace.
@@ -79,13 +81,14 @@ pub(crate) enum OperatorMounts {
 }
 
 /// Runs init; never returns.
-pub(crate) fn main(start: Start) -> ! {
+pub(crate) fn main(mut start: Start) -> ! {
     let mut kept = vec![0, 1, 2, start.warden.as_raw_fd()];
+    kept.extend(start.doors.iter().map(AsRawFd::as_raw_fd));
     if let OperatorMounts::Given(mounts) = &start.mounts {
         kept.extend(mounts.iter().map(|mount| mount.as_mount().as_raw_fd()));
     }
     sys::close_all_but(&kept);
-    let status = match build(&start) {
+    let status = match build(&mut start) {
         Ok(()) => {
             wait_for_orders(&start.warden);
             0
@@ -117,9 +120,11 @@ fn step<T, E: Into<io::Error>>(attempt: &'static str, result: Result<T, E>) -> R
     result.map_err(|cause| InitError::Step(attempt, cause.into()))
 }
 
-fn build(start: &Start) -> Result<(), InitError> {
+fn build(start: &mut Start) -> Result<(), InitError> {
     step("name init", rustix::thread::set_name(c"cb-init"))?;
     await_order(&start.warden, |order| matches!(order, Order::Go))?;
+    // Taken, so that the ways in are closed as soon as they were used.
+    step("enter the control group", crate::cgroup::enter(&std::mem::take(&mut start.doors)))?;
     step("make a cgroup namespace", sys::unshare(UnshareFlags::NEWCGROUP))?;
     step("set the host name", rustix::system::sethostname(b"cellblock"))?;
     step("bring up the loopback interface", sys::bring_loopback_up())?;
@@ -240,6 +245,7 @@ fn own_filter() -> seccompiler::BpfProgram {
         libc::SYS_write,
         libc::SYS_sendmsg,
         libc::SYS_recvmsg,
+        libc::SYS_recvfrom,
         libc::SYS_ppoll,
         libc::SYS_rt_sigaction,
         libc::SYS_kill,

@@ -179,22 +179,19 @@ impl Warden {
         })
     }
 
-    fn carry_out(&mut self, command: Command, mut descriptors: Vec<OwnedFd>) -> io::Result<()> {
+    fn carry_out(&mut self, command: Command, descriptors: Vec<OwnedFd>) -> io::Result<()> {
         match command {
             Command::Warm => self.warm(),
-            Command::Prepare { slot } => match self.prepare(slot) {
+            Command::Prepare { slot } => match self.prepare(slot, descriptors) {
                 Ok(init) => self.tell(&Event::Created { slot }, &[&init]),
                 Err(error) => self.tell(&Event::Failed { slot, why: guardian::chain(&error) }, &[]),
             },
             Command::Proceed { slot } => self.order(slot, &Order::Go),
             Command::Sweep { slot, number } => self.order(slot, &Order::Sweep { number }),
-            Command::Fork { slot, generation } => {
-                let channel = descriptors.pop();
-                match self.fork(slot, generation, channel) {
-                    Ok(()) => Ok(()),
-                    Err(why) => self.tell(&Event::Failed { slot, why }, &[]),
-                }
-            }
+            Command::Fork { slot, generation } => match self.fork(slot, generation, &descriptors) {
+                Ok(()) => Ok(()),
+                Err(why) => self.tell(&Event::Failed { slot, why }, &[]),
+            },
             Command::Destroy { slot } => match self.sandboxes.get(&slot) {
                 Some(sandbox) => {
                     let _ = rustix::process::kill_process(sandbox.init, Signal::KILL);
@@ -223,13 +220,14 @@ impl Warden {
         }
     }
 
-    fn prepare(&mut self, slot: Slot) -> Result<OwnedFd, RootError> {
+    fn prepare(&mut self, slot: Slot, doors: Vec<OwnedFd>) -> Result<OwnedFd, RootError> {
         let mounts = self.operator_mounts(slot)?;
         let failed = |cause: io::Error| RootError::new("could not make the sandbox's namespaces", cause);
         let (orders, theirs) = wire::pair().map_err(failed)?;
         match sys::clone_process(guardian::NAMESPACES).map_err(failed)? {
             Forked::Child => init::main(init::Start {
                 warden: theirs,
+                doors,
                 mounts,
                 scratch: self.setup.scratch,
                 owner: self.setup.identity.in_warden(slot),
@@ -271,12 +269,12 @@ impl Warden {
         }
     }
 
-    fn fork(&mut self, slot: Slot, generation: Generation, channel: Option<OwnedFd>) -> Result<(), String> {
+    fn fork(&mut self, slot: Slot, generation: Generation, descriptors: &[OwnedFd]) -> Result<(), String> {
         let zygote = self.zygotes.iter().rev().find(|zygote| zygote.warm).ok_or("there is no warm interpreter")?;
         let sandbox = self.sandboxes.get(&slot).ok_or("the sandbox is gone")?;
-        let channel = channel.ok_or("the command came without a channel")?;
+        let (channel, doors) = descriptors.split_first().ok_or("the command came without a channel")?;
         zygote
-            .fork(slot, generation, channel.as_fd(), &sandbox.namespaces, sandbox.rules.as_ref())
+            .fork(slot, generation, channel, &sandbox.namespaces, doors, sandbox.rules.as_ref())
             .map_err(|error| format!("the warm interpreter does not answer: {error}"))
     }
 

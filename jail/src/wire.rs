@@ -174,7 +174,13 @@ pub fn send<M: Serialize>(socket: impl AsFd, message: &M, descriptors: &[Borrowe
 
 /// Receives one message with its descriptors; `None` when the other end is closed.
 pub fn receive<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<(M, Vec<OwnedFd>)>> {
-    let mut buffer = vec![0; LARGEST_MESSAGE];
+    // A look at the length first: a buffer for the largest message would be memory of every process that is forked from this one.
+    let look = RecvFlags::PEEK | RecvFlags::TRUNC;
+    let (_, length) = rustix::io::retry_on_intr(|| rustix::net::recv(&socket, &mut [0; 1], look))?;
+    if length > LARGEST_MESSAGE {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "a message is too large"));
+    }
+    let mut buffer = vec![0; length.max(1)];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let received = rustix::io::retry_on_intr(|| {

@@ -45,11 +45,12 @@ struct Calls {
     landlock_restrict_self: i64,
 }
 
-/// What the warden asks of the zygote; carries channel, pid namespace, the other namespaces, and the rules last.
+/// What the warden asks of the zygote; carries channel, pid namespace, the other namespaces, the doors of the control group, and the rules last.
 #[derive(Serialize)]
 struct Request {
     slot: Slot,
     generation: Generation,
+    doors: usize,
     has_rules: bool,
 }
 
@@ -121,13 +122,14 @@ impl Zygote {
         &self,
         slot: Slot,
         generation: Generation,
-        channel: BorrowedFd<'_>,
+        channel: &OwnedFd,
         namespaces: &[OwnedFd],
+        doors: &[OwnedFd],
         rules: Option<&OwnedFd>,
     ) -> io::Result<()> {
         let descriptors: Vec<BorrowedFd<'_>> =
-            [channel].into_iter().chain(namespaces.iter().map(AsFd::as_fd)).chain(rules.map(AsFd::as_fd)).collect();
-        let request = Request { slot, generation, has_rules: rules.is_some() };
+            std::iter::once(channel).chain(namespaces).chain(doors).chain(rules).map(AsFd::as_fd).collect();
+        let request = Request { slot, generation, doors: doors.len(), has_rules: rules.is_some() };
         wire::send(&self.socket, &request, &descriptors)
     }
 }

@@ -21,7 +21,8 @@ def reseed() -> None:
 
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
-        numpy_random.seed()
+        # With numbers of our own: to find some by itself, numpy writes to three times as much shared memory.
+        numpy_random.seed([int.from_bytes(os.urandom(4), "little") for _ in range(4)])
 
     ssl = sys.modules.get("ssl") or sys.modules.get("_ssl")
     if ssl is not None:

@@ -34,9 +34,18 @@ _NO_VARIABLES: dict[str, Any] = {"created": [], "changed": [], "deleted": [], "o
 
 # What every session does first: nothing, text, a value, text on the other stream.
 _PRIMING_CELLS = ("pass", "print('')\n1", "import sys\nprint('', file=sys.stderr)")
+# What a session does that waits to be used. A value as well would make half a megabyte more of each of them private, for 0.6 ms.
+_WAITING_CELLS = ("print('')",)
 # What loads more code, for the warm process only: in a session it would make many shared pages private.
 _LOADING_CELLS = ("await __import__('asyncio').sleep(0)", "1/0", "if")
 
+
+# Python rewrites the code of a function while it is new. After so many rounds it has settled, and forks share it.
+_REHEARSALS = 20
+# So many bytes of each size are enough for the gaps that imports leave.
+_FILLING = 250_000
+# Keeps the gaps in the memory of the warm process filled.
+_fillings: list[list[bytes]] = []
 
 # Where Python keeps the last error for debuggers.
 _LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")
@@ -64,8 +73,11 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
         _warm_matplotlib()
     if rehearse:
         _rehearse(shell, _PRIMING_CELLS + _LOADING_CELLS)
+        for _ in range(_REHEARSALS):
+            _rehearse(shell, _PRIMING_CELLS)
         reseed()  # The first call makes OpenSSL set itself up, which costs every session less if it happens here.
         gc.collect()
+        _fill_gaps()
     _require_one_thread()
     gc.freeze()
     return shell
@@ -73,7 +85,7 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
 
 def prime(shell: Shell) -> None:
     """Runs a few cells whose output nobody sees. Names, counters and error state are afterwards what they were."""
-    _rehearse(shell, _PRIMING_CELLS)
+    _rehearse(shell, _WAITING_CELLS)
 
 
 def serve(shell: Shell, channel: socket.socket, workdir: str) -> NoReturn:
@@ -275,6 +287,7 @@ def _warm_matplotlib() -> None:
     """Draws one figure that nobody sees: fonts and the backend are then known to every fork."""
     import io
 
+    import matplotlib.font_manager
     import matplotlib.pyplot as pyplot
 
     try:
@@ -282,8 +295,20 @@ def _warm_matplotlib() -> None:
         figure.add_subplot().set_title("warm")
         figure.savefig(io.BytesIO(), format="png")
         pyplot.close("all")
+        # Matplotlib forgets its fonts in every fork, and forgetting writes to half a megabyte of shared memory.
+        matplotlib.font_manager._get_font.cache_clear()
     except Exception as cause:
         warnings.warn(f"matplotlib could not be warmed: {cause}", stacklevel=2)
+
+
+def _fill_gaps() -> None:
+    """Fills the gaps between the objects of the warm process.
+
+    Otherwise each fork puts its first objects into these gaps, and so makes a copy of a page for every few objects.
+    """
+    for size in range(48, 513, 16):
+        # A bytes object has 33 bytes of its own.
+        _fillings.append([bytes(size - 33) for _ in range(_FILLING // size)])
 
 
 def _require_one_thread() -> None:

@@ -120,8 +120,7 @@ mod tests {
             });
         }
         tasks.join_all().await;
-        let order = begun.lock().unwrap().clone();
-        order
+        Arc::into_inner(begun).unwrap().into_inner().unwrap()
     }
 
     #[tokio::test]

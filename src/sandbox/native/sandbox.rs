@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use cellblock_jail::cgroup::{self, Group};
+use cellblock_jail::cgroup::{self, Group, OutOfMemory};
 use cellblock_jail::identity::Identity;
 use cellblock_jail::posture::{Expected, Posture};
 use cellblock_jail::wire::{Command, Generation, LeftOut, Slot};
@@ -106,11 +106,14 @@ impl NativeSandbox {
                 group.map_err(|error| LaunchError::Start { why: format!("its limits could not be set: {error}") })?;
             sandbox.group = Some(Arc::new(group));
         }
-        sandbox.warden.command(&Command::Prepare { slot }, &[]).await?;
+        let doors = sandbox.doors()?;
+        let passed: Vec<_> = doors.iter().map(AsFd::as_fd).collect();
+        sandbox.warden.command(&Command::Prepare { slot }, &passed).await?;
         let init = sandbox.await_view(|view| view.init.clone()).await?;
         sandbox.confine(&init)?;
         sandbox.warden.command(&Command::Proceed { slot }, &[]).await?;
         sandbox.await_view(|view| view.prepared.then_some(())).await?;
+        sandbox.check_confinement(&init)?;
         Ok(sandbox)
     }
 
@@ -137,16 +140,32 @@ impl NativeSandbox {
         }
     }
 
-    /// Puts a process into the sandbox's control group.
-    fn confine(&self, process: &OwnedFd) -> Result<(), LaunchError> {
+    /// Opens the ways into the sandbox's control group, where processes enter it by themselves.
+    fn doors(&self) -> Result<Vec<OwnedFd>, LaunchError> {
+        let Some(group) = &self.group else { return Ok(Vec::new()) };
+        group.doors().map_err(|error| LaunchError::Start { why: format!("its limits could not be opened: {error}") })
+    }
+
+    /// Refuses a process that is not under its limits, whoever was to put it there.
+    fn check_confinement(&self, process: &OwnedFd) -> Result<(), LaunchError> {
         let Some(group) = &self.group else { return Ok(()) };
+        match warden::host_pid(process).and_then(|pid| group.holds(pid)) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(LaunchError::Start { why: "it is not under its limits".to_owned() }),
+            Err(error) => Err(LaunchError::Start { why: format!("its limits could not be checked: {error}") }),
+        }
+    }
+
+    /// Puts a process into the sandbox's control group, unless it goes there by itself.
+    fn confine(&self, process: &OwnedFd) -> Result<(), LaunchError> {
+        let Some(group) = self.group.as_ref().filter(|group| !group.has_doors()) else { return Ok(()) };
         let confined = warden::host_pid(process).and_then(|pid| group.add(pid));
         confined.map_err(|error| LaunchError::Start { why: format!("it could not be put under its limits: {error}") })
     }
 
     /// Forks an interpreter into the sandbox, confines it and checks it.
     pub(super) async fn start_interpreter(&mut self, prime: Prime) -> Result<Interpreter, LaunchError> {
-        let out_of_memory_before = self.group.as_ref().map_or(0, |group| group.out_of_memory_kills());
+        let out_of_memory_before = self.group.as_ref().map(|group| group.out_of_memory()).unwrap_or_default();
         let (mut channel, process) = match self.fork().await {
             // The warm interpreter hangs, and another one is on its way: once more.
             Err(LaunchError::TimedOut(_)) => self.fork().await?,
@@ -158,6 +177,7 @@ impl NativeSandbox {
         let gate: &[u8] = if prime == Prime::Yes { b"p" } else { b"g" };
         channel.write_all(gate).await.map_err(|error| LaunchError::Start { why: error.to_string() })?;
         self.await_lock_down(&channel, generation).await?;
+        self.check_confinement(&process)?;
         self.verify(&process)?;
         let process = NativeProcess {
             warden: Arc::clone(&self.warden),
@@ -181,7 +201,9 @@ impl NativeSandbox {
         let theirs = theirs.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
         let theirs = theirs.map_err(|error| LaunchError::Start { why: error.to_string() })?;
         self.warden.count_fork(FORKS_PER_ZYGOTE).await;
-        self.warden.command(&Command::Fork { slot: self.slot, generation }, &[theirs.as_fd()]).await?;
+        let doors = self.doors()?;
+        let passed: Vec<_> = std::iter::once(theirs.as_fd()).chain(doors.iter().map(AsFd::as_fd)).collect();
+        self.warden.command(&Command::Fork { slot: self.slot, generation }, &passed).await?;
         drop(theirs);
         let forked = self.await_view_for(FORK_LIMIT, |view| view.interpreter_of(generation)).await;
         if let Err(LaunchError::TimedOut(_)) = forked {
@@ -305,7 +327,7 @@ struct NativeProcess {
     process: Arc<OwnedFd>,
     view: watch::Receiver<View>,
     group: Option<Arc<Group>>,
-    out_of_memory_before: u64,
+    out_of_memory_before: OutOfMemory,
     memory_limit: u64,
 }
 
@@ -329,8 +351,8 @@ impl Process for NativeProcess {
         };
         let status = std::os::unix::process::ExitStatusExt::from_raw(status);
         exit_of(status, || {
-            let kills = self.group.as_ref().map_or(0, |group| group.out_of_memory_kills());
-            (kills > self.out_of_memory_before).then_some(self.memory_limit)
+            let now = self.group.as_ref()?.out_of_memory();
+            now.happened_since(self.out_of_memory_before).then_some(self.memory_limit)
         })
     }
 }

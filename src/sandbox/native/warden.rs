@@ -90,10 +90,16 @@ impl Warden {
             .stderr(Stdio::inherit())
             .current_dir("/")
             .spawn()?;
+        let mut doors = Vec::new();
         if let (Some(tree), Some(pid)) = (cgroups, child.id()) {
-            tree.group("warden", None)?.add(pid)?;
+            let group = tree.group("warden", None)?;
+            doors = group.doors()?;
+            if !group.has_doors() {
+                group.add(pid)?;
+            }
         }
-        wire::send(&lifeline, setup, &[commands.as_fd()])?;
+        let passed: Vec<_> = std::iter::once(&commands).chain(&doors).map(AsFd::as_fd).collect();
+        wire::send(&lifeline, setup, &passed)?;
         drop(commands);
         rustix::io::ioctl_fionbio(&socket, true)?;
         let socket = Arc::new(UnixDatagram::from_std(StdUnixDatagram::from(socket))?);
