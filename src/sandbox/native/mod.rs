@@ -53,6 +53,8 @@ pub struct NativeSettings {
     pub allow_missing: BTreeSet<LayerKind>,
     /// Warm sessions kept ready.
     pub pool: usize,
+    /// Empty sandboxes kept ready for when the warm ones are used up.
+    pub empty: usize,
     /// Layers a test leaves out.
     pub leave_out: Vec<LeftOut>,
 }
@@ -166,7 +168,7 @@ impl Inner {
 
     async fn keep_pool_full(&self) {
         while !self.pool.is_closed() {
-            let made = match self.pool.lack(self.settings.pool) {
+            let made = match self.pool.lack(self.settings.pool, self.settings.empty) {
                 Some(Lack::Warm) => self.make(Prime::Yes).await.map(|member| self.pool.add_warm(member)),
                 Some(Lack::Empty) => self.make_empty().await.map(|sandbox| self.pool.add_empty(sandbox)),
                 None => {

@@ -75,14 +75,14 @@ impl Pool {
         }
     }
 
-    /// Returns what is missing to `size` warm sessions and as many empty sandboxes.
-    pub(super) fn lack(&self, size: usize) -> Option<Lack> {
+    /// Returns what is missing to so many warm sessions and empty sandboxes.
+    pub(super) fn lack(&self, warm: usize, empty: usize) -> Option<Lack> {
         let waiting = self.waiting();
         if waiting.closed {
             None
-        } else if waiting.warm.len() < size {
+        } else if waiting.warm.len() < warm {
             Some(Lack::Warm)
-        } else if waiting.empty.len() < size {
+        } else if waiting.empty.len() < empty {
             Some(Lack::Empty)
         } else {
             None
