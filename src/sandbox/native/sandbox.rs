@@ -201,6 +201,7 @@ impl NativeSandbox {
         let theirs = theirs.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
         let theirs = theirs.map_err(|error| LaunchError::Start { why: error.to_string() })?;
         self.warden.count_fork(FORKS_PER_ZYGOTE).await;
+        self.warden.forget_failure(self.slot);
         let doors = self.doors()?;
         let passed: Vec<_> = std::iter::once(theirs.as_fd()).chain(doors.iter().map(AsFd::as_fd)).collect();
         self.warden.command(&Command::Fork { slot: self.slot, generation }, &passed).await?;

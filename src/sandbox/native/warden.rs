@@ -145,6 +145,13 @@ impl Warden {
         receiver
     }
 
+    /// Forgets that an attempt failed, before the next one.
+    pub(super) fn forget_failure(&self, slot: Slot) {
+        if let Some(view) = self.views().get(&slot) {
+            view.send_modify(|view| view.failed = None);
+        }
+    }
+
     pub(super) fn forget(&self, slot: Slot) {
         self.views().remove(&slot);
     }
