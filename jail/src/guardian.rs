@@ -62,7 +62,9 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
         return Err(io::Error::other("the set-up came without a socket"));
     }
     let commands = descriptors.remove(0);
-    cgroup::enter(&descriptors)?;
+    if let Err(error) = cgroup::enter(&descriptors) {
+        return report(&commands, &RootError::new("could not enter the control group", error));
+    }
     drop(descriptors);
     let is_root = matches!(setup.identity, Identity::Block { .. });
 
@@ -119,8 +121,12 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
     outcome
 }
 
+/// Tells the server why there is no jail. A server that is gone needs no answer.
 fn report(commands: &OwnedFd, error: &RootError) -> io::Result<()> {
-    wire::send(commands, &Event::Broken { why: chain(error) }, &[])
+    match wire::send(commands, &Event::Broken { why: chain(error) }, &[]) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        sent => sent,
+    }
 }
 
 /// The words of an error and of its causes.

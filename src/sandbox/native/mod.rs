@@ -14,13 +14,14 @@ use std::any::Any;
 use std::collections::BTreeSet;
 use std::future::Future;
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use cellblock_jail::wire::{Bind, LeftOut, OperatorMount};
 use cellblock_jail::{cgroup, root};
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 use tracing::{info, warn};
 
 use self::jail::Jail;
@@ -76,6 +77,8 @@ pub struct WarmEnvironment {
 /// Sandboxes made of namespaces.
 pub struct NativeBackend {
     inner: Arc<Inner>,
+    /// Prepares, then keeps the pool full.
+    background: Mutex<Option<JoinHandle<()>>>,
 }
 
 struct Inner {
@@ -93,7 +96,7 @@ impl NativeBackend {
     {
         let inner = Arc::new(Inner { settings, preparation, jail: OnceLock::new(), pool: Pool::default() });
         let background = Arc::clone(&inner);
-        tokio::spawn(async move {
+        let background = tokio::spawn(async move {
             let prepared = async {
                 let environment = environment.await?;
                 background.build(environment).await.map_err(|error| error.to_string())
@@ -109,7 +112,7 @@ impl NativeBackend {
                 }
             }
         });
-        NativeBackend { inner }
+        NativeBackend { inner, background: Mutex::new(Some(background)) }
     }
 }
 
@@ -130,6 +133,12 @@ impl Backend for NativeBackend {
 
     async fn shut_down(&self) {
         self.inner.pool.close();
+        let background = self.background.lock().expect("no holder of the task panics").take();
+        if let Some(background) = background {
+            // A jail that was only half standing goes with the task that built it.
+            background.abort();
+            let _ = background.await;
+        }
         if let Some(jail) = self.inner.jail.get() {
             jail.end().await;
         }
