@@ -216,7 +216,7 @@ impl Warden {
                 self.zygotes.push(zygote);
                 Ok(())
             }
-            Err(error) => self.tell(&Event::ZygoteEnded { status: -1, words: error.to_string() }, &[]),
+            Err(error) => self.tell(&Event::ZygoteEnded { was_warm: false, words: error.to_string() }, &[]),
         }
     }
 
@@ -372,7 +372,7 @@ impl Warden {
             if let Some(index) = self.zygotes.iter().position(|zygote| zygote.pid == pid) {
                 let zygote = self.zygotes.remove(index);
                 if !zygote.replaced {
-                    self.tell(&Event::ZygoteEnded { status, words: zygote.last_words() }, &[])?;
+                    self.tell(&Event::ZygoteEnded { was_warm: zygote.warm, words: zygote.last_words() }, &[])?;
                 }
             } else if let Some(slot) = self.slot_of_init(pid) {
                 self.sandboxes.remove(&slot);

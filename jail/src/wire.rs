@@ -129,7 +129,7 @@ pub enum Event {
     /// The warm interpreter is ready to fork; carries its pidfd.
     Warmed,
     /// The warm interpreter ended; no fork is possible until the next `Warm`.
-    ZygoteEnded { status: i32, words: String },
+    ZygoteEnded { was_warm: bool, words: String },
     /// An init exists and waits; carries its pidfd.
     Created { slot: Slot },
     /// The sandbox is complete.

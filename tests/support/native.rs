@@ -67,7 +67,7 @@ impl Builder {
                 variables: vec![("GIVEN".to_owned(), "by the operator".to_owned())],
                 allow_missing: BTreeSet::new(),
                 pool: 0,
-                empty: 1,
+                empty: 0,
                 leave_out: Vec::new(),
             },
             binds: Vec::new(),

@@ -167,9 +167,12 @@ impl NativeSandbox {
     pub(super) async fn start_interpreter(&mut self, prime: Prime) -> Result<Interpreter, LaunchError> {
         let out_of_memory_before = self.group.as_ref().map(|group| group.out_of_memory()).unwrap_or_default();
         let (mut channel, process) = match self.fork().await {
-            // The warm interpreter hangs, and another one is on its way: once more.
-            Err(LaunchError::TimedOut(_)) => self.fork().await?,
-            forked => forked?,
+            Ok(forked) => forked,
+            Err(_) => {
+                // The warm interpreter hangs, or has just died: once more with another one.
+                self.warden.give_zygote_up();
+                self.fork().await?
+            }
         };
         let generation = self.generation;
         self.interpreter = Some(Arc::clone(&process));
@@ -206,11 +209,8 @@ impl NativeSandbox {
         let passed: Vec<_> = std::iter::once(theirs.as_fd()).chain(doors.iter().map(AsFd::as_fd)).collect();
         self.warden.command(&Command::Fork { slot: self.slot, generation }, &passed).await?;
         drop(theirs);
-        let forked = self.await_view_for(FORK_LIMIT, |view| view.interpreter_of(generation)).await;
-        if let Err(LaunchError::TimedOut(_)) = forked {
-            self.warden.give_zygote_up();
-        }
-        Ok((channel, forked?))
+        let forked = self.await_view_for(FORK_LIMIT, |view| view.interpreter_of(generation)).await?;
+        Ok((channel, forked))
     }
 
     /// Waits for the first byte of the runner's `hello`, which it says when it is locked down.

@@ -195,14 +195,7 @@ impl Warden {
 
     /// Gives up a warm interpreter that does not answer: forks wait for the next one. Doing so twice is harmless.
     pub(super) fn give_zygote_up(&self) {
-        let given_up = self.state.jail.send_if_modified(|state| {
-            let was_warm = *state == JailState::Warm;
-            if was_warm {
-                *state = JailState::Standing;
-            }
-            was_warm
-        });
-        if given_up {
+        if self.state.stand() {
             self.replace_zygote();
         }
     }
@@ -260,14 +253,15 @@ async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
             }
         };
         debug!(?event, "the jail tells");
-        if let Event::ZygoteEnded { words, .. } = &event {
+        if let Event::ZygoteEnded { was_warm: true, words } = &event {
             deaths.retain(|death| death.elapsed() < Duration::from_secs(60));
             deaths.push(Instant::now());
-            let was_warm = *state.jail.borrow() == JailState::Warm;
-            if was_warm && deaths.len() < MOST_ZYGOTE_DEATHS {
+            if deaths.len() < MOST_ZYGOTE_DEATHS {
                 warn!(%words, "the warm interpreter ended and is started again");
-                state.jail.send_replace(JailState::Standing);
-                let _ = wire::send(&*socket, &Command::Warm, &[]);
+                // Unless somebody has noticed already and given it up.
+                if state.stand() {
+                    let _ = wire::send(&*socket, &Command::Warm, &[]);
+                }
                 continue;
             }
         }
@@ -283,6 +277,17 @@ async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
 }
 
 impl State {
+    /// Says that no interpreter is warm. Returns whether one was thought to be.
+    fn stand(&self) -> bool {
+        self.jail.send_if_modified(|state| {
+            let was_warm = *state == JailState::Warm;
+            if was_warm {
+                *state = JailState::Standing;
+            }
+            was_warm
+        })
+    }
+
     fn apply(&self, event: Event, mut descriptors: Vec<OwnedFd>) {
         let change = |slot: Slot, change: &mut dyn FnMut(&mut View)| {
             if let Some(view) = self.views.lock().expect("no holder of the views panics").get(&slot) {
