@@ -55,19 +55,25 @@ pub fn rules() -> Rules {
 
 /// Compiles the list for this architecture.
 pub fn filters() -> Filters {
+    let arch = TargetArch::try_from(std::env::consts::ARCH).expect("Cellblock is built for x86-64 and aarch64 only");
+    filters_for(arch)
+}
+
+fn filters_for(arch: TargetArch) -> Filters {
     let rules = rules();
+    let is_x86_64 = matches!(arch, TargetArch::x86_64);
     let mut allowed = rules.common;
-    if cfg!(target_arch = "x86_64") {
+    if is_x86_64 {
         allowed.extend(rules.x86_64);
     }
     allowed.extend(rules.entry.iter().cloned());
     let refuse = json!({ "errno": libc::ENOSYS });
-    let mut wide = compile(&allowed, json!("allow"), refuse);
-    if cfg!(target_arch = "x86_64") {
+    let mut wide = compile(&allowed, json!("allow"), refuse, arch);
+    if is_x86_64 {
         // Jumps are relative, so instructions may be put in front.
         wide.splice(0..0, refuse_x32());
     }
-    let closing = compile(&rules.entry, json!({ "errno": libc::EPERM }), json!("allow"));
+    let closing = compile(&rules.entry, json!({ "errno": libc::EPERM }), json!("allow"), arch);
     Filters { wide, closing }
 }
 
@@ -88,9 +94,8 @@ impl Filters {
     }
 }
 
-fn compile(rules: &[Rule], on_match: Value, otherwise: Value) -> BpfProgram {
+fn compile(rules: &[Rule], on_match: Value, otherwise: Value, arch: TargetArch) -> BpfProgram {
     let source = json!({ "filter": { "mismatch_action": otherwise, "match_action": on_match, "filter": rules } });
-    let arch = TargetArch::try_from(std::env::consts::ARCH).expect("Cellblock is built for x86-64 and aarch64 only");
     seccompiler::compile_from_json(source.to_string().as_bytes(), arch)
         .expect("the list is checked by a test")
         .remove("filter")
@@ -116,6 +121,13 @@ mod tests {
         let filters = filters();
         assert!(filters.closing_bytes().len() / 8 < 120, "loading it is paid per session");
         assert!(filters.wide.len() < 4096, "the kernel's limit for one program");
+    }
+
+    #[test]
+    fn the_list_compiles_for_both_architectures() {
+        for arch in [TargetArch::x86_64, TargetArch::aarch64] {
+            assert!(filters_for(arch).wide.len() > 200);
+        }
     }
 
     #[test]

@@ -98,7 +98,7 @@ async fn wait_for_turn(
     folder: &Path,
     name: &EnvironmentName,
     progress: Progress<'_>,
-) -> Result<File, EnvironmentError> {
+) -> Result<lock::Lock, EnvironmentError> {
     let path = build_lock(folder, name);
     let mut told = false;
     loop {

@@ -10,13 +10,28 @@ use std::path::Path;
 
 use rustix::fs::{FlockOperation, flock};
 
+/// A lock that is held. Dropping it lets go, also where a process that was just forked has a copy of the descriptor for a moment.
+#[derive(Debug)]
+pub(super) struct Lock(File);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing would not be enough: the lock belongs to all copies of the descriptor until one of them lets go.
+        let _ = flock(&self.0, FlockOperation::Unlock);
+    }
+}
+
 /// Takes the lock for one holder, or returns `None` while somebody has it.
-pub(super) fn try_exclusive(path: &Path) -> io::Result<Option<File>> {
+pub(super) fn try_exclusive(path: &Path) -> io::Result<Option<Lock>> {
     loop {
         let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) if leads_to(path, &file)? => return Ok(Some(file)),
-            Ok(()) => {}
+            Ok(()) => {
+                let lock = Lock(file);
+                if leads_to(path, &lock.0)? {
+                    return Ok(Some(lock));
+                }
+            }
             Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
             Err(error) => return Err(error.into()),
         }
@@ -24,7 +39,7 @@ pub(super) fn try_exclusive(path: &Path) -> io::Result<Option<File>> {
 }
 
 /// Takes the lock together with others, waiting for a single holder to let go. Returns `None` when the file is gone.
-pub(super) fn shared(path: &Path) -> io::Result<Option<File>> {
+pub(super) fn shared(path: &Path) -> io::Result<Option<Lock>> {
     loop {
         let file = match File::open(path) {
             Ok(file) => file,
@@ -32,8 +47,9 @@ pub(super) fn shared(path: &Path) -> io::Result<Option<File>> {
             Err(error) => return Err(error),
         };
         flock(&file, FlockOperation::LockShared)?;
-        if leads_to(path, &file)? {
-            return Ok(Some(file));
+        let lock = Lock(file);
+        if leads_to(path, &lock.0)? {
+            return Ok(Some(lock));
         }
     }
 }
@@ -88,6 +104,16 @@ mod tests {
         assert!(try_exclusive(&path).unwrap().is_none());
         assert_eq!(holders(&path), [std::process::id()]);
         drop((first, second));
+        assert!(try_exclusive(&path).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_copy_of_the_descriptor_does_not_keep_a_lock_that_was_let_go() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        let lock = try_exclusive(&path).unwrap().unwrap();
+        let _copy = lock.0.try_clone().unwrap();
+        drop(lock);
         assert!(try_exclusive(&path).unwrap().is_some());
     }
 

@@ -24,7 +24,6 @@ pub mod spec;
 mod uv;
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -59,7 +58,7 @@ pub struct Environment {
     pub preload: Vec<String>,
     /// What `LD_LIBRARY_PATH` must hold inside so that the interpreter starts, if anything.
     pub library_path: Option<String>,
-    _in_use: File,
+    _in_use: lock::Lock,
 }
 
 impl Environment {
