@@ -93,3 +93,52 @@ impl Isolation {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn all_enforced() -> Isolation {
+        let mut isolation = Isolation::default();
+        for kind in LayerKind::ALL {
+            isolation.record(kind, Layer::Enforced { how: "somehow".to_owned() });
+        }
+        isolation
+    }
+
+    #[test]
+    fn a_missing_layer_is_refused_unless_it_was_allowed_by_name() {
+        for kind in LayerKind::ALL {
+            let mut isolation = all_enforced();
+            assert_eq!(isolation.first_unallowed(&BTreeSet::new()), None);
+            isolation.record(kind, Layer::Missing { why: "the kernel is old".to_owned() });
+            assert_eq!(isolation.first_unallowed(&BTreeSet::new()), Some((kind, "the kernel is old")));
+            assert_eq!(isolation.first_unallowed(&BTreeSet::from([kind])), None);
+            let another = LayerKind::ALL.into_iter().find(|other| *other != kind).unwrap();
+            assert!(isolation.first_unallowed(&BTreeSet::from([another])).is_some());
+        }
+    }
+
+    #[test]
+    fn a_reduced_layer_is_told_and_not_refused() {
+        let mut isolation = all_enforced();
+        isolation
+            .record(LayerKind::Resources, Layer::Reduced { how: "rlimits".to_owned(), why: "no cgroup".to_owned() });
+        assert_eq!(isolation.first_unallowed(&BTreeSet::new()), None);
+    }
+
+    #[test]
+    fn a_layer_that_nobody_set_up_is_missing() {
+        let mut isolation = all_enforced();
+        isolation.layers.remove(&LayerKind::Landlock);
+        assert_eq!(isolation.first_unallowed(&BTreeSet::new()), Some((LayerKind::Landlock, "it was never set up")));
+    }
+
+    #[test]
+    fn every_layer_is_found_by_its_name() {
+        for kind in LayerKind::ALL {
+            assert_eq!(LayerKind::from_name(kind.name()), Some(kind));
+        }
+        assert_eq!(LayerKind::from_name("everything"), None);
+    }
+}

@@ -593,7 +593,8 @@ impl Driver {
                     }
                     Claim::Value { id: claimed, bundle } if claimed == id => gatherer.value(bundle),
                     Claim::Clear { id: claimed, wait } if claimed == id => gatherer.clear(wait),
-                    Claim::Done(claim) if claim.id == id => *done = Some(claim),
+                    // An end without a beginning was said by code of an earlier cell.
+                    Claim::Done(claim) if claim.id == id && *begun_inside => *done = Some(claim),
                     _ => {}
                 }
             }

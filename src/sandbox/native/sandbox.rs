@@ -31,6 +31,8 @@ use crate::sandbox::{Exit, Interpreter, Isolation, LaunchError, MemoryUse, Proce
 
 /// Forks after which the warm interpreter is replaced, so that address layout and hash seed change.
 const FORKS_PER_ZYGOTE: u32 = 2_000;
+/// Age after which it is replaced for the same reason.
+const AGE_OF_ZYGOTE: Duration = Duration::from_secs(6 * 3600);
 /// How long the warm interpreter may take to fork. It does nothing else, and takes milliseconds.
 const FORK_LIMIT: Duration = Duration::from_secs(5);
 /// Every session has two: the zygote's wide one and its own closing one.
@@ -203,7 +205,7 @@ impl NativeSandbox {
         let (channel, theirs) = UnixStream::pair().map_err(|error| LaunchError::Start { why: error.to_string() })?;
         let theirs = theirs.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
         let theirs = theirs.map_err(|error| LaunchError::Start { why: error.to_string() })?;
-        self.warden.count_fork(FORKS_PER_ZYGOTE).await;
+        self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await;
         self.warden.forget_failure(self.slot);
         let doors = self.doors()?;
         let passed: Vec<_> = std::iter::once(theirs.as_fd()).chain(doors.iter().map(AsFd::as_fd)).collect();

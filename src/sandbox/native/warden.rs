@@ -61,6 +61,8 @@ pub(super) struct Warden {
     lifeline: Mutex<Option<OwnedFd>>,
     guardian: Mutex<Option<tokio::process::Child>>,
     forks: AtomicU32,
+    /// When the present warm interpreter was asked for.
+    asked: Mutex<Instant>,
 }
 
 struct State {
@@ -111,6 +113,7 @@ impl Warden {
             lifeline: Mutex::new(Some(lifeline)),
             guardian: Mutex::new(Some(child)),
             forks: AtomicU32::new(0),
+            asked: Mutex::new(Instant::now()),
         })
     }
 
@@ -177,9 +180,10 @@ impl Warden {
         }
     }
 
-    /// Counts a fork and replaces the warm interpreter when it has done enough of them.
-    pub(super) async fn count_fork(&self, most: u32) {
-        if self.forks.fetch_add(1, Ordering::Relaxed) + 1 >= most {
+    /// Counts a fork and replaces the warm interpreter when it has done enough of them, or is old.
+    pub(super) async fn count_fork(&self, most: u32, oldest: Duration) {
+        let age = self.asked.lock().expect("no holder of the time panics").elapsed();
+        if self.forks.fetch_add(1, Ordering::Relaxed) + 1 >= most || age > oldest {
             self.replace_zygote();
         }
         // After a death the next fork waits for the new one.
@@ -190,6 +194,7 @@ impl Warden {
     /// Starts another warm interpreter; the present one serves until it is ready.
     pub(super) fn replace_zygote(&self) {
         self.forks.store(0, Ordering::Relaxed);
+        *self.asked.lock().expect("no holder of the time panics") = Instant::now();
         self.command_now(&Command::Warm);
     }
 
