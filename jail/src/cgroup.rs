@@ -227,12 +227,6 @@ impl Group {
         self.number("memory.max_usage_in_bytes") >= limit - limit / 32
     }
 
-    /// The processes in the group.
-    pub fn processes(&self) -> Vec<u32> {
-        let text = fs::read_to_string(self.folders[0].join("cgroup.procs")).unwrap_or_default();
-        text.lines().filter_map(|line| line.parse().ok()).collect()
-    }
-
     /// Removes the group, which must be empty. Removing twice is harmless.
     pub fn remove(&self) {
         for folder in &self.folders {

@@ -46,6 +46,17 @@ async fn usable_or_plainly_gone(session: &Session) {
     assert_eq!(session.ok("print('again')").await, "again\n");
 }
 
+/// After frames with a forged `seq` the order of the liar's own lanes is spoiled, so its next output may be misplaced or lost. It gets an
+/// answer all the same, and a reset makes the session whole.
+async fn answered_and_whole_after_a_reset(session: &Session) {
+    match session.execute("print(1)").await {
+        Ok(outcome) => assert!(!matches!(outcome.status, Status::Raised(_)), "{:?}", outcome.status),
+        Err(refused) => assert!(matches!(refused, Refused::Ended { .. }), "{refused}"),
+    }
+    session.reset().await;
+    assert_eq!(session.ok("print('again')").await, "again\n");
+}
+
 #[test]
 fn bytes_that_are_no_frame_end_the_session_and_nothing_else() {
     run(async {
@@ -102,7 +113,7 @@ fn forged_frames_change_only_the_liars_own_results() {
         ] {
             let (liar, status) = lie(words).await;
             assert!(!matches!(status, Status::Raised(_)), "{words}: {status:?}");
-            usable_or_plainly_gone(&liar).await;
+            answered_and_whole_after_a_reset(&liar).await;
         }
     });
 }
