@@ -149,19 +149,11 @@ pub async fn prepare_environment(
             total: progress.total,
         });
     };
-    let built = environment::ensure(&spec, &data_dir, &tell).await.map_err(|error| words(&error))?;
-    let runner = runner_files::ensure_runner(&data_dir, &built).await.map_err(|error| words(&error))?;
+    // Its causes belong to the answer: they hold the installer's own words.
+    let with_causes = |error| format!("{:#}", anyhow::Error::new(error));
+    let built = environment::ensure(&spec, &data_dir, &tell).await.map_err(with_causes)?;
+    let runner = runner_files::ensure_runner(&data_dir, &built).await.map_err(with_causes)?;
     Ok(warm_environment(built, runner, warmth))
-}
-
-fn words(error: &dyn std::error::Error) -> String {
-    let mut words = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        words = format!("{words}: {error}");
-        cause = error.source();
-    }
-    words
 }
 
 fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -> WarmEnvironment {
