@@ -3,6 +3,7 @@
 //! One file for each kind of promise. Most cases share one server and have a session each; a case that needs other settings, or that
 //! harms its server, starts its own.
 
+mod branching;
 mod clients;
 mod control;
 mod files;

@@ -39,6 +39,16 @@ pub struct Group {
     folders: Vec<PathBuf>,
 }
 
+/// A session, its checkpoints and its forks together: what they hold in memory counts against one limit, whoever of them is still there.
+///
+/// Under version 1 only memory has such a group. It is removed with the last holder of this value.
+#[derive(Debug)]
+pub struct Family {
+    tree: Tree,
+    name: String,
+    group: Group,
+}
+
 /// What a group says about running out of memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct OutOfMemory {
@@ -102,45 +112,99 @@ impl Tree {
         }
     }
 
-    /// Makes a group with limits.
-    pub fn group(&self, name: &str, limits: Option<&Limits>) -> io::Result<Group> {
-        let group = Group {
-            version: match self {
-                Tree::Two { .. } => Version::Two,
-                Tree::One { .. } => Version::One,
-            },
-            folders: self.folders().iter().map(|folder| folder.join(name)).collect(),
+    fn version(&self) -> Version {
+        match self {
+            Tree::Two { .. } => Version::Two,
+            Tree::One { .. } => Version::One,
+        }
+    }
+
+    /// Makes a group without limits.
+    pub fn group(&self, name: &str) -> io::Result<Group> {
+        Group::make(self.version(), self.folders().iter().map(|folder| folder.join(name)).collect())
+    }
+
+    /// Makes a family that may hold this much memory.
+    pub fn family(&self, name: &str, memory: u64) -> io::Result<Family> {
+        let folder = match self {
+            Tree::Two { folder } => folder,
+            // Memory is the first controller.
+            Tree::One { folders } => &folders[0],
         };
-        for folder in &group.folders {
+        let group = Group::make(self.version(), vec![folder.join(name)])?;
+        let family = Family { tree: self.clone(), name: name.to_owned(), group };
+        if self.version() == Version::Two {
+            hand_on_controllers(&folder.join(name))?;
+        }
+        family.group.limit_memory(memory)?;
+        Ok(family)
+    }
+}
+
+impl Family {
+    /// Makes the group of one member.
+    pub fn group(&self, name: &str, limits: &Limits) -> io::Result<Group> {
+        let mut folders: Vec<PathBuf> = self.tree.folders().iter().map(|folder| folder.join(name)).collect();
+        folders[0] = self.group.folders[0].join(name);
+        let group = Group::make(self.group.version, folders)?;
+        group.limit(limits)?;
+        Ok(group)
+    }
+
+    /// Bytes that the family holds now.
+    pub fn memory(&self) -> u64 {
+        self.group.memory().0
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+impl Drop for Family {
+    fn drop(&mut self) {
+        self.group.remove();
+    }
+}
+
+impl Group {
+    fn make(version: Version, folders: Vec<PathBuf>) -> io::Result<Group> {
+        for folder in &folders {
             match fs::create_dir(folder) {
                 Ok(()) => {}
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(error),
             }
         }
-        if let Some(limits) = limits {
-            group.limit(limits)?;
-        }
-        Ok(group)
+        Ok(Group { version, folders })
     }
-}
 
-impl Group {
+    fn limit_memory(&self, bytes: u64) -> io::Result<()> {
+        match self.version {
+            Version::Two => {
+                self.write("memory.max", &bytes.to_string())?;
+                self.write_if_there("memory.swap.max", "0")
+            }
+            Version::One => {
+                self.write("memory.limit_in_bytes", &bytes.to_string())?;
+                self.write_if_there("memory.memsw.limit_in_bytes", &bytes.to_string())
+            }
+        }
+    }
+
     fn limit(&self, limits: &Limits) -> io::Result<()> {
         /// The scheduler gives out CPU time once per period.
         const PERIOD: u64 = 100_000;
         let quota = (limits.cpus * PERIOD as f64).max(1_000.0) as u64;
         match self.version {
             Version::Two => {
-                self.write("memory.max", &limits.memory.to_string())?;
-                self.write_if_there("memory.swap.max", "0")?;
+                self.limit_memory(limits.memory)?;
                 // One process out of memory ends the sandbox's interpreter, not its files: no memory.oom.group.
                 self.write("pids.max", &limits.processes.to_string())?;
                 self.write_if_there("cpu.max", &format!("{quota} {PERIOD}"))
             }
             Version::One => {
-                self.write("memory.limit_in_bytes", &limits.memory.to_string())?;
-                self.write_if_there("memory.memsw.limit_in_bytes", &limits.memory.to_string())?;
+                self.limit_memory(limits.memory)?;
                 self.write("pids.max", &limits.processes.to_string())?;
                 self.write("cpu.cfs_period_us", &PERIOD.to_string())?;
                 self.write("cpu.cfs_quota_us", &quota.to_string())
@@ -148,26 +212,18 @@ impl Group {
         }
     }
 
-    /// Moves a process into the group; what it forks later is born there.
-    pub fn add(&self, pid: u32) -> io::Result<()> {
-        self.folders.iter().try_for_each(|folder| fs::write(folder.join("cgroup.procs"), pid.to_string()))
-    }
-
-    /// Opens the ways into the group for a process of one thread that enters by itself, one per folder. There are none under version 2.
+    /// Opens the ways into the group for a process of one thread that enters by itself, one per folder, by writing a zero. What it forks
+    /// later is born there.
     ///
-    /// Moving another process makes the kernel wait until every core has passed a quiet point: 5 to 15 ms. A single thread that moves
-    /// itself, by writing a zero to `tasks`, waits for nothing.
+    /// Moving another process makes the kernel wait until every core has passed a quiet point: 5 to 15 ms. Under version 1 a single thread that
+    /// moves itself through `tasks` waits for nothing.
     pub fn doors(&self) -> io::Result<Vec<OwnedFd>> {
-        let open = |folder: &PathBuf| fs::OpenOptions::new().write(true).open(folder.join("tasks")).map(OwnedFd::from);
-        match self.version {
-            Version::One => self.folders.iter().map(open).collect(),
-            Version::Two => Ok(Vec::new()),
-        }
-    }
-
-    /// Tells whether processes enter by themselves; otherwise `add` puts them here.
-    pub fn has_doors(&self) -> bool {
-        self.version == Version::One
+        let door = match self.version {
+            Version::One => "tasks",
+            Version::Two => "cgroup.procs",
+        };
+        let open = |folder: &PathBuf| fs::OpenOptions::new().write(true).open(folder.join(door)).map(OwnedFd::from);
+        self.folders.iter().map(open).collect()
     }
 
     /// Tells whether the process is in the group, in every tree.
@@ -325,8 +381,16 @@ fn make_folder(folder: &Path) -> Result<(), String> {
     }
 }
 
-fn make_version_two(parent: &Path, name: &str) -> Result<Tree, String> {
+/// Lets the groups below this one have the controllers that it has itself.
+fn hand_on_controllers(folder: &Path) -> io::Result<()> {
     const WANTED: [&str; 3] = ["memory", "pids", "cpu"];
+    let available = fs::read_to_string(folder.join("cgroup.controllers"))?;
+    let wanted = available.split_whitespace().filter(|found| WANTED.contains(found));
+    let text: Vec<String> = wanted.map(|name| format!("+{name}")).collect();
+    fs::write(folder.join("cgroup.subtree_control"), text.join(" "))
+}
+
+fn make_version_two(parent: &Path, name: &str) -> Result<Tree, String> {
     let available = fs::read_to_string(parent.join("cgroup.controllers")).map_err(|error| error.to_string())?;
     let has = |controller: &str| available.split_whitespace().any(|found| found == controller);
     if !has("memory") || !has("pids") {
@@ -334,23 +398,19 @@ fn make_version_two(parent: &Path, name: &str) -> Result<Tree, String> {
     }
     let own = parent.join(name);
     make_folder(&own)?;
-    let enable = |folder: &Path| {
-        let text: Vec<String> = WANTED.iter().filter(|name| has(name)).map(|name| format!("+{name}")).collect();
-        fs::write(folder.join("cgroup.subtree_control"), text.join(" "))
-    };
-    if enable(parent).is_err() {
+    if hand_on_controllers(parent).is_err() {
         // A group that has processes of its own cannot hand controllers on: this process moves into a leaf first.
         let leaf = own.join("server");
         make_folder(&leaf)?;
         let moved = fs::write(leaf.join("cgroup.procs"), std::process::id().to_string());
-        if let Err(error) = moved.and_then(|()| enable(parent)) {
+        if let Err(error) = moved.and_then(|()| hand_on_controllers(parent)) {
             let _ = fs::write(parent.join("cgroup.procs"), std::process::id().to_string());
             remove_folder(&leaf);
             remove_folder(&own);
             return Err(format!("the control group of this process is not delegated to it: {error}"));
         }
     }
-    enable(&own).map_err(|error| format!("controllers could not be handed on: {error}"))?;
+    hand_on_controllers(&own).map_err(|error| format!("controllers could not be handed on: {error}"))?;
     Ok(Tree::Two { folder: own })
 }
 

@@ -69,6 +69,8 @@ pub(crate) struct Start {
     /// The session's number in the warden's user namespace.
     pub(crate) owner: u32,
     pub(crate) private_work_folder: bool,
+    /// The number of the first process beside init.
+    pub(crate) first_process: u32,
     pub(crate) leave_out: Vec<LeftOut>,
 }
 
@@ -134,6 +136,7 @@ fn build(start: &mut Start) -> Result<(), InitError> {
         "open the outer /proc",
         rustix::fs::open("/proc", OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()),
     )?;
+    begin_counting(&outer_proc, start.first_process);
     let processes = step("make a /proc", root::process_file_system())?;
     step("remove the outer /proc", rustix::mount::unmount("/proc", UnmountFlags::DETACH))?;
     step("mount /proc", root::attach(&processes, "/proc"))?;
@@ -210,6 +213,16 @@ fn mount_scratch(start: &Start) -> Result<(), InitError> {
         step("mount the working folder", root::attach(&work, root::WORK))?;
     }
     Ok(())
+}
+
+/// Has the numbers of processes begin elsewhere than in other sandboxes: libraries notice that they were forked by their number.
+fn begin_counting(outer_proc: &OwnedFd, first: u32) {
+    let last =
+        rustix::fs::openat(outer_proc, "sys/kernel/ns_last_pid", OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty());
+    // A kernel that cannot do this numbers them all alike, and what must differ is renewed in any case.
+    if let Ok(last) = last {
+        let _ = File::from(last).write_all((first - 1).to_string().as_bytes());
+    }
 }
 
 /// A second guard beside the seccomp filter: the kernel itself counts zero user namespaces below this one.

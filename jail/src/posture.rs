@@ -44,8 +44,8 @@ pub enum Fault {
     Group,
     #[error("it has {0} of {1} seccomp filters")]
     Seccomp(u32, u32),
-    #[error("it shares the {0} namespace with the host")]
-    Shared(&'static str),
+    #[error("it shares the {0} namespace with {1}")]
+    Shared(&'static str, &'static str),
 }
 
 /// What must be true of a session.
@@ -90,8 +90,8 @@ impl Posture {
         })
     }
 
-    /// Returns the first fact that is wrong. `host` is the posture of the server itself.
-    pub fn fault(&self, expected: &Expected, host: &Posture) -> Option<Fault> {
+    /// Returns the first fact that is wrong. `host` is the posture of the server itself, `warm` that of the warm interpreter.
+    pub fn fault(&self, expected: &Expected, host: &Posture, warm: &Posture) -> Option<Fault> {
         if let Some(uid) = self.uids.iter().find(|uid| **uid != expected.host_uid || **uid == 0) {
             return Some(Fault::User(*uid, expected.host_uid));
         }
@@ -112,7 +112,11 @@ impl Posture {
         if expected.seccomp_filters > 0 && (self.seccomp != 2 || self.seccomp_filters < expected.seccomp_filters) {
             return Some(Fault::Seccomp(self.seccomp_filters, expected.seccomp_filters));
         }
-        NAMESPACES.into_iter().find(|name| self.namespaces.get(name) == host.namespaces.get(name)).map(Fault::Shared)
+        let shares = |name: &&'static str, other: &Posture| self.namespaces.get(name) == other.namespaces.get(name);
+        let with_host =
+            NAMESPACES.into_iter().find(|name| shares(name, host)).map(|name| Fault::Shared(name, "the host"));
+        let with_warm = || NAMESPACES.into_iter().find(|name| shares(name, warm));
+        with_host.or_else(|| with_warm().map(|name| Fault::Shared(name, "the warm interpreter")))
     }
 }
 
@@ -131,8 +135,16 @@ mod tests {
     }
 
     fn host() -> Posture {
+        elsewhere("host")
+    }
+
+    fn warm() -> Posture {
+        elsewhere("warm")
+    }
+
+    fn elsewhere(place: &str) -> Posture {
         let mut posture = locked_down();
-        posture.namespaces = NAMESPACES.iter().map(|name| (*name, PathBuf::from("host"))).collect();
+        posture.namespaces = NAMESPACES.iter().map(|name| (*name, PathBuf::from(place))).collect();
         posture
     }
 
@@ -141,7 +153,7 @@ mod tests {
 
     #[test]
     fn a_locked_down_process_has_no_fault() {
-        assert_eq!(locked_down().fault(&EXPECTED, &host()), None);
+        assert_eq!(locked_down().fault(&EXPECTED, &host(), &warm()), None);
     }
 
     #[test]
@@ -149,7 +161,7 @@ mod tests {
         let weaken = |change: fn(&mut Posture)| {
             let mut posture = locked_down();
             change(&mut posture);
-            posture.fault(&EXPECTED, &host())
+            posture.fault(&EXPECTED, &host(), &warm())
         };
         assert!(matches!(weaken(|posture| posture.uids[3] = 0), Some(Fault::User(0, _))));
         assert!(matches!(weaken(|posture| posture.uids[1] = 1000), Some(Fault::User(1000, _))));
@@ -158,16 +170,18 @@ mod tests {
         for set in 0..5 {
             let mut posture = locked_down();
             posture.capabilities[set] = 1;
-            assert_eq!(posture.fault(&EXPECTED, &host()), Some(Fault::Capabilities));
+            assert_eq!(posture.fault(&EXPECTED, &host(), &warm()), Some(Fault::Capabilities));
         }
         assert_eq!(weaken(|posture| posture.no_new_privileges = false), Some(Fault::NewPrivileges));
         assert_eq!(weaken(|posture| posture.leads_session = false), Some(Fault::Group));
         assert!(matches!(weaken(|posture| posture.seccomp = 0), Some(Fault::Seccomp(..))));
         assert!(matches!(weaken(|posture| posture.seccomp_filters = 1), Some(Fault::Seccomp(1, 2))));
         for name in NAMESPACES {
-            let mut posture = locked_down();
-            posture.namespaces.insert(name, PathBuf::from("host"));
-            assert_eq!(posture.fault(&EXPECTED, &host()), Some(Fault::Shared(name)));
+            for (place, with) in [("host", "the host"), ("warm", "the warm interpreter")] {
+                let mut posture = locked_down();
+                posture.namespaces.insert(name, PathBuf::from(place));
+                assert_eq!(posture.fault(&EXPECTED, &host(), &warm()), Some(Fault::Shared(name, with)));
+            }
         }
     }
 
@@ -175,6 +189,9 @@ mod tests {
     fn host_root_is_a_fault_even_when_it_was_expected() {
         let mut posture = locked_down();
         posture.uids = [0; 4];
-        assert!(matches!(posture.fault(&Expected { host_uid: 0, ..EXPECTED }, &host()), Some(Fault::User(0, 0))));
+        assert!(matches!(
+            posture.fault(&Expected { host_uid: 0, ..EXPECTED }, &host(), &warm()),
+            Some(Fault::User(0, 0))
+        ));
     }
 }

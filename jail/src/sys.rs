@@ -186,6 +186,142 @@ pub(crate) fn execute(
     io::Error::last_os_error()
 }
 
+/// The most of a resource that this process may ever have; `None` when there is no such limit.
+pub(crate) fn hard_limit(resource: u32) -> Option<u64> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the kernel writes one rlimit to the place given.
+    let result = unsafe { libc::prlimit(0, resource, std::ptr::null(), &mut limit) };
+    (result == 0 && limit.rlim_max != libc::RLIM_INFINITY).then_some(limit.rlim_max)
+}
+
+/// One request to the kernel about a process that this one traces, with plain numbers as its arguments.
+fn ptrace(request: libc::c_uint, process: Pid, address: usize, data: usize) -> io::Result<()> {
+    // SAFETY: the callers below pass numbers, or addresses of values that outlive the call and have the size that the request asks for.
+    let result = unsafe { libc::ptrace(request, process.as_raw_pid(), address, data) };
+    if result == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// How a stopped process goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Resume {
+    /// Until something happens to it.
+    Freely,
+    /// Until it enters or leaves a system call, or something happens to it.
+    ToSystemCall,
+}
+
+/// Begins to trace a process, which does not notice.
+pub(crate) fn trace(process: Pid, options: libc::c_int) -> io::Result<()> {
+    ptrace(libc::PTRACE_SEIZE, process, 0, options as usize)
+}
+
+/// Has a traced process stop as soon as it can.
+pub(crate) fn stop_traced(process: Pid) -> io::Result<()> {
+    ptrace(libc::PTRACE_INTERRUPT, process, 0, 0)
+}
+
+/// Lets a stopped process go on, with a signal if that is not zero.
+pub(crate) fn resume(process: Pid, how: Resume, signal: libc::c_int) -> io::Result<()> {
+    let request = match how {
+        Resume::Freely => libc::PTRACE_CONT,
+        Resume::ToSystemCall => libc::PTRACE_SYSCALL,
+    };
+    ptrace(request, process, 0, signal as usize)
+}
+
+/// Lets a stopped process go on, and traces it no longer.
+pub(crate) fn let_go(process: Pid) -> io::Result<()> {
+    ptrace(libc::PTRACE_DETACH, process, 0, 0)
+}
+
+/// What the kernel adds to the event that a process stopped for: the number of a new process.
+pub(crate) fn event_message(process: Pid) -> io::Result<u64> {
+    let mut message: libc::c_ulong = 0;
+    ptrace(libc::PTRACE_GETEVENTMSG, process, 0, std::ptr::from_mut(&mut message) as usize)?;
+    Ok(message)
+}
+
+/// Reads one set of registers of a stopped process; returns how many bytes it has.
+pub(crate) fn read_registers(process: Pid, set: libc::c_int, buffer: &mut [u8]) -> io::Result<usize> {
+    let mut place = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    ptrace(libc::PTRACE_GETREGSET, process, set as usize, std::ptr::from_mut(&mut place) as usize)?;
+    Ok(place.iov_len)
+}
+
+/// Writes one set of registers of a stopped process.
+pub(crate) fn write_registers(process: Pid, set: libc::c_int, bytes: &[u8]) -> io::Result<()> {
+    let place = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    ptrace(libc::PTRACE_SETREGSET, process, set as usize, std::ptr::from_ref(&place) as usize)
+}
+
+/// The system call that a process stopped at the beginning of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SystemCall {
+    pub(crate) number: u64,
+    pub(crate) arguments: [u64; 6],
+    /// Where it goes on afterwards.
+    pub(crate) returns_to: u64,
+}
+
+/// Reads which system call a process is about to make; `None` when it stopped at the end of one.
+pub(crate) fn system_call(process: Pid) -> io::Result<Option<SystemCall>> {
+    let mut info = std::mem::MaybeUninit::<libc::ptrace_syscall_info>::zeroed();
+    let size = size_of::<libc::ptrace_syscall_info>();
+    // SAFETY: the kernel writes at most `size` bytes to the place, which is as large.
+    let result = unsafe {
+        libc::ptrace(
+            libc::PTRACE_GET_SYSCALL_INFO,
+            process.as_raw_pid(),
+            size,
+            info.as_mut_ptr().cast::<libc::c_void>(),
+        )
+    };
+    if result == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: all zeros are a valid value, and the kernel has filled in the rest.
+    let info = unsafe { info.assume_init() };
+    if info.op != libc::PTRACE_SYSCALL_INFO_ENTRY {
+        return Ok(None);
+    }
+    // SAFETY: at the beginning of a call the kernel fills in this member of the union.
+    let entry = unsafe { info.u.entry };
+    Ok(Some(SystemCall { number: entry.nr, arguments: entry.args, returns_to: info.instruction_pointer }))
+}
+
+/// Reads which signals a stopped process blocks.
+pub(crate) fn blocked_signals(process: Pid) -> io::Result<u64> {
+    let mut mask = 0_u64;
+    ptrace(libc::PTRACE_GETSIGMASK, process, size_of::<u64>(), std::ptr::from_mut(&mut mask) as usize)?;
+    Ok(mask)
+}
+
+/// Sets which signals a stopped process blocks.
+pub(crate) fn block_signals(process: Pid, mask: u64) -> io::Result<()> {
+    ptrace(libc::PTRACE_SETSIGMASK, process, size_of::<u64>(), std::ptr::from_ref(&mask) as usize)
+}
+
+/// The restartable sequences area that a thread has registered with the kernel.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct RestartableSequences {
+    pub(crate) address: u64,
+    pub(crate) size: u32,
+    pub(crate) signature: u32,
+    flags: u32,
+    padding: u32,
+}
+
+/// Reads the area that a stopped process has registered; its address is zero when there is none.
+pub(crate) fn restartable_sequences(process: Pid) -> io::Result<RestartableSequences> {
+    /// Not yet in the C library's list.
+    const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
+    let mut area = RestartableSequences::default();
+    let size = size_of::<RestartableSequences>();
+    ptrace(PTRACE_GET_RSEQ_CONFIGURATION, process, size, std::ptr::from_mut(&mut area) as usize)?;
+    Ok(area)
+}
+
 /// Ends this process at once, without running exit handlers copied from its parent.
 pub(crate) fn exit_now(status: i32) -> ! {
     // SAFETY: _exit never returns and touches no memory of ours.

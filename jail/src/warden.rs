@@ -1,12 +1,15 @@
 //! The warden: pid 1 of the jail's own namespaces, maker and keeper of sandboxes.
 //!
-//! It is one loop over three kinds of sockets: commands from the server, the zygote, and the inits of sandboxes. It decides nothing by itself;
-//! it carries out commands and reports what happened. In its user namespace it is root, on the host it is nobody.
+//! It is one loop over commands from the server, words of the zygote and of the inits of sandboxes, and the ends of interpreters. It decides nothing by
+//! itself; it carries out commands and reports what happened. In its user namespace it is root, on the host it is nobody.
 //!
 //! A sandbox goes `Waiting → Building → Mapped → Ready`, and at any time to its end. What it sends to the server carries the slot, so that
 //! the server can have several on the way.
+//!
+//! The warden holds every twin (`twin`). An interpreter that is to be copied is watched on its way to its branch point, stop by stop, between everything
+//! else: what it does is up to a user's code, and nobody waits for it here.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -19,8 +22,18 @@ use crate::init::{self, OperatorMounts, Order, Word as InitWord};
 use crate::root::{self, RootError, Tree};
 use crate::seccomp::{self, Filters};
 use crate::sys::{self, Forked};
-use crate::wire::{self, Command, Event, Generation, Setup, Slot};
-use crate::zygote::{JOINED, Word as ZygoteWord, Zygote};
+use crate::twin::{Approach, Entry, Moment, Stopped, Twin, Watch, Way};
+use crate::wire::{self, Command, Event, Generation, LeftOut, Origin, Setup, Slot};
+use crate::zygote::{Word as ZygoteWord, Zygote};
+
+/// The namespaces an interpreter joins: the pid namespace for its children, then the others, the user namespace last.
+const JOINED: [&str; 7] = ["pid", "mnt", "net", "ipc", "uts", "cgroup", "user"];
+
+/// Chosen first when memory runs out: checkpoints that are not the newest, then live sessions, then anything else. The newest checkpoint is what is left of a
+/// session that used too much.
+const SCORE_OF_LIVE: &str = "500";
+const SCORE_OF_NEWEST: &str = "0";
+const SCORE_OF_OLDER: &str = "1000";
 
 /// What the warden is started with.
 pub(crate) struct Start {
@@ -39,28 +52,51 @@ struct Sandbox {
     /// Open from the moment the sandbox is mapped.
     namespaces: Vec<OwnedFd>,
     rules: Option<OwnedFd>,
-    interpreter: Option<(i32, Generation)>,
+    interpreter: Option<Live>,
+    checkpoints: BTreeMap<u32, Twin>,
     /// False once the other end of `orders` is closed.
     listening: bool,
+    /// False once the init was collected. The sandbox is told to be gone when nothing of it is left.
+    standing: bool,
+}
+
+/// A live interpreter.
+struct Live {
+    pid: Pid,
+    generation: Generation,
+    /// Readable when it has ended.
+    handle: OwnedFd,
+    twin: Twin,
+    /// It stands still until the server has checked it.
+    waits: bool,
+    /// On its way to the branch point where this checkpoint is made.
+    approach: Option<(u32, Approach)>,
+    /// Its end was noticed, and its twin has been ended, so that the kernel hands it over to this process.
+    ended: bool,
 }
 
 struct Warden {
     setup: Setup,
     filters: Filters,
+    entry: Entry,
+    /// The pid namespace that this process is the first of.
+    pid_namespace: OwnedFd,
     commands: OwnedFd,
     mounts_from_guardian: Option<OwnedFd>,
     children: OwnedFd,
     /// Oldest first. The newest warm one forks; older ones end when a newer one is warm.
     zygotes: Vec<Zygote>,
     sandboxes: BTreeMap<Slot, Sandbox>,
+    /// Twins that were ended and not collected yet, and the sandbox whose limits they count against.
+    ending: HashMap<Pid, Slot>,
 }
 
 /// Which sockets have something to read.
 struct Ready {
     commands: bool,
-    children: bool,
     zygotes: Vec<Pid>,
     inits: Vec<Slot>,
+    ended: Vec<Slot>,
 }
 
 /// Runs the warden; never returns.
@@ -98,16 +134,36 @@ fn run(start: Start) -> Result<(), RootError> {
     root::become_root(&trees, &standing, &start.setup.leave_out)?;
     drop(trees);
     sys::bring_loopback_up().map_err(failed("could not bring up the loopback interface"))?;
+    let filters = seccomp::filters();
     let mut warden = Warden {
-        filters: seccomp::filters(),
+        entry: entry(&start.setup, &filters),
+        pid_namespace: std::fs::File::open("/proc/self/ns/pid")
+            .map_err(failed("could not open the pid namespace"))?
+            .into(),
+        filters,
         children: sys::child_signal_descriptor().map_err(failed("could not watch children"))?,
         commands: start.commands,
         mounts_from_guardian: start.mounts_from_guardian,
         zygotes: Vec::new(),
         sandboxes: BTreeMap::new(),
+        ending: HashMap::new(),
         setup: start.setup,
     };
     warden.tell(&Event::Ready, &[]).and_then(|()| warden.serve()).map_err(failed("the warden's loop broke"))
+}
+
+/// How interpreters of this jail enter their sandboxes.
+fn entry(setup: &Setup, filters: &Filters) -> Entry {
+    let last = std::fs::read_to_string("/proc/sys/kernel/cap_last_cap").ok();
+    Entry {
+        rlimits: setup.rlimits.iter().map(|limit| limit.within_the_hosts()).collect(),
+        id: INSIDE_ID,
+        drop_groups: matches!(setup.identity, crate::identity::Identity::Block { .. }),
+        closing_filter: if setup.leave_out.contains(&LeftOut::Seccomp) { Vec::new() } else { filters.closing_bytes() },
+        // The newest that this was written for; the posture shows if the kernel knows more.
+        last_capability: last.and_then(|text| text.trim().parse().ok()).unwrap_or(40),
+        skipped_steps: setup.skipped_steps.clone(),
+    }
 }
 
 /// Has the kernel end this process, and so all its namespace, when the guardian is killed.
@@ -150,9 +206,11 @@ impl Warden {
             for slot in ready.inits {
                 self.hear_init(slot)?;
             }
-            if ready.children {
-                self.collect_children()?;
+            for slot in ready.ended {
+                self.end_twin_of(slot);
             }
+            // Always: waiting for a twin reads the descriptor that tells about others too.
+            self.collect_children()?;
         }
     }
 
@@ -162,6 +220,11 @@ impl Warden {
         let mut events = vec![PollFd::new(&self.commands, PollFlags::IN), PollFd::new(&self.children, PollFlags::IN)];
         events.extend(zygotes().map(|zygote| PollFd::new(&zygote.socket, PollFlags::IN)));
         events.extend(listening().map(|(_, sandbox)| PollFd::new(&sandbox.orders, PollFlags::IN)));
+        let interpreters = || {
+            let live = self.sandboxes.iter().filter_map(|(slot, sandbox)| Some((slot, sandbox.interpreter.as_ref()?)));
+            live.filter(|(_, live)| !live.ended)
+        };
+        events.extend(interpreters().map(|(_, live)| PollFd::new(&live.handle, PollFlags::IN)));
         loop {
             match rustix::event::poll(&mut events, None) {
                 Ok(_) => break,
@@ -171,11 +234,12 @@ impl Warden {
         }
         let mut ready = events.iter().map(|event| !event.revents().is_empty());
         let mut next = || ready.next().unwrap_or(false);
+        let (commands, _children) = (next(), next());
         Ok(Ready {
-            commands: next(),
-            children: next(),
+            commands,
             zygotes: zygotes().filter(|_| next()).map(|zygote| zygote.pid).collect(),
             inits: listening().filter(|_| next()).map(|(slot, _)| *slot).collect(),
+            ended: interpreters().filter(|_| next()).map(|(slot, _)| *slot).collect(),
         })
     }
 
@@ -188,17 +252,24 @@ impl Warden {
             },
             Command::Proceed { slot } => self.order(slot, &Order::Go),
             Command::Sweep { slot, number } => self.order(slot, &Order::Sweep { number }),
-            Command::Fork { slot, generation } => match self.fork(slot, generation, &descriptors) {
-                Ok(()) => Ok(()),
-                Err(why) => self.tell(&Event::Failed { slot, why }, &[]),
+            Command::Fork { slot, generation, from } => match self.fork(slot, generation, from, &descriptors) {
+                Ok(handle) => self.tell(&Event::Forked { slot, generation }, &[&handle]),
+                Err(error) => self.tell(&Event::Failed { slot, why: guardian::chain(&error) }, &[]),
             },
-            Command::Destroy { slot } => match self.sandboxes.get(&slot) {
-                Some(sandbox) => {
-                    let _ = rustix::process::kill_process(sandbox.init, Signal::KILL);
-                    Ok(())
+            Command::Release { slot, generation } => self.release(slot, generation),
+            Command::Checkpoint { slot, number } => match self.watch(slot, number) {
+                Ok(()) => self.tell(&Event::Watched { slot, number }, &[]),
+                Err(why) => self.tell(&Event::NotCheckpointed { slot, number, why }, &[]),
+            },
+            Command::LookAway { slot, number } => self.look_away(slot, number),
+            Command::Forget { slot, number } => {
+                let forgotten = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.checkpoints.remove(&number));
+                if let Some(twin) = forgotten {
+                    self.end_twin(slot, &twin);
                 }
-                None => self.tell(&Event::Destroyed { slot }, &[]),
-            },
+                Ok(())
+            }
+            Command::Destroy { slot } => self.destroy(slot),
         }
     }
 
@@ -231,14 +302,24 @@ impl Warden {
                 mounts,
                 scratch: self.setup.scratch,
                 owner: self.setup.identity.in_warden(slot),
+                // Below the least limit that kernels have, with room for some processes until the next sandbox's numbers.
+                first_process: 16 + slot.0 % 1024 * 16,
                 private_work_folder: !self.setup.mounts.iter().any(|mount| mount.inside.as_os_str() == root::WORK),
                 leave_out: self.setup.leave_out.clone(),
             }),
             Forked::Parent(init) => {
                 let handle =
                     rustix::process::pidfd_open(init, PidfdFlags::empty()).map_err(|cause| failed(cause.into()))?;
-                let sandbox =
-                    Sandbox { init, orders, listening: true, namespaces: Vec::new(), rules: None, interpreter: None };
+                let sandbox = Sandbox {
+                    init,
+                    orders,
+                    namespaces: Vec::new(),
+                    rules: None,
+                    interpreter: None,
+                    checkpoints: BTreeMap::new(),
+                    listening: true,
+                    standing: true,
+                };
                 self.sandboxes.insert(slot, sandbox);
                 Ok(handle)
             }
@@ -269,13 +350,157 @@ impl Warden {
         }
     }
 
-    fn fork(&mut self, slot: Slot, generation: Generation, descriptors: &[OwnedFd]) -> Result<(), String> {
-        let zygote = self.zygotes.iter().rev().find(|zygote| zygote.warm).ok_or("there is no warm interpreter")?;
-        let sandbox = self.sandboxes.get(&slot).ok_or("the sandbox is gone")?;
-        let (channel, doors) = descriptors.split_first().ok_or("the command came without a channel")?;
-        zygote
-            .fork(slot, generation, channel, &sandbox.namespaces, doors, sandbox.rules.as_ref())
-            .map_err(|error| format!("the warm interpreter does not answer: {error}"))
+    /// Makes an interpreter that stands still, locked down; returns its pidfd.
+    fn fork(
+        &mut self,
+        slot: Slot,
+        generation: Generation,
+        from: Origin,
+        descriptors: &[OwnedFd],
+    ) -> Result<OwnedFd, ForkError> {
+        let watch = Watch { changes: &self.children };
+        let origin = match from {
+            Origin::Zygote => self.zygotes.iter_mut().rev().find_map(|zygote| zygote.twin.as_mut()),
+            Origin::Checkpoint { slot, number } => {
+                self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.checkpoints.get_mut(&number))
+            }
+        };
+        let origin = origin.ok_or(ForkError::NoOrigin)?;
+        let twin = origin.copy(&watch, None, false).map_err(ForkError::Copy)?;
+        let spawned = match self.sandboxes.get(&slot) {
+            Some(sandbox) if sandbox.interpreter.is_none() && sandbox.standing => {
+                let (Some((channel, doors)), Some((pid_namespace, namespaces))) =
+                    (descriptors.split_first(), sandbox.namespaces.split_first())
+                else {
+                    twin.end();
+                    self.ending.insert(twin.pid, slot);
+                    return Err(ForkError::NotReady);
+                };
+                let way = Way {
+                    channel,
+                    doors,
+                    own_pid_namespace: &self.pid_namespace,
+                    pid_namespace,
+                    namespaces,
+                    rules: sandbox.rules.as_ref(),
+                };
+                twin.spawn(&watch, &self.entry, &way).map_err(ForkError::Enter)
+            }
+            _ => Err(ForkError::NotReady),
+        };
+        let made = spawned.and_then(|pid| {
+            let handle = rustix::process::pidfd_open(pid, PidfdFlags::empty());
+            let handle = handle.and_then(|handle| Ok((rustix::io::fcntl_dupfd_cloexec(&handle, 0)?, handle)));
+            handle.map(|(theirs, ours)| (pid, theirs, ours)).map_err(|error| ForkError::Enter(error.into()))
+        });
+        match made {
+            Ok((pid, theirs, handle)) => {
+                score(pid, SCORE_OF_LIVE);
+                let live = Live { pid, generation, handle, twin, waits: true, approach: None, ended: false };
+                let sandbox = self.sandboxes.get_mut(&slot).ok_or(ForkError::NotReady)?;
+                sandbox.interpreter = Some(live);
+                Ok(theirs)
+            }
+            Err(error) => {
+                // Whatever it made shares its memory and its tracer, and goes with it.
+                self.end_twin(slot, &twin);
+                Err(error)
+            }
+        }
+    }
+
+    fn release(&mut self, slot: Slot, generation: Generation) -> io::Result<()> {
+        let live = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut());
+        if let Some(live) = live.filter(|live| live.generation == generation && live.waits) {
+            live.waits = false;
+            // One that was killed meanwhile is told by its end.
+            let _ = sys::let_go(live.pid);
+        }
+        Ok(())
+    }
+
+    fn watch(&mut self, slot: Slot, number: u32) -> Result<(), String> {
+        let live = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut());
+        let live = live.filter(|live| !live.waits && !live.ended).ok_or("it has no interpreter")?;
+        if live.approach.is_some() {
+            return Err("it is being copied already".to_owned());
+        }
+        let approach = Approach::begin(live.pid, libc::PTRACE_O_TRACESYSGOOD);
+        live.approach = Some((number, approach.map_err(|error| format!("it cannot be watched: {error}"))?));
+        Ok(())
+    }
+
+    fn look_away(&mut self, slot: Slot, number: u32) -> io::Result<()> {
+        let live = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut());
+        match live {
+            Some(Live { pid, approach: Some((watched, approach)), .. }) if *watched == number => {
+                approach.give_up();
+                // It can only be let go while it is stopped.
+                let _ = sys::stop_traced(*pid);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// A watched interpreter stopped: one step nearer to its branch point, or there.
+    fn approached(&mut self, slot: Slot, stopped: Stopped) -> io::Result<()> {
+        let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
+        let Some(live) = &mut sandbox.interpreter else { return Ok(()) };
+        let Some((number, approach)) = &mut live.approach else { return Ok(()) };
+        let number = *number;
+        let checkpointed = match approach.step(stopped) {
+            Ok(None) => return Ok(()),
+            Ok(Some(moment)) => {
+                let watch = Watch { changes: &self.children };
+                let copied = copy_at(live, &watch, moment);
+                copied.map_err(|error| format!("its memory could not be copied: {error}"))
+            }
+            Err(error) => {
+                let _ = sys::let_go(live.pid);
+                Err(error.to_string())
+            }
+        };
+        live.approach = None;
+        match checkpointed {
+            Ok(twin) => {
+                if let Some(newest) = sandbox.checkpoints.values().next_back() {
+                    score(newest.pid, SCORE_OF_OLDER);
+                }
+                score(twin.pid, SCORE_OF_NEWEST);
+                sandbox.checkpoints.insert(number, twin);
+                self.tell(&Event::Checkpointed { slot, number }, &[])
+            }
+            Err(why) => self.tell(&Event::NotCheckpointed { slot, number, why }, &[]),
+        }
+    }
+
+    fn end_twin(&mut self, slot: Slot, twin: &Twin) {
+        twin.end();
+        self.ending.insert(twin.pid, slot);
+    }
+
+    /// An interpreter has ended. Its parent is its twin; with that gone, the kernel hands it over to this process, which collects it.
+    fn end_twin_of(&mut self, slot: Slot) {
+        let live = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut());
+        if let Some(live) = live.filter(|live| !live.ended) {
+            live.ended = true;
+            live.twin.end();
+            self.ending.insert(live.twin.pid, slot);
+        }
+    }
+
+    fn destroy(&mut self, slot: Slot) -> io::Result<()> {
+        let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return self.tell(&Event::Destroyed { slot }, &[]) };
+        let _ = rustix::process::kill_process(sandbox.init, Signal::KILL);
+        let checkpoints = std::mem::take(&mut sandbox.checkpoints);
+        if let Some(live) = &sandbox.interpreter {
+            let _ = rustix::process::kill_process(live.pid, Signal::KILL);
+        }
+        for twin in checkpoints.into_values() {
+            self.end_twin(slot, &twin);
+        }
+        Ok(())
     }
 
     fn hear_zygote(&mut self, pid: Pid) -> io::Result<()> {
@@ -292,8 +517,14 @@ impl Warden {
         };
         match word {
             ZygoteWord::Warm => {
-                zygote.warm = true;
-                // Forks of the older ones live on; as children of a dead parent they come to this process.
+                if let Err(error) = self.zygotes[index].park(&Watch { changes: &self.children }) {
+                    let _ = rustix::process::kill_process(pid, Signal::KILL);
+                    return self.tell(
+                        &Event::Broken { why: format!("the warm interpreter could not be parked: {error}") },
+                        &[],
+                    );
+                }
+                // Copies of the older ones live on; as children of a dead parent they come to this process.
                 for older in &mut self.zygotes[..index] {
                     older.replaced = true;
                     let _ = rustix::process::kill_process(older.pid, Signal::KILL);
@@ -301,37 +532,6 @@ impl Warden {
                 let handle = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
                 self.tell(&Event::Warmed, &[&handle])
             }
-            ZygoteWord::Failed { slot, why } => self.tell(&Event::Failed { slot, why }, &[]),
-            ZygoteWord::Exited { pid, status } => self.interpreter_ended(pid, status),
-            ZygoteWord::Forked { slot, generation, pid } => {
-                let handle = Pid::from_raw(pid)
-                    .ok_or(rustix::io::Errno::SRCH)
-                    .and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()));
-                match (handle, self.sandboxes.get_mut(&slot)) {
-                    (Ok(handle), Some(sandbox)) => {
-                        sandbox.interpreter = Some((pid, generation));
-                        self.tell(&Event::Forked { slot, generation }, &[&handle])
-                    }
-                    _ => self.tell(&Event::Failed { slot, why: "the interpreter ended at once".to_owned() }, &[]),
-                }
-            }
-        }
-    }
-
-    fn interpreter_ended(&mut self, pid: i32, status: i32) -> io::Result<()> {
-        let ended = self.sandboxes.iter_mut().find_map(|(slot, sandbox)| match sandbox.interpreter {
-            Some((found, generation)) if found == pid => {
-                sandbox.interpreter = None;
-                Some((*slot, generation))
-            }
-            _ => None,
-        });
-        match ended {
-            Some((slot, generation)) => {
-                let words = self.zygotes.last().map(Zygote::last_words).unwrap_or_default();
-                self.tell(&Event::Exited { slot, generation, status, words }, &[])
-            }
-            None => Ok(()),
         }
     }
 
@@ -368,18 +568,77 @@ impl Warden {
         let mut note = [0u8; 128];
         while rustix::io::read(&self.children, &mut note).is_ok() {}
         while let Ok(Some((pid, status))) = rustix::process::wait(WaitOptions::NOHANG) {
-            let status = status.as_raw();
-            if let Some(index) = self.zygotes.iter().position(|zygote| zygote.pid == pid) {
+            let stopped = Stopped::from_status(status.as_raw());
+            if let Some(slot) = self.slot_where(|live| live.pid == pid) {
+                let watched = |live: &Live| live.approach.is_some() && !live.ended;
+                if self.sandboxes[&slot].interpreter.as_ref().is_some_and(watched) {
+                    // Also the end of a watched one is told here first, and again when it is collected.
+                    self.approached(slot, stopped)?;
+                } else if stopped == Stopped::Ended {
+                    self.interpreter_ended(slot, status.as_raw())?;
+                }
+            } else if stopped != Stopped::Ended {
+                // A twin that stirs without being asked to.
+                let _ = rustix::process::kill_process(pid, Signal::KILL);
+            } else if let Some(slot) = self.ending.remove(&pid) {
+                self.tell_if_gone(slot)?;
+            } else if let Some(index) = self.zygotes.iter().position(|zygote| zygote.pid == pid) {
                 let zygote = self.zygotes.remove(index);
                 if !zygote.replaced {
-                    self.tell(&Event::ZygoteEnded { was_warm: zygote.warm, words: zygote.last_words() }, &[])?;
+                    let words = zygote.last_words();
+                    self.tell(&Event::ZygoteEnded { was_warm: zygote.twin.is_some(), words }, &[])?;
                 }
             } else if let Some(slot) = self.slot_of_init(pid) {
-                self.sandboxes.remove(&slot);
-                self.tell(&Event::Destroyed { slot }, &[])?;
+                if let Some(sandbox) = self.sandboxes.get_mut(&slot) {
+                    sandbox.standing = false;
+                }
+                self.destroy(slot)?;
+                self.tell_if_gone(slot)?;
+            } else if let Some(slot) = self.slot_where(|live| live.twin.pid == pid) {
+                // The kernel took the twin for its memory, and with it everybody who shares that.
+                self.end_twin_of(slot);
+                self.ending.remove(&pid);
             } else {
-                self.interpreter_ended(pid.as_raw_pid(), status)?;
+                self.checkpoint_ended(pid)?;
             }
+        }
+        Ok(())
+    }
+
+    fn slot_where(&self, wanted: impl Fn(&Live) -> bool) -> Option<Slot> {
+        let mut all = self.sandboxes.iter();
+        all.find(|(_, sandbox)| sandbox.interpreter.as_ref().is_some_and(&wanted)).map(|(slot, _)| *slot)
+    }
+
+    fn interpreter_ended(&mut self, slot: Slot, status: i32) -> io::Result<()> {
+        self.end_twin_of(slot);
+        let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
+        if let Some(live) = sandbox.interpreter.take() {
+            self.tell(&Event::Exited { slot, generation: live.generation, status }, &[])?;
+        }
+        self.tell_if_gone(slot)
+    }
+
+    fn checkpoint_ended(&mut self, pid: Pid) -> io::Result<()> {
+        let lost = self.sandboxes.iter_mut().find_map(|(slot, sandbox)| {
+            let number = sandbox.checkpoints.iter().find(|(_, twin)| twin.pid == pid).map(|(number, _)| *number)?;
+            sandbox.checkpoints.remove(&number);
+            Some((*slot, number))
+        });
+        match lost {
+            Some((slot, number)) => self.tell(&Event::CheckpointLost { slot, number }, &[]),
+            None => Ok(()),
+        }
+    }
+
+    /// Tells that a sandbox is gone, once its init, its interpreter and all its twins are.
+    fn tell_if_gone(&mut self, slot: Slot) -> io::Result<()> {
+        let gone = self.sandboxes.get(&slot).is_some_and(|sandbox| {
+            !sandbox.standing && sandbox.interpreter.is_none() && sandbox.checkpoints.is_empty()
+        });
+        if gone && !self.ending.values().any(|of| *of == slot) {
+            self.sandboxes.remove(&slot);
+            self.tell(&Event::Destroyed { slot }, &[])?;
         }
         Ok(())
     }
@@ -387,6 +646,31 @@ impl Warden {
     fn slot_of_init(&self, pid: Pid) -> Option<Slot> {
         self.sandboxes.iter().find(|(_, sandbox)| sandbox.init == pid).map(|(slot, _)| *slot)
     }
+}
+
+/// Copies an interpreter that is at its branch point, and lets it go on, whatever became of the copy.
+fn copy_at(live: &mut Live, watch: &Watch<'_>, moment: Moment) -> io::Result<Twin> {
+    let copied = live.twin.copy(watch, Some(moment.clone()), true);
+    moment.let_parent_go(live.pid)?;
+    copied
+}
+
+/// Says how readily the kernel takes a process when memory runs out. It matters only then, so a failure is no reason to stop.
+fn score(process: Pid, score: &str) {
+    let _ = std::fs::write(format!("/proc/{}/oom_score_adj", process.as_raw_pid()), score);
+}
+
+/// Why there is no new interpreter.
+#[derive(Debug, thiserror::Error)]
+enum ForkError {
+    #[error("there is nothing to make it from")]
+    NoOrigin,
+    #[error("its sandbox is not ready")]
+    NotReady,
+    #[error("its memory could not be copied")]
+    Copy(#[source] io::Error),
+    #[error("it could not enter its sandbox")]
+    Enter(#[source] io::Error),
 }
 
 /// Writes the id maps of an init's user namespace and opens the namespaces that interpreters will join. It must happen while the init is

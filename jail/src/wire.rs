@@ -46,6 +46,8 @@ pub struct Setup {
     pub cgroups: Vec<PathBuf>,
     /// Layers that are left out, because the operator allows their absence or a test wants to see the others hold.
     pub leave_out: Vec<LeftOut>,
+    /// Steps of the lock-down, by name, that a test leaves out, to see that the interpreter is then refused.
+    pub skipped_steps: Vec<String>,
 }
 
 /// A host path shown inside at another path, read-only.
@@ -93,6 +95,14 @@ pub struct ResourceLimit {
     pub value: u64,
 }
 
+impl ResourceLimit {
+    /// The same limit, or the host's if that is stricter: only the host could raise it.
+    pub(crate) fn within_the_hosts(self) -> ResourceLimit {
+        let most = crate::sys::hard_limit(self.resource).unwrap_or(u64::MAX);
+        ResourceLimit { value: self.value.min(most), ..self }
+    }
+}
+
 /// A layer that can be left out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -112,12 +122,32 @@ pub enum Command {
     Prepare { slot: Slot },
     /// Lets the init go on; by now the server has put it into its cgroup.
     Proceed { slot: Slot },
-    /// Forks an interpreter; carries its end of the channel. The fork waits at its gate: a byte on the channel.
-    Fork { slot: Slot, generation: Generation },
+    /// Makes an interpreter; carries its end of the channel and the ways into its control group. It stands locked down and still until `Release`.
+    Fork { slot: Slot, generation: Generation, from: Origin },
+    /// Lets a new interpreter run; by now the server has checked it.
+    Release { slot: Slot, generation: Generation },
+    /// Watches the interpreter until it comes to its branch point, and makes a checkpoint there.
+    Checkpoint { slot: Slot, number: u32 },
+    /// Watches it no longer.
+    LookAway { slot: Slot, number: u32 },
+    /// Gives a checkpoint up.
+    Forget { slot: Slot, number: u32 },
     /// Ends every process of the sandbox but its init. The number comes back with the answer, so that nobody takes an earlier answer for his.
     Sweep { slot: Slot, number: u32 },
     /// Ends the sandbox.
     Destroy { slot: Slot },
+}
+
+/// What an interpreter is a copy of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Origin {
+    /// The warm interpreter: a fresh session.
+    Zygote,
+    Checkpoint {
+        slot: Slot,
+        number: u32,
+    },
 }
 
 /// What the warden tells the server.
@@ -134,10 +164,18 @@ pub enum Event {
     Created { slot: Slot },
     /// The sandbox is complete.
     Prepared { slot: Slot },
-    /// An interpreter was forked and waits at its gate; carries its pidfd.
+    /// An interpreter was made and stands still; carries its pidfd.
     Forked { slot: Slot, generation: Generation },
-    /// An interpreter ended; the status is the kernel's wait status, the words are what was complained of before it was locked down.
-    Exited { slot: Slot, generation: Generation, status: i32, words: String },
+    /// An interpreter ended; the status is the kernel's wait status.
+    Exited { slot: Slot, generation: Generation, status: i32 },
+    /// The interpreter is watched and may be asked to come to its branch point.
+    Watched { slot: Slot, number: u32 },
+    /// The checkpoint exists.
+    Checkpointed { slot: Slot, number: u32 },
+    /// The interpreter goes on, and there is no checkpoint.
+    NotCheckpointed { slot: Slot, number: u32, why: String },
+    /// A checkpoint is gone that nobody gave up: the kernel needed its memory.
+    CheckpointLost { slot: Slot, number: u32 },
     /// No process but the init is left in the sandbox, and every sweep up to this number has been carried out.
     Swept { slot: Slot, number: u32 },
     /// The sandbox ended and nothing of it is left.

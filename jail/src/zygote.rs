@@ -1,57 +1,41 @@
-//! Starting the warm interpreter and talking to it.
+//! Starting the warm interpreter.
 //!
 //! The zygote is Python (`runner/cellblock_runner/zygote.py`) in the warden's namespaces, with a `/tmp` of its own and the wide filter
-//! loaded. It keeps the capabilities of the warden's user namespace, because its forks must enter sandboxes; on the host they are worth nothing.
+//! loaded. It keeps the capabilities of the warden's user namespace, because its copies must enter sandboxes; on the host they are worth nothing.
+//! When it is warm it is parked (`twin`).
 
 use std::ffi::CString;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::mount::MountAttrFlags;
 use rustix::process::{Pid, Resource, Rlimit};
 use serde::{Deserialize, Serialize};
 
-use crate::identity::INSIDE_ID;
 use crate::root;
 use crate::seccomp::Filters;
 use crate::sys::{self, Forked};
-use crate::wire::{self, Generation, LeftOut, ResourceLimit, Setup, Slot};
+use crate::twin::{Approach, TWIN_OPTIONS, Twin, Watch};
+use crate::wire::{self, LeftOut, Setup};
 
 /// The zygote finds its socket here.
 const SOCKET: i32 = 3;
 
-/// The first message to the zygote: how its forks enter a sandbox. The numbers of system calls come from here, so that the Python side knows none.
+/// The first message to the zygote.
 #[derive(Serialize)]
 struct Plan<'a> {
     preload: &'a [String],
     quick: bool,
     environment: &'a [(String, String)],
     work_folder: &'a str,
-    id: u32,
-    /// Without a block of ids the kernel does not let a process give up its groups.
-    drop_groups: bool,
-    rlimits: &'a [ResourceLimit],
-    /// `struct sock_filter` array as hexadecimal digits; empty in a test that leaves it out.
-    closing_filter: String,
-    calls: Calls,
 }
 
+/// What the warden asks of the zygote.
 #[derive(Serialize)]
-struct Calls {
-    setns: i64,
-    prctl: i64,
-    capset: i64,
-    seccomp: i64,
-    landlock_restrict_self: i64,
-}
-
-/// What the warden asks of the zygote; carries channel, pid namespace, the other namespaces, the doors of the control group, and the rules last.
-#[derive(Serialize)]
-struct Request {
-    slot: Slot,
-    generation: Generation,
-    doors: usize,
-    has_rules: bool,
+#[serde(rename_all = "kebab-case", tag = "do")]
+enum Request {
+    /// Stand still at the moment from which all sessions go on.
+    Park,
 }
 
 /// What the zygote tells the warden.
@@ -59,17 +43,14 @@ struct Request {
 #[serde(rename_all = "kebab-case", tag = "say")]
 pub(crate) enum Word {
     Warm,
-    Forked { slot: Slot, generation: Generation, pid: i32 },
-    Exited { pid: i32, status: i32 },
-    Failed { slot: Slot, why: String },
 }
 
 /// The warm interpreter as the warden sees it.
 pub(crate) struct Zygote {
     pub(crate) pid: Pid,
     pub(crate) socket: OwnedFd,
-    /// It has said that it can fork.
-    pub(crate) warm: bool,
+    /// Once it is parked.
+    pub(crate) twin: Option<Twin>,
     /// A newer one has taken its place.
     pub(crate) replaced: bool,
     /// False once the other end of `socket` is closed.
@@ -97,40 +78,18 @@ impl Zygote {
             quick: setup.zygote.quick,
             environment: &setup.zygote.session_environment,
             work_folder: root::WORK,
-            id: INSIDE_ID,
-            drop_groups: matches!(setup.identity, crate::identity::Identity::Block { .. }),
-            rlimits: &setup.rlimits,
-            closing_filter: if setup.leave_out.contains(&LeftOut::Seccomp) {
-                String::new()
-            } else {
-                filters.closing_bytes().iter().map(|byte| format!("{byte:02x}")).collect()
-            },
-            calls: Calls {
-                setns: libc::SYS_setns,
-                prctl: libc::SYS_prctl,
-                capset: libc::SYS_capset,
-                seccomp: libc::SYS_seccomp,
-                landlock_restrict_self: libc::SYS_landlock_restrict_self,
-            },
         };
         wire::send(&socket, &plan, &[])?;
-        Ok(Zygote { pid, socket, warm: false, replaced: false, listening: true, complaints })
+        Ok(Zygote { pid, socket, twin: None, replaced: false, listening: true, complaints })
     }
 
-    /// Asks for a fork into the given namespaces, the pid namespace first.
-    pub(crate) fn fork(
-        &self,
-        slot: Slot,
-        generation: Generation,
-        channel: &OwnedFd,
-        namespaces: &[OwnedFd],
-        doors: &[OwnedFd],
-        rules: Option<&OwnedFd>,
-    ) -> io::Result<()> {
-        let descriptors: Vec<BorrowedFd<'_>> =
-            std::iter::once(channel).chain(namespaces).chain(doors).chain(rules).map(AsFd::as_fd).collect();
-        let request = Request { slot, generation, doors: doors.len(), has_rules: rules.is_some() };
-        wire::send(&self.socket, &request, &descriptors)
+    /// Parks it: from now on it is a twin, and never runs again.
+    pub(crate) fn park(&mut self, watch: &Watch<'_>) -> io::Result<()> {
+        let approach = Approach::begin(self.pid, TWIN_OPTIONS)?;
+        wire::send(&self.socket, &Request::Park, &[])?;
+        let moment = approach.finish(watch)?;
+        self.twin = Some(Twin::park(watch, self.pid, moment)?);
+        Ok(())
     }
 }
 
@@ -160,6 +119,9 @@ fn become_python(setup: &Setup, filters: &Filters, socket: &OwnedFd, standard_er
         rustix::stdio::dup2_stderr(standard_error)?;
         sys::place(socket.as_fd(), SOCKET)?;
         sys::unblock_signals();
+        // A twin takes descriptors with high numbers, whatever the host's habit is.
+        let open_files = rustix::process::getrlimit(Resource::Nofile);
+        rustix::process::setrlimit(Resource::Nofile, Rlimit { current: open_files.maximum, ..open_files })?;
         // Address space layout and hash seed of all sessions come from here; nothing secret may.
         rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(1) })?;
         let program = CString::new(setup.zygote.program.as_str())?;
@@ -183,6 +145,3 @@ fn become_python(setup: &Setup, filters: &Filters, socket: &OwnedFd, standard_er
         Err(error) => error,
     }
 }
-
-/// The namespaces an interpreter joins, in the order of the request.
-pub(crate) const JOINED: [&str; 7] = ["pid", "mnt", "net", "ipc", "uts", "cgroup", "user"];

@@ -12,8 +12,15 @@ one at a time:
     shell       the IPython shell itself
     variables   what a cell changed in the namespace
     files       file requests, and what a cell changed in the working folder
-    reseed      fresh randomness after a fork
+    harmless    which cells change nothing
+    branch      where the session can be copied while it lives
+    luggage     what a copy takes along and what it lost, from these:
+      descriptors   open files and connections
+      mappings      shared memory
+      folders       the content of the session's folders
+    reseed      fresh randomness in every copy
     serve       puts all of it together
+    zygote      the warm process that fresh sessions are copies of
 
 The user's code shares this process, so nothing here protects anything: the host treats every frame as a claim.
 """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import socket
+import os
 
+from .channel import CHANNEL_DESCRIPTOR, Channel
 from .serve import prepare, serve
 
 
@@ -13,10 +14,14 @@ def main() -> None:
     parser.add_argument("--channel-fd", type=int, required=True, help="the inherited stream socket")
     parser.add_argument("--workdir", required=True, help="the working folder of the session")
     parser.add_argument("--preload", default="", help="modules to import first, separated by commas")
+    parser.add_argument("--scratch", action="append", default=[], help="another folder of this session alone")
     options = parser.parse_args()
-    channel = socket.socket(fileno=options.channel_fd)
-    channel.set_inheritable(False)
-    serve(prepare([name for name in options.preload.split(",") if name]), channel, options.workdir)
+    if options.channel_fd != CHANNEL_DESCRIPTOR:
+        os.dup2(options.channel_fd, CHANNEL_DESCRIPTOR)
+        os.close(options.channel_fd)
+    os.set_inheritable(CHANNEL_DESCRIPTOR, False)
+    shell = prepare([name for name in options.preload.split(",") if name])
+    serve(shell, Channel.in_its_place(), options.workdir, options.scratch)
 
 
 if __name__ == "__main__":

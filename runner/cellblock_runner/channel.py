@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 from .frames import Decoder, Header, encode
 
+# The channel is always here, so that a copy of a session finds its own in the place of the original's.
+CHANNEL_DESCRIPTOR = 1000
+
 _READ_SIZE = 1024 * 1024
 
 
@@ -17,6 +20,11 @@ class Channel:
         connection.setblocking(True)
         self._connection = connection
         self._decoder = Decoder()
+
+    @classmethod
+    def in_its_place(cls) -> Channel:
+        """Takes the socket that was put at the channel's number."""
+        return cls(socket.socket(fileno=CHANNEL_DESCRIPTOR))
 
     def receive(self) -> tuple[Header, bytes] | None:
         """Returns the next frame, or None when the host has closed the channel."""
@@ -36,6 +44,14 @@ class Channel:
             sent = socket.send_fds(self._connection, [data], list(descriptors))
             data = data[sent:]
         self._connection.sendall(data)
+
+    def receive_gate(self) -> bytes:
+        """Returns the one byte with which the host opens the gate of a copy, or nothing when it has closed the channel.
+
+        Requests that the original had received and not yet answered are not the copy's.
+        """
+        self._decoder = Decoder()
+        return self._connection.recv(1)
 
     def close(self) -> None:
         self._connection.close()

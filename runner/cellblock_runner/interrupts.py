@@ -10,16 +10,20 @@ the code that it interrupts are the same thread.
 
 from __future__ import annotations
 
+import _signal
 import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
 # Two interrupts closer than this count as one. It gives the code that catches the first one time to close the gate,
 # so that a second one cannot arrive between "caught" and "closed" and escape into the runner.
 _ONE_INTERRUPT = 0.02
+
+# Two whose action cannot be changed, and two that the C library keeps for itself.
+_FIXED = frozenset((signal.SIGKILL, signal.SIGSTOP, 32, 33))
 
 
 class Gate:
@@ -100,3 +104,25 @@ class Gate:
         if now - self._last >= _ONE_INTERRUPT:
             self._last = now
             raise KeyboardInterrupt
+
+
+def blocked() -> set[int]:
+    """Returns the signals that this thread does not receive."""
+    return _signal.pthread_sigmask(_signal.SIG_BLOCK, ())
+
+
+def restore_signals(blocked: Iterable[int] = ()) -> None:
+    """Makes the kernel agree with what Python knows of signals, for a copy of a process. There, all have their default
+    action but SIGCHLD, which is ignored, and which ones are blocked is anybody's guess.
+
+    Handlers of C code are not Python's to restore.
+    """
+    # Below the enumerations of `signal`, which take ten times longer than all of this.
+    for number in range(1, _signal.NSIG):
+        if number in _FIXED:
+            continue
+        handler = _signal.getsignal(number)
+        is_default = type(handler) is int and handler == _signal.SIG_DFL
+        if handler is not None and (not is_default or number == _signal.SIGCHLD):
+            _signal.signal(number, handler)
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, blocked)

@@ -17,25 +17,25 @@ The private descriptors have high numbers and are not inherited: user code may c
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import ctypes
-import fcntl
 import io
 import os
 import select
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from .channel import Channel
+from .channel import CHANNEL_DESCRIPTOR, Channel
 from .frames import Header
 from .interrupts import Gate
 
 # Text without a newline is written at this size at the latest.
 _BUFFERED = 8192
-# Below this number are descriptors that programs like to choose by themselves.
-_LOWEST_PRIVATE_DESCRIPTOR = 100
+# Where the private write ends are, for good: high, because programs like to choose low numbers by themselves.
+_PRIVATE_DESCRIPTORS = (CHANNEL_DESCRIPTOR + 1, CHANNEL_DESCRIPTOR + 2)
 
 # These audit events announce that another process is about to share the pipes (or, for exec, to take over this one).
 _SPAWNING = frozenset(("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"))
@@ -44,6 +44,8 @@ _cell: contextvars.ContextVar[int] = contextvars.ContextVar("cellblock_cell", de
 
 # The lanes that audit events and forks concern. One process serves at most one session.
 _active: Lanes | None = None
+# True while the runner itself forks.
+_is_ours = False
 
 
 class Lanes:
@@ -65,6 +67,11 @@ class Lanes:
         self.forked = False
         self.stdout = OutStream(self, 0, "<stdout>", eager=False)
         self.stderr = OutStream(self, 1, "<stderr>", eager=True)
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """The private write ends."""
+        return self._descriptors
 
     def activate(self) -> None:
         """Makes these the lanes of the process: audit events and forks concern them from now on."""
@@ -89,7 +96,7 @@ class Lanes:
 
     def close_cell(self) -> None:
         """Ends the cell: all its text is in the pipes, and nothing more is taken."""
-        _flush_c_stdout()
+        flush_c_stdout()
         held = self._enter()
         try:
             self._flush_text()
@@ -149,7 +156,7 @@ class Lanes:
         """Puts everything printed so far before what the new process will print."""
         if self.forked:
             return
-        _flush_c_stdout()
+        flush_c_stdout()
         held = self._enter()
         try:
             self._flush_text()
@@ -166,6 +173,19 @@ class Lanes:
             stream.pending.clear()
             stream.pending_size = 0
         self._channel.close()
+
+    def renew(self, marker: bytes, descriptors: tuple[int, int]) -> None:
+        """Called in a copy of the session: everything begins anew but the streams, which user code knows."""
+        self._marker_start = b"\x00\x1bCB" + marker
+        self._descriptors = descriptors
+        # A thread that did not come along may have held the old one.
+        self._lock = threading.RLock()
+        self._seq = 0
+        self._last_used = None
+        self._spawned = False
+        for stream in (self.stdout, self.stderr):
+            stream.pending.clear()
+            stream.pending_size = 0
 
     # Everything below happens inside the lock, with interrupts held back.
 
@@ -312,14 +332,20 @@ class ByteStream(io.BufferedIOBase):
         self.flush()
 
 
-def make_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Puts new pipes under descriptors 1 and 2. Returns our private write ends and the read ends for the host."""
+def make_pipes(redirected: Collection[int] = ()) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Puts new pipes under descriptors 1 and 2. Returns our private write ends and the read ends for the host.
+
+    What the user has redirected stays where it leads.
+    """
     write_ends = []
     read_ends = []
-    for standard in (1, 2):
+    for standard, private in zip((1, 2), _PRIVATE_DESCRIPTORS):
         read_end, write_end = os.pipe()
-        os.dup2(write_end, standard, inheritable=True)
-        write_ends.append(_move_up(write_end))
+        if standard not in redirected:
+            os.dup2(write_end, standard, inheritable=True)
+        os.dup2(write_end, private, inheritable=False)
+        os.close(write_end)
+        write_ends.append(private)
         read_ends.append(read_end)
     return (write_ends[0], write_ends[1]), (read_ends[0], read_ends[1])
 
@@ -333,14 +359,32 @@ def watch_processes() -> None:
         _c_library.setvbuf(_c_stdout, None, 1, 0)  # 1 is _IOLBF on Linux, whichever C library.
 
 
+@contextlib.contextmanager
+def fork_of_our_own() -> Iterator[None]:
+    """Inside the block a fork is the runner's: nothing is written before it, and the copy keeps channel and order."""
+    global _is_ours
+    _is_ours = True
+    try:
+        yield
+    finally:
+        _is_ours = False
+
+
 def _notice(event: str, _arguments: Iterable[Any]) -> None:
-    if event in _SPAWNING and _active is not None:
+    if event in _SPAWNING and _active is not None and not _is_ours:
         _active.before_spawn()
 
 
 def _after_fork() -> None:
-    if _active is not None:
+    if _active is not None and not _is_ours:
         _active.become_child()
+
+
+def flush_c_stdout() -> None:
+    """Writes out what C code has printed into the C library's buffer."""
+    # Not all streams at once: a thread that waits for input would hold the lock of its stream, and us.
+    if _c_library is not None:
+        _c_library.fflush(_c_stdout)
 
 
 def _find_c_stdout() -> tuple[ctypes.CDLL | None, ctypes.c_void_p | None]:
@@ -354,12 +398,6 @@ def _find_c_stdout() -> tuple[ctypes.CDLL | None, ctypes.c_void_p | None]:
 _c_library, _c_stdout = _find_c_stdout()
 
 
-def _flush_c_stdout() -> None:
-    # Not all streams at once: a thread that waits for input would hold the lock of its stream, and us.
-    if _c_library is not None:
-        _c_library.fflush(_c_stdout)
-
-
 def _has_children() -> bool:
     """Tells whether any child exists, running or unburied. C code may have made one without an audit event."""
     try:
@@ -367,12 +405,6 @@ def _has_children() -> bool:
     except OSError:
         return False
     return True
-
-
-def _move_up(descriptor: int) -> int:
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _LOWEST_PRIVATE_DESCRIPTOR)
-    os.close(descriptor)
-    return moved
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

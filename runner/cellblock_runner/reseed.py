@@ -1,7 +1,8 @@
 """Reseed: fresh randomness after a fork.
 
 Two processes forked from one warm process begin with the same memory, and so with the same "random" numbers. What draws
-from the kernel each time (secrets, uuid4, numpy's default_rng) is safe; what keeps a state is renewed here. OpenSSL is
+from the kernel each time (secrets, uuid4, numpy's default_rng when it makes a generator) is safe; what keeps a state for the whole
+process is renewed here. A generator that the user keeps in a variable is the user's, and goes on where it was. OpenSSL is
 the dangerous one: it notices a fork by the process number only, and numbers repeat in different process namespaces.
 
 Nothing is imported here: what the process has not loaded has no state yet.
@@ -21,8 +22,8 @@ def reseed() -> None:
 
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
-        # With numbers of our own: to find some by itself, numpy writes to three times as much shared memory.
-        numpy_random.seed([int.from_bytes(os.urandom(4), "little") for _ in range(4)])
+        # With one number of our own: for several, or to find some by itself, numpy touches four times as much shared memory.
+        numpy_random.seed(int.from_bytes(os.urandom(4), "little"))
 
     ssl = sys.modules.get("ssl") or sys.modules.get("_ssl")
     if ssl is not None:

@@ -19,18 +19,26 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from . import PROTOCOL_VERSION, bundles, files, processes, variables
+from . import PROTOCOL_VERSION, branch, bundles, descriptors, files, folders, interrupts, luggage, processes, variables
 from .channel import Channel
 from .files import FileRefused, Upload
 from .frames import BrokenFrame, Header
+from .harmless import changes_nothing, is_undisturbed
 from .interrupts import Gate
-from .lanes import Lanes, make_pipes, watch_processes
+from .lanes import Lanes, flush_c_stdout, make_pipes, watch_processes
 from .reseed import reseed
 from .shell import NoInput, Shell, create_shell
 
 _NO_VARIABLES: dict[str, Any] = {"created": [], "changed": [], "deleted": [], "omitted": 0}
+
+# What the host sends through the gate of a copy.
+_FORK = b"f"
+_UNDO = b"u"
+# So many bytes of the work folder are kept for undo unless the host says otherwise.
+_UNDO_FILES = 64 * 1024 * 1024
 
 # What every session does first: nothing, text, a value, text on the other stream.
 _PRIMING_CELLS = ("pass", "print('')\n1", "import sys\nprint('', file=sys.stderr)")
@@ -46,6 +54,9 @@ _REHEARSALS = 20
 _FILLING = 250_000
 # Keeps the gaps in the memory of the warm process filled.
 _fillings: list[list[bytes]] = []
+
+# The true one, whatever a user puts in its place.
+_own_number = os.getpid
 
 # Where Python keeps the last error for debuggers.
 _LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")
@@ -88,8 +99,11 @@ def prime(shell: Shell) -> None:
     _rehearse(shell, _WAITING_CELLS)
 
 
-def serve(shell: Shell, channel: socket.socket, workdir: str) -> NoReturn:
-    """Serves one session on `channel` until the host closes it. Ends the process."""
+def serve(shell: Shell, channel: Channel, workdir: str, scratch: Sequence[str] = ()) -> NoReturn:
+    """Serves one session on `channel` until the host closes it. Ends the process.
+
+    `scratch` are the folders beside the working folder that belong to the session alone.
+    """
     status = 1
     try:
         reseed()
@@ -100,24 +114,13 @@ def serve(shell: Shell, channel: socket.socket, workdir: str) -> NoReturn:
         _close_stdin()
         gate = Gate()
         gate.install()
-        marker = os.urandom(16)
-        write_ends, read_ends = make_pipes()
-        frames = Channel(channel)
-        lanes = Lanes(gate, frames, marker, write_ends)
-        hello = {
-            "type": "hello",
-            "version": PROTOCOL_VERSION,
-            "python": ".".join(map(str, sys.version_info[:3])),
-            "marker": marker.hex(),
-        }
-        frames.send(hello, descriptors=read_ends)
-        for read_end in read_ends:
-            os.close(read_end)
+        lanes = Lanes(gate, channel, bytes(16), (1, 2))
+        session = Session(shell, gate, lanes, channel, os.path.abspath(workdir), scratch)
+        session.say_hello({})
         sys.stdout = sys.__stdout__ = lanes.stdout
         sys.stderr = sys.__stderr__ = lanes.stderr
         lanes.activate()
-        session = Session(shell, gate, lanes, frames, os.path.abspath(workdir))
-        while (request := frames.receive()) is not None:
+        while (request := channel.receive()) is not None:
             session.answer(*request)
         session.abandon_upload()
         status = 0
@@ -131,13 +134,23 @@ def serve(shell: Shell, channel: socket.socket, workdir: str) -> NoReturn:
 class Session:
     """Answers requests. Knows the state between two cells: names, files, an upload on its way."""
 
-    def __init__(self, shell: Shell, gate: Gate, lanes: Lanes, channel: Channel, workdir: str) -> None:
+    def __init__(
+        self,
+        shell: Shell,
+        gate: Gate,
+        lanes: Lanes,
+        channel: Channel,
+        workdir: str,
+        scratch: Sequence[str] = (),
+    ) -> None:
         self._shell = shell
         self._gate = gate
         self._lanes = lanes
         self._channel = channel
         self._workdir = workdir
-        self._process = os.getpid()
+        self._scratch = scratch
+        self._kept: folders.Tree | None = None
+        self._process = _own_number()
         self._execution: Any = None
         self._upload: Upload | None = None
         self._upload_id: Any = None
@@ -152,7 +165,9 @@ class Session:
             self._execute(number, payload.decode("utf-8", "replace"))
             return
         try:
-            if kind == "read_file":
+            if kind == "branch":
+                self._branch(number, header)
+            elif kind == "read_file":
                 self._read_file(number, header.get("path", ""), header.get("limit"))
             elif kind == "write_begin":
                 self.abandon_upload()
@@ -169,6 +184,64 @@ class Session:
             # What still comes for this upload finds none, and is dropped.
             self.abandon_upload()
             self._channel.send({"type": "failed", "id": number, "reason": refused.reason, "message": str(refused)})
+
+    def say_hello(self, more: Header, redirected: Collection[int] = ()) -> None:
+        """Begins the conversation, with new pipes and a new marker."""
+        marker = os.urandom(16)
+        write_ends, read_ends = make_pipes(redirected)
+        self._lanes.renew(marker, write_ends)
+        hello = {
+            "type": "hello",
+            "version": PROTOCOL_VERSION,
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "marker": marker.hex(),
+            **more,
+        }
+        self._channel.send(hello, descriptors=read_ends)
+        for read_end in read_ends:
+            os.close(read_end)
+
+    def _branch(self, number: Any, header: Header) -> None:
+        """Lets a copy of the session be made. In the original, answers; in a copy, begins a conversation of its own."""
+        collects = gc.isenabled()
+        # A collection now would write to memory that original and copy could share.
+        gc.disable()
+        try:
+            flush_c_stdout()
+            request = luggage.Request(
+                int(header.get("undo_files", _UNDO_FILES)), bool(header.get("fork")), bool(header.get("work_is_shared"))
+            )
+            around = luggage.Surroundings(self._workdir, self._scratch, self._lanes.descriptors)
+            try:
+                packed = luggage.pack(request, around, self._shell.loop, self._kept)
+                self._kept = packed.kept
+                is_copy = branch.stand_still()
+            except Exception as cause:
+                message = f"the session could not be copied: {cause}"
+                self._channel.send({"type": "failed", "id": number, "reason": "other", "message": message})
+                return
+            if is_copy:
+                self._begin_anew(packed, around)
+            else:
+                self._channel.send({"type": "branched", "id": number, "lost": luggage.put_down(packed)})
+        finally:
+            if collects:
+                gc.enable()
+
+    def _begin_anew(self, packed: luggage.Luggage, around: luggage.Surroundings) -> None:
+        """In a copy: passes the gate, brings back what can be, and says hello."""
+        interrupts.restore_signals(packed.blocked)
+        gate = self._channel.receive_gate()
+        if gate not in (_FORK, _UNDO):
+            raise BrokenFrame("the host did not open the gate")
+        self._process = _own_number()
+        self._upload = None
+        arrival = luggage.unpack(packed, around, is_fork=gate == _FORK)
+        self._kept = arrival.kept
+        self._folder = files.look(self._workdir)
+        hello = {"lost": arrival.lost, "files": arrival.files, "why": arrival.why}
+        self.say_hello(hello, {item.number for item in packed.opened if item.kind == "file"})
+        descriptors.lead_to_lanes(packed.opened, self._lanes.descriptors)
 
     def abandon_upload(self) -> None:
         if self._upload is not None:
@@ -196,24 +269,26 @@ class Session:
 
     def _execute(self, number: Any, code: str) -> None:
         self._execution = number
+        harmless = changes_nothing(code, self._shell)
         self._gate.open()
         self._lanes.open_cell({"type": "started", "id": number})
         failure = self._shell.run(code, self._gate)
-        if os.getpid() != self._process:
+        if _own_number() != self._process:
             # A child that user code forked ran to the end of the cell. Only its parent answers the host.
             sys.stdout.flush()
             os._exit(0 if failure is None else 1)
         self._lanes.close_cell()
-        self._lanes.send(
-            {
-                "type": "done",
-                "id": number,
-                "status": "ok" if failure is None else "error",
-                "error": None if failure is None else failure._asdict(),
-                "variables": self._variables(),
-                "files": self._files(),
-            }
-        )
+        done = {
+            "type": "done",
+            "id": number,
+            "status": "ok" if failure is None else "error",
+            "error": None if failure is None else failure._asdict(),
+            "variables": self._variables(),
+            "files": self._files(),
+        }
+        if harmless if failure is None else not self._shell.has_run and is_undisturbed(self._shell):
+            done["unchanged"] = True
+        self._lanes.send(done)
 
     def _variables(self) -> dict[str, Any]:
         before, after = self._names, self._look_at_names()

@@ -271,6 +271,16 @@ class Shell(InteractiveShell):
         self._kept_error = None
         return None if error is None else self._explain(error)
 
+    @property
+    def has_run(self) -> bool:
+        """Tells whether the last cell came as far as its first statement."""
+        return self._cell_file is not None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop of cells that await, once there was one."""
+        return self._loop
+
     def remember(self) -> Callable[[], None]:
         """Returns a function that brings names, counter and inputs back to what they are now."""
         names, count = dict(self.user_ns), self.execution_count

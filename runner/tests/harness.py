@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import shutil
@@ -81,15 +82,31 @@ class Result:
 class Runner:
     """A running runner in a folder of its own."""
 
-    def __init__(self, preload: str = "") -> None:
+    def __init__(self, preload: str = "", scratch: bool = False) -> None:
+        """With `scratch`, the session has a second folder that only forks take along, `self.scratch`."""
         self.workdir = tempfile.mkdtemp(prefix="runner-test-")
-        self._channel, theirs = socket.socketpair()
+        self.scratch = tempfile.mkdtemp(prefix="runner-test-") if scratch else None
+        self._checkpoints = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._checkpoints.settimeout(PATIENCE)
+        address = f"cellblock-test-{os.getpid()}-{os.path.basename(self.workdir)}"
+        self._checkpoints.bind("\0" + address)
+        self._checkpoints.listen()
+        self._opened: list[Any] = []
+        channel, theirs = socket.socketpair()
         environment = {**os.environ, "PYTHONPATH": str(RUNNER), "HOME": self.workdir + "/.home"}
         environment["MPLCONFIGDIR"] = self.workdir + "/.matplotlib"
-        command = [sys.executable, "-m", "cellblock_runner", "--channel-fd", str(theirs.fileno())]
-        command += ["--workdir", self.workdir, "--preload", preload]
+        folders = [self.workdir, *([self.scratch] if self.scratch else [])]
+        command = [sys.executable, "-m", "tests.copying", address, ",".join(folders)]
+        command += ["--channel-fd", str(theirs.fileno()), "--workdir", self.workdir, "--preload", preload]
+        for folder in folders[1:]:
+            command += ["--scratch", folder]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
         theirs.close()
+        self._converse(channel)
+
+    def _converse(self, channel: socket.socket) -> None:
+        """Begins a conversation: the runner says hello."""
+        self._channel = channel
         self._decoder = Decoder()
         self._pipes: list[int] = []
         self._frames_seen: list[tuple[dict[str, Any], bytes]] = []
@@ -98,10 +115,33 @@ class Runner:
         self.rotations = 0
         while not self._frames_seen:
             if not self._channel_is_open:
+                channel.close()
                 raise Died([])
             self._pump()
         self.hello, _ = self._frames_seen.pop(0)
         self._merger = Merger(bytes.fromhex(self.hello["marker"]))
+
+    def branch(self, **options: Any) -> Checkpoint:
+        """Asks for a copy and returns it, standing still. `options` are members of the frame."""
+        self._number += 1
+        [answer] = self.request({"type": "branch", "id": self._number, **options})
+        if answer.header["type"] != "branched":
+            raise AssertionError(answer.header)
+        checkpoint = Checkpoint(self, self._checkpoints.accept()[0], answer.header["lost"])
+        self._opened.append(checkpoint)
+        return checkpoint
+
+    def fork(self, **options: Any) -> Copy:
+        """Branches, and lets one copy go as a fork."""
+        return self.branch(fork=True, **options).spawn(b"f")
+
+    def undo_after(self, code: str, **options: Any) -> Copy:
+        """Branches, runs a cell, kills the session and brings it back as it was before the cell."""
+        checkpoint = self.branch(**options)
+        self.run(code)
+        self.process.kill()
+        self.process.wait(PATIENCE)
+        return checkpoint.spawn(b"u")
 
     def close(self) -> int:
         """Hangs up, waits for the runner and returns its exit status."""
@@ -111,9 +151,13 @@ class Runner:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
-        for pipe in self._pipes:
-            os.close(pipe)
-        shutil.rmtree(self.workdir, ignore_errors=True)
+        self._drop_pipes()
+        for opened in self._opened:
+            opened.close()
+        self._checkpoints.close()
+        for folder in (self.workdir, self.scratch):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
         return status
 
     def run(self, code: str) -> Result:
@@ -170,10 +214,10 @@ class Runner:
         """Sends a file request and returns the frames that answer it."""
         self._send(header, payload)
         got: list[Frame] = []
-        while answers and not (got and got[-1].header["type"] in ("file_end", "written", "failed")):
+        while answers and not (got and got[-1].header["type"] in ("file_end", "written", "failed", "branched")):
             while self._frames_seen:
                 got.append(Frame(*self._frames_seen.pop(0)))
-            if not (got and got[-1].header["type"] in ("file_end", "written", "failed")) and not self._pump():
+            if not (got and got[-1].header["type"] in ("file_end", "written", "failed", "branched")) and not self._pump():
                 raise Died([*got])
         return got
 
@@ -235,3 +279,67 @@ class Runner:
     def _drop_pipes(self) -> None:
         for pipe in self._pipes:
             os.close(pipe)
+        self._pipes = []
+
+
+class Checkpoint:
+    """A copy that stands still."""
+
+    def __init__(self, source: Runner, orders: socket.socket, lost: list[str]) -> None:
+        self.lost = lost
+        self._source = source
+        self._orders = orders
+        self._orders.settimeout(PATIENCE)
+        self._copies: list[Copy] = []
+
+    def spawn(self, gate: bytes) -> Copy:
+        """Lets a copy of it go, as a fork or as an undo. It stays itself."""
+        copy = Copy(self._source, *_order_copy(self._orders, gate))
+        self._copies.append(copy)
+        return copy
+
+    def close(self) -> None:
+        for copy in self._copies:
+            copy.hang_up()
+        self._orders.close()
+
+
+def _order_copy(orders: socket.socket, gate: bytes) -> tuple[socket.socket, int]:
+    """Has a copy made and opens its gate. Returns its channel and the number of its process."""
+    ours, theirs = socket.socketpair()
+    socket.send_fds(orders, [json.dumps({"fork": gate == b"f"}).encode()], [theirs.fileno()])
+    theirs.close()
+    number = json.loads(orders.recv(4096))["process"]
+    ours.sendall(gate)
+    return ours, number
+
+
+class Copy(Runner):
+    """A copy that has been let go: a session like any other."""
+
+    def __init__(self, source: Runner, channel: socket.socket, number: int) -> None:
+        self.workdir, self.scratch = source.workdir, source.scratch
+        self.number = number
+        self._checkpoints = source._checkpoints
+        self._opened = source._opened
+        self._converse(channel)
+
+    def seen(self, path: str) -> Path:
+        """Returns where the test finds a path as this copy sees it: a fork has mounts of its own."""
+        return Path(f"/proc/{self.number}/root{path}")
+
+    def interrupt(self) -> None:
+        os.kill(self.number, signal.SIGINT)
+
+    def hang_up(self) -> None:
+        self._channel.close()
+        self._drop_pipes()
+
+
+class Fresh(Copy):
+    """A copy of a zygote: a new session."""
+
+    def __init__(self, orders: socket.socket, gate: bytes, work: str) -> None:
+        self.workdir, self.scratch = work, None
+        channel, self.number = _order_copy(orders, gate)
+        self._converse(channel)

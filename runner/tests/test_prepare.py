@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import unittest
 from importlib.util import find_spec
 
 from cellblock_runner import variables
 
-from .harness import RUNNER, Runner
+from .harness import PATIENCE, RUNNER, Fresh, Runner
 
 
 def python(code: str, environment: dict[str, str] | None = None) -> str:
@@ -82,6 +86,64 @@ class Preparing(unittest.TestCase):
             runner.run("import sys\n'colorsys' in sys.modules, 'no_such_module' in sys.modules").order,
             ["value:(True, False)"],
         )
+
+
+class Zygotes(unittest.TestCase):
+    """The warm process, with an imitation of what copies it."""
+
+    def start(self) -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket]:
+        """Returns a zygote with its socket and the socket where its copies are ordered."""
+        copies = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        copies.settimeout(PATIENCE)
+        self.addCleanup(copies.close)
+        address = f"cellblock-zygote-{os.getpid()}-{id(self)}"
+        copies.bind("\0" + address)
+        copies.listen()
+        warden, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        warden.settimeout(PATIENCE)
+        self.addCleanup(warden.close)
+        command = [sys.executable, "-m", "tests.copying", address, "", "zygote", str(theirs.fileno())]
+        surroundings = {**os.environ, "PYTHONPATH": str(RUNNER)}
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=surroundings, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        self.addCleanup(process.communicate)
+        theirs.close()
+        return process, warden, copies
+
+    def warm_up(self, warden: socket.socket, work: str) -> None:
+        plan = {"preload": [], "quick": True, "environment": [["GIVEN", "yes"]], "work_folder": work, "later": "ignored"}
+        warden.send(json.dumps(plan).encode())
+        self.assertEqual(json.loads(warden.recv(4096)), {"say": "warm"})
+
+    def test_copies_of_a_parked_zygote_are_fresh_sessions(self) -> None:
+        process, warden, copies = self.start()
+        work = tempfile.mkdtemp(prefix="runner-test-")
+        self.addCleanup(shutil.rmtree, work)
+        self.warm_up(warden, work)
+        warden.send(json.dumps({"do": "park"}).encode())
+        orders, _ = copies.accept()
+        self.addCleanup(orders.close)
+        self.assertEqual(process.wait(PATIENCE), 1, "an original that is let go ends")
+        for gate in (b"g", b"p"):
+            session = Fresh(orders, gate, work)
+            self.assertNotIn("lost", session.hello)
+            result = session.run("import os, subprocess\nos.environ['GIVEN'], os.getcwd(), subprocess.call('exit 3', shell=True)")
+            self.assertEqual(result.order, [f"value:('yes', '{work}', 3)"])
+            self.assertEqual(session.run("len(In), 'x' in globals()\nx = 1\nprint(len(In))").order, ["out:2\n"])
+            session.hang_up()
+
+    def test_a_zygote_that_is_asked_for_anything_else_ends(self) -> None:
+        process, warden, _ = self.start()
+        self.warm_up(warden, "/")
+        warden.send(b'{"do": "dance"}')
+        self.assertEqual(process.wait(PATIENCE), 1)
+
+    def test_a_zygote_ends_with_its_warden(self) -> None:
+        process, warden, _ = self.start()
+        self.warm_up(warden, "/")
+        warden.close()
+        self.assertEqual(process.wait(PATIENCE), 0)
 
 
 class Reseeding(unittest.TestCase):

@@ -72,6 +72,8 @@ Examples:
 pub(super) struct McpArguments {
     #[command(flatten)]
     pub sandbox: SandboxArguments,
+    #[command(flatten)]
+    branching: BranchingArguments,
 }
 
 #[derive(Args)]
@@ -200,14 +202,33 @@ pub(super) struct SandboxArguments {
     allow_missing: Vec<String>,
 }
 
+/// Flags about sessions that are copied: `undo`, `fork_session`, `explore`. One run of code has no past and no branches.
+#[derive(Args, Default)]
+struct BranchingArguments {
+    /// Whether cells can be undone: on or off [default: on]
+    #[arg(long, value_name = "WORD")]
+    undo: Option<String>,
+    /// States of a session that are kept for undo [default: 10]
+    #[arg(long, value_name = "N")]
+    undo_checkpoints: Option<String>,
+    /// How much of the working folder undo saves, such as 64M; 0 leaves files alone [default: 64M]
+    #[arg(long, value_name = "SIZE")]
+    undo_files: Option<String>,
+    /// Variants of one explore that run at the same time, at most 16 [default: the number of cores]
+    #[arg(long, value_name = "N")]
+    explore_parallel: Option<String>,
+    /// Memory of a session, its checkpoints and all its forks together [default: twice --memory]
+    #[arg(long, value_name = "SIZE")]
+    family_memory: Option<String>,
+}
+
 impl Arguments {
     /// Returns all settings among the flags, as they were written.
     pub(super) fn flags(&self) -> Flags {
         let flags = Flags::default().single(Key::LogLevel, self.general.log_level.clone());
         match &self.command {
-            Command::Mcp(McpArguments { sandbox }) | Command::Run(RunArguments { sandbox, .. }) => {
-                sandbox.add_to(flags)
-            }
+            Command::Mcp(McpArguments { sandbox, branching }) => branching.add_to(sandbox.add_to(flags)),
+            Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
             Command::Doctor(_) | Command::Env(_) => flags,
         }
     }
@@ -229,6 +250,17 @@ impl SandboxArguments {
             .single(Key::IdleTimeout, self.idle_timeout.clone())
             .single(Key::Profile, self.profile.clone())
             .repeated(Key::AllowMissing, self.allow_missing.clone())
+    }
+}
+
+impl BranchingArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        flags
+            .single(Key::Undo, self.undo.clone())
+            .single(Key::UndoCheckpoints, self.undo_checkpoints.clone())
+            .single(Key::UndoFiles, self.undo_files.clone())
+            .single(Key::ExploreParallel, self.explore_parallel.clone())
+            .single(Key::FamilyMemory, self.family_memory.clone())
     }
 }
 
@@ -269,6 +301,8 @@ mod tests {
         for line in [
             &["mcp"][..],
             &["mcp", "--mount", "/a:b:ro", "--mount", "/c:d", "--log-level", "DEBUG"],
+            &["mcp", "--undo", "off", "--undo-checkpoints", "3", "--undo-files", "0", "--explore-parallel", "2"],
+            &["mcp", "--family-memory", "8G"],
             &["--config", "x.yaml", "mcp"],
             &["doctor", "--json"],
             &["env", "list", "--json"],
@@ -278,9 +312,13 @@ mod tests {
         ] {
             assert!(parse(line).is_ok(), "{line:?}");
         }
-        for line in
-            [&["fly"][..], &["mcp", "--allow-missing", "roof"], &["env", "remove"], &["mcp", "--log-level", "loud"]]
-        {
+        for line in [
+            &["fly"][..],
+            &["mcp", "--allow-missing", "roof"],
+            &["env", "remove"],
+            &["mcp", "--log-level", "loud"],
+            &["run", "-c", "1", "--undo", "on"],
+        ] {
             assert!(parse(line).is_err(), "{line:?}");
         }
     }

@@ -25,7 +25,7 @@ use crate::config::{self, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
 use crate::sandbox::native::{NativeBackend, NativeSettings, WORK_FOLDER, WarmEnvironment};
 use crate::sandbox::{Backend, Preparation};
-use crate::session::{SessionSettings, Sessions, WorkFolder};
+use crate::session::{self, SessionSettings, Sessions, WorkFolder};
 use crate::telemetry;
 
 /// Runs the program.
@@ -132,6 +132,7 @@ fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
         pool: settings.pool,
         empty: EMPTY_SANDBOXES,
         leave_out: Vec::new(),
+        skipped_steps: Vec::new(),
     })
 }
 
@@ -188,13 +189,21 @@ fn work_folder(settings: &Settings) -> WorkFolder {
     if settings.workspace.is_some() { WorkFolder::Shared } else { WorkFolder::Private }
 }
 
-fn sessions(settings: &Settings, backend: Arc<dyn Backend>) -> Sessions {
+/// Makes the sessions of a command. One that runs code once has nothing to undo and keeps no past of it.
+fn sessions(settings: &Settings, warmth: Warmth, backend: Arc<dyn Backend>) -> Sessions {
+    let undo = match (warmth, settings.undo) {
+        (Warmth::OneShot, _) | (_, config::Undo::Off) => session::Undo::Off,
+        (Warmth::Full, config::Undo::On { checkpoints, files }) => session::Undo::On { checkpoints, files },
+    };
     Sessions::new(
         backend,
         SessionSettings {
             work_folder: work_folder(settings),
             max_sessions: settings.max_sessions,
             idle_timeout: settings.idle_timeout,
+            undo,
+            explore_parallel: settings.explore_parallel,
+            memory_limit: Some(settings.limits.memory),
             ..SessionSettings::default()
         },
     )

@@ -30,7 +30,7 @@ pub(super) async fn execute(arguments: &RunArguments, settings: Settings) -> any
     let (name, code) = read_code(&arguments.source())?;
     let backend = native_backend(&settings, Warmth::OneShot)?;
     let shown = tokio::spawn(progress::show(backend.preparation()));
-    let sessions = sessions(&settings, backend);
+    let sessions = sessions(&settings, Warmth::OneShot, backend);
     let cancel = CancellationToken::new();
     let interrupted = cancel.clone();
     tokio::spawn(async move {

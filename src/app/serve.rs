@@ -6,7 +6,7 @@ use anyhow::Context;
 use tracing::info;
 
 use super::{Warmth, native_backend, sessions, work_folder};
-use crate::config::Settings;
+use crate::config::{Settings, Undo};
 use crate::mcp::{self, HostFiles, McpSettings};
 
 /// The largest file that `upload_file` and `download_file` copy.
@@ -16,7 +16,7 @@ const LARGEST_FILE: u64 = 1 << 30;
 pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
     let files = HostFiles::new(&settings.allowed_dirs, LARGEST_FILE).context("an allowed directory cannot be used")?;
     let backend = native_backend(&settings, Warmth::Full)?;
-    let sessions = sessions(&settings, backend);
+    let sessions = sessions(&settings, Warmth::Full, backend);
     let server = mcp::Server::new(
         sessions.clone(),
         files,
@@ -25,6 +25,7 @@ pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
             max_timeout: settings.max_timeout,
             idle_timeout: settings.idle_timeout,
             work_folder: work_folder(&settings),
+            can_undo: settings.undo != Undo::Off,
             ..McpSettings::default()
         },
     );

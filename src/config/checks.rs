@@ -14,7 +14,7 @@ use std::time::Duration;
 use super::folders::{self, Machine};
 use super::layers::{self, Flags, Key, Member, Merged, Origin, Written};
 use super::quantity::{format_duration, format_size, parse_duration, parse_size};
-use super::{ConfigError, InvalidValue, Mount, Profile, Settings, Variables, dotenv};
+use super::{ConfigError, InvalidValue, Mount, Profile, Settings, Undo, Variables, dotenv};
 use crate::environment::{EnvironmentName, EnvironmentSpec, PythonRequest, spec};
 use crate::sandbox::{LayerKind, SandboxLimits};
 
@@ -47,6 +47,9 @@ const HOUR: Duration = Duration::from_secs(3600);
 
 /// Less than this and IPython itself does not fit.
 const LEAST_MEMORY: u64 = 64 * MIB;
+
+/// One `explore` has no more variants, so more could not run at once.
+const MOST_VARIANTS: usize = 16;
 
 /// Prefix of variables that are passed on to the inside without it.
 const PASSED_ON: &str = "KERNEL_ENV_";
@@ -86,8 +89,10 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         }
     };
     let cores = machine.cores.max(1) as f64;
+    let memory = check.size(Key::Memory, LEAST_MEMORY..=16 * TIB)?.unwrap_or(2 * GIB);
     let limits = SandboxLimits {
-        memory: check.size(Key::Memory, LEAST_MEMORY..=16 * TIB)?.unwrap_or(2 * GIB),
+        memory,
+        family_memory: check.family_memory(memory)?,
         cpus: check.number(Key::Cpus, 0.05..=cores)?.unwrap_or(2.0_f64.min(cores)),
         processes: check.number(Key::Processes, 8..=65_536)?.unwrap_or(256),
         disk: check.size(Key::Disk, MIB..=16 * TIB)?.unwrap_or(GIB),
@@ -112,6 +117,10 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         max_sessions,
         idle_timeout: check.duration(Key::IdleTimeout, Duration::from_secs(1)..=30 * 24 * HOUR)?.unwrap_or(HOUR),
         pool: check.number(Key::Pool, 0..=1_000)?.unwrap_or(2).min(max_sessions),
+        undo: check.undo()?,
+        explore_parallel: check
+            .number(Key::ExploreParallel, 1..=MOST_VARIANTS)?
+            .unwrap_or(machine.cores.clamp(1, MOST_VARIANTS)),
         profile: check.profile()?,
         allow_missing: check.allow_missing()?,
         runtime_dir: folders::runtime_dir(&surroundings, &machine),
@@ -182,6 +191,30 @@ impl Check<'_> {
             Ok(None) => unreachable!("only a value that was written is refused"),
             Err(error) => error,
         }
+    }
+
+    /// Reads what a session may hold together with its checkpoints and forks. Less than one session's own memory would be a second, hidden
+    /// limit for every session.
+    fn family_memory(&self, memory: u64) -> Result<u64, ConfigError> {
+        match self.size(Key::FamilyMemory, LEAST_MEMORY..=32 * TIB)? {
+            None => Ok(2 * memory),
+            Some(family) if family >= memory => Ok(family),
+            Some(_) => {
+                Err(self.invalid(Key::FamilyMemory, &format!("at least memory, which is {}", format_size(memory))))
+            }
+        }
+    }
+
+    fn undo(&self) -> Result<Undo, ConfigError> {
+        let checkpoints = self.number(Key::UndoCheckpoints, 1..=100)?.unwrap_or(10);
+        let files = self.size(Key::UndoFiles, 0..=16 * TIB)?.unwrap_or(64 * MIB);
+        // YAML has its own opinion about the bare words, so that they may arrive as true and false.
+        let on = self.read(Key::Undo, "on or off", |text| match text.trim().to_ascii_lowercase().as_str() {
+            "on" | "true" => Ok(true),
+            "off" | "false" => Ok(false),
+            _ => Err(None),
+        })?;
+        Ok(if on.unwrap_or(true) { Undo::On { checkpoints, files } } else { Undo::Off })
     }
 
     fn path(&self, key: Key) -> Result<Option<PathBuf>, ConfigError> {
@@ -540,13 +573,22 @@ mod tests {
         assert_eq!(settings.allowed_dirs, Vec::<PathBuf>::new());
         assert_eq!(settings.environment, name("default"));
         assert_eq!(settings.environments.len(), 2);
-        let limits = SandboxLimits { memory: 2 << 30, cpus: 2.0, processes: 256, disk: 1 << 30, files: 100_000 };
+        let limits = SandboxLimits {
+            memory: 2 << 30,
+            family_memory: 4 << 30,
+            cpus: 2.0,
+            processes: 256,
+            disk: 1 << 30,
+            files: 100_000,
+        };
         assert_eq!(settings.limits, limits);
         assert_eq!(settings.timeout, Duration::from_secs(120));
         assert_eq!(settings.max_timeout, Duration::from_secs(3600));
         assert_eq!(settings.max_sessions, 64);
         assert_eq!(settings.idle_timeout, Duration::from_secs(3600));
         assert_eq!(settings.pool, 2);
+        assert_eq!(settings.undo, Undo::On { checkpoints: 10, files: 64 << 20 });
+        assert_eq!(settings.explore_parallel, 4);
         assert_eq!(settings.data_dir, Path::new("/home/me/.local/share/cellblock"));
         assert_eq!(settings.runtime_dir, Path::new("/tmp/cellblock-7"));
         assert!(settings.allow_missing.is_empty() && settings.mounts.is_empty() && settings.notices.is_empty());
@@ -763,6 +805,45 @@ mod tests {
     fn the_pool_is_never_larger_than_the_number_of_sessions() {
         assert_eq!(case().yaml("max_sessions: 1").settings().pool, 1);
         assert_eq!(case().yaml("pool: 0").settings().pool, 0);
+    }
+
+    #[test]
+    fn undo_is_written_as_a_word_and_can_be_switched_off_everywhere() {
+        for off in [case().yaml("undo: off"), case().yaml("undo: 'OFF'"), case().yaml("undo: false")] {
+            assert_eq!(off.settings().undo, Undo::Off);
+        }
+        assert_eq!(case().variable("CELLBLOCK_UNDO", "off").settings().undo, Undo::Off);
+        assert_eq!(case().flag(Key::Undo, "off").settings().undo, Undo::Off);
+        let on = case().yaml("undo: off\nundo_checkpoints: 3\nundo_files: 0").flag(Key::Undo, "on").settings();
+        assert_eq!(on.undo, Undo::On { checkpoints: 3, files: 0 });
+        assert!(case().flag(Key::Undo, "maybe").refusal().contains("allowed: on or off"));
+        assert!(case().flag(Key::UndoCheckpoints, "0").refusal().contains("from 1 to 100"));
+        assert!(case().flag(Key::UndoCheckpoints, "101").refusal().contains("from 1 to 100"));
+        assert!(case().flag(Key::UndoFiles, "some").refusal().starts_with("--undo-files: undo_files"));
+    }
+
+    #[test]
+    fn variants_run_side_by_side_on_as_many_cores_as_there_are_but_not_on_more_than_sixteen() {
+        let with_cores = |cores| {
+            let mut case = case();
+            case.sources.machine.cores = cores;
+            case.settings().explore_parallel
+        };
+        assert_eq!([0, 1, 3, 64].map(with_cores), [1, 1, 3, 16]);
+        assert_eq!(case().flag(Key::ExploreParallel, "16").settings().explore_parallel, 16);
+        assert!(case().flag(Key::ExploreParallel, "17").refusal().contains("from 1 to 16"));
+        assert!(case().flag(Key::ExploreParallel, "0").refusal().contains("from 1 to 16"));
+    }
+
+    #[test]
+    fn a_family_has_twice_the_memory_of_a_session_and_never_less_than_one() {
+        assert_eq!(case().yaml("memory: 1G").settings().limits.family_memory, 2 << 30);
+        assert_eq!(case().yaml("memory: 1G\nfamily_memory: 1G").settings().limits.family_memory, 1 << 30);
+        let refusal = case().yaml("memory: 1G\nfamily_memory: 1023M").refusal();
+        assert!(
+            refusal.contains("family_memory cannot be \"1023M\"; allowed: at least memory, which is 1 GiB"),
+            "{refusal}"
+        );
     }
 
     #[test]

@@ -34,6 +34,11 @@ pub enum Key {
     MaxSessions,
     IdleTimeout,
     Pool,
+    Undo,
+    UndoCheckpoints,
+    UndoFiles,
+    ExploreParallel,
+    FamilyMemory,
     Profile,
     AllowMissing,
     DataDir,
@@ -54,7 +59,7 @@ enum Shape {
 
 impl Key {
     /// Every setting: its name in the file, its flag, its shape. `CELLBLOCK_` and the name in capitals is its variable.
-    const TABLE: [(Key, &'static str, &'static str, Shape); 21] = [
+    const TABLE: [(Key, &'static str, &'static str, Shape); 26] = [
         (Key::Workspace, "workspace", "--workspace", Shape::Single),
         (Key::AllowedDirs, "allowed_dirs", "--allowed-dir", Shape::List),
         (Key::Environment, "environment", "--environment", Shape::Single),
@@ -72,6 +77,11 @@ impl Key {
         (Key::MaxSessions, "max_sessions", "--max-sessions", Shape::Single),
         (Key::IdleTimeout, "idle_timeout", "--idle-timeout", Shape::Single),
         (Key::Pool, "pool", "", Shape::Single),
+        (Key::Undo, "undo", "--undo", Shape::Single),
+        (Key::UndoCheckpoints, "undo_checkpoints", "--undo-checkpoints", Shape::Single),
+        (Key::UndoFiles, "undo_files", "--undo-files", Shape::Single),
+        (Key::ExploreParallel, "explore_parallel", "--explore-parallel", Shape::Single),
+        (Key::FamilyMemory, "family_memory", "--family-memory", Shape::Single),
         (Key::Profile, "profile", "--profile", Shape::Single),
         (Key::AllowMissing, "allow_missing", "--allow-missing", Shape::List),
         (Key::DataDir, "data_dir", "", Shape::Single),

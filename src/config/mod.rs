@@ -63,6 +63,9 @@ pub struct Settings {
     pub idle_timeout: Duration,
     /// How many warm sessions are kept ready.
     pub pool: usize,
+    pub undo: Undo,
+    /// How many variants of one `explore` run at the same time.
+    pub explore_parallel: usize,
     pub profile: Profile,
     /// Isolation layers that may be missing.
     pub allow_missing: BTreeSet<LayerKind>,
@@ -81,6 +84,18 @@ impl Settings {
     pub fn environment_spec(&self) -> &EnvironmentSpec {
         self.environments.get(&self.environment).expect("load refuses an environment that nobody has described")
     }
+}
+
+/// How much of a session's past is kept, so that cells can be undone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Undo {
+    On {
+        /// States of each session that are kept at most.
+        checkpoints: usize,
+        /// Bytes of the working folder that are saved with each state; folders that hold more are left alone.
+        files: u64,
+    },
+    Off,
 }
 
 /// A host folder shown below the working folder.

@@ -1,8 +1,8 @@
 //! MCP: how clients reach sessions.
 //!
 //! ```text
-//! transport (stdio) → Server (this file) → tools    names, schemas, checked arguments
-//!                          │             → render   outcomes as text, images and structured content
+//! transport (stdio) → Server (this file) → tools    names and schemas; arguments: what was written, checked
+//!                          │             → render   outcomes as text, images and structured content; compare: many of them
 //!                          │             → resources, progress, host_files
 //!                          └→ sessions, through session_access
 //! ```
@@ -18,6 +18,8 @@
 //!
 //! The library's types (rmcp) never leave this room.
 
+mod arguments;
+mod compare;
 mod host_files;
 mod progress;
 mod render;
@@ -30,6 +32,7 @@ mod turns;
 use std::borrow::Cow;
 use std::error::Error;
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -45,16 +48,19 @@ use rmcp::service::RequestContext;
 use rmcp::{RoleServer, ServerHandler};
 use serde_json::json;
 use tokio::io::AsyncWriteExt;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 
-use crate::session::{ExecuteRequest, InsidePath, Principal, SessionId, Sessions, WorkFolder};
+use crate::session::{
+    ExecuteRequest, ExploreProgress, ExploreRequest, InsidePath, Principal, SessionId, Sessions, WorkFolder,
+};
+use arguments::Call;
 use host_files::{Capped, HostFileError, Overwrite};
 pub use host_files::{HostFiles, RootError};
 use progress::Reporter;
 use resources::{Address, CutOutputs};
 use session_access::SessionAccess;
 pub use stdio::{ServeError, serve_stdio};
-use tools::{Call, Catalogue, ToolName};
+use tools::{Catalogue, ToolName};
 use turns::Turn;
 
 /// Tool calls carried out at once. Each may hold an output in memory; a client with more than this under way has lost
@@ -89,6 +95,8 @@ pub struct McpSettings {
     /// After how long an unused session ends. Only told to clients here; sessions enforce it.
     pub idle_timeout: Duration,
     pub work_folder: WorkFolder,
+    /// Whether sessions keep what is needed to undo cells. Only told to clients here.
+    pub can_undo: bool,
 }
 
 impl Default for McpSettings {
@@ -99,6 +107,7 @@ impl Default for McpSettings {
             default_max_output_chars: 5000,
             idle_timeout: Duration::from_secs(3600),
             work_folder: WorkFolder::Private,
+            can_undo: true,
         }
     }
 }
@@ -114,6 +123,9 @@ struct Shared {
     files: HostFiles,
     catalogue: Catalogue,
     work_folder: WorkFolder,
+    can_undo: bool,
+    /// What all variants of one `explore` may tell together.
+    most_compared_chars: usize,
     owner: Principal,
     cut_outputs: Mutex<CutOutputs>,
     calls: Semaphore,
@@ -148,6 +160,8 @@ impl Server {
                 files,
                 catalogue: Catalogue::new(&settings),
                 work_folder: settings.work_folder,
+                can_undo: settings.can_undo,
+                most_compared_chars: settings.default_max_output_chars,
                 owner: Principal::local(),
                 cut_outputs: Mutex::default(),
                 calls: Semaphore::new(MOST_CALLS),
@@ -176,6 +190,23 @@ impl Server {
                 let done = or_cancelled(context, sessions.reset(owner, &session)).await;
                 answer(done, |report| render::reset(&session, &report))
             }
+            Call::Undo { session, cells } => {
+                let done = or_cancelled(context, sessions.undo(owner, &session, cells)).await;
+                answer(done, |report| render::undone(&session, &report))
+            }
+            Call::Checkpoints { session } => match sessions.checkpoints(owner, &session) {
+                Ok(checkpoints) => render::checkpoints(&session, &checkpoints),
+                Err(refused) => render::refused(&refused),
+            },
+            Call::Fork { session, names } => {
+                let done = or_cancelled(context, sessions.fork(owner, &session, names)).await;
+                answer(done, |report| render::forked(&session, &report))
+            }
+            Call::Explore { session, variants, timeout, keep, replace } => {
+                let max_output_chars = self.shared.most_compared_chars;
+                let request = ExploreRequest { variants, timeout, max_output_chars, keep, replace };
+                self.explore(&session, request, context).await
+            }
             Call::Upload { session, relpath, local_path, overwrite } => {
                 let done = or_cancelled(context, self.upload(&session, &relpath, local_path, overwrite)).await;
                 answer(done, |bytes| render::transfer(&session, relpath.as_str(), bytes, render::Direction::In))
@@ -202,42 +233,34 @@ impl Server {
         context: &RequestContext<RoleServer>,
     ) -> CallToolResult {
         let Shared { sessions, owner, cut_outputs, .. } = &*self.shared;
-        let timeout = request.timeout;
+        let reporter = Reporter::new(sessions.preparation(), request.timeout);
         let execution = sessions.execute(owner, session, request, context.ct.clone());
-        let outcome = match context.meta.get_progress_token() {
-            None => execution.await,
-            Some(token) => {
-                let mut reporter = Reporter::new(sessions.preparation(), timeout);
-                let mut execution = execution;
-                loop {
-                    let report = tokio::select! {
-                        biased;
-                        outcome = &mut execution => break outcome,
-                        report = reporter.next() => report,
-                    };
-                    let parameters =
-                        ProgressNotificationParam::new(token.clone(), report.progress).with_message(report.message);
-                    // A report is sent to its end before the call is looked at again, so that none can follow the
-                    // answer.
-                    tokio::select! {
-                        sent = context.peer.notify_progress(parameters) => {
-                            if let Err(error) = sent {
-                                tracing::debug!(%error, "a progress notification was not sent");
-                            }
-                        }
-                        () = context.ct.cancelled() => break execution.await,
-                    }
-                }
-            }
-        };
-        match outcome {
+        match with_progress(execution, reporter, context).await {
             Ok(outcome) => {
                 if outcome.output.cut_chars > 0 {
                     let mut outputs = cut_outputs.lock().unwrap_or_else(PoisonError::into_inner);
                     outputs.remember(owner, session, outcome.execution);
                 }
-                render::execution(session, &outcome)
+                // A session that was closed meanwhile has nothing to undo.
+                let can_undo = sessions.checkpoints(owner, session).map_or(0, |left| render::most_undone(&left));
+                render::execution(session, &outcome, can_undo)
             }
+            Err(refused) => render::refused(&refused),
+        }
+    }
+
+    async fn explore(
+        &self,
+        session: &SessionId,
+        request: ExploreRequest,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResult {
+        let Shared { sessions, owner, most_compared_chars, .. } = &*self.shared;
+        let progress = watch::Sender::new(ExploreProgress::default());
+        let reporter = Reporter::new(sessions.preparation(), request.timeout).with_variants(progress.subscribe());
+        let exploration = sessions.explore(owner, session, request, context.ct.clone(), progress);
+        match with_progress(exploration, reporter, context).await {
+            Ok(report) => compare::comparison(session, &report, *most_compared_chars),
             Err(refused) => render::refused(&refused),
         }
     }
@@ -299,13 +322,15 @@ impl Server {
 
 impl ServerHandler for Server {
     fn get_info(&self) -> ServerConfig {
+        let undo = if self.shared.can_undo { "undo brings the state before the last cell back, " } else { "" };
         ServerConfig::new(ServerCapabilities::builder().enable_tools().enable_resources().build())
             .with_server_info(Server::implementation())
-            .with_instructions(
+            .with_instructions(format!(
                 "Runs Python in private Linux sandboxes without network. execute_ipython_cell keeps variables and \
                  files between calls with the same session_id. The first call may wait while Python is prepared. \
-                 When Python died or a session ended, the result says what is lost; reset starts it anew.",
-            )
+                 When Python died or a session ended, the result says what is lost; {undo}reset starts anew. \
+                 fork_session copies a live session; explore runs variants of code in copies and compares them.",
+            ))
     }
 
     async fn discover(&self, _context: RequestContext<RoleServer>) -> Result<DiscoverResult, ErrorData> {
@@ -473,6 +498,32 @@ fn modern_meta(context: &RequestContext<RoleServer>) -> Option<MetaObject> {
         meta.insert("io.modelcontextprotocol/serverInfo".to_owned(), json!(Server::implementation()));
         meta
     })
+}
+
+/// Carries a call out and tells its caller how far it has come, if the caller wants to know.
+async fn with_progress<T>(
+    mut call: Pin<Box<dyn Future<Output = T> + Send + '_>>,
+    mut reporter: Reporter,
+    context: &RequestContext<RoleServer>,
+) -> T {
+    let Some(token) = context.meta.get_progress_token() else { return call.await };
+    loop {
+        let report = tokio::select! {
+            biased;
+            done = &mut call => return done,
+            report = reporter.next() => report,
+        };
+        let parameters = ProgressNotificationParam::new(token.clone(), report.progress).with_message(report.message);
+        // A report is sent to its end before the call is looked at again, so that none can follow the answer.
+        tokio::select! {
+            sent = context.peer.notify_progress(parameters) => {
+                if let Err(error) = sent {
+                    tracing::debug!(%error, "a progress notification was not sent");
+                }
+            }
+            () = context.ct.cancelled() => return call.await,
+        }
+    }
 }
 
 /// Waits for `work` unless the caller gives up first. Work that is dropped cleans up after itself.

@@ -1,8 +1,8 @@
 //! Progress of a call, for clients that asked for it.
 //!
 //! While the one-time work of the backend goes on, each of its steps is reported, at most four a second. After that, a
-//! call that takes long says so every few seconds. The figure is the time that has passed, because it is the only one
-//! that always grows; the sentence beside it is for a person.
+//! call that runs variants tells how many have finished, and one that takes long says so every few seconds. The figure is
+//! the time that has passed, because it is the only one that always grows; the sentence beside it is for a person.
 
 use std::time::Duration;
 
@@ -11,8 +11,9 @@ use tokio::time::{Instant, sleep_until};
 
 use super::tools::Seconds;
 use crate::sandbox::Preparation;
+use crate::session::ExploreProgress;
 
-/// Steps of the preparation may come in bursts; a person cannot read more than this.
+/// Steps may come in bursts; a person cannot read more than this.
 const BETWEEN_STEPS: Duration = Duration::from_millis(250);
 
 /// How often a call without news says that it is still at work.
@@ -28,6 +29,7 @@ pub(super) struct Report {
 /// Makes the reports of one call.
 pub(super) struct Reporter {
     preparation: watch::Receiver<Preparation>,
+    variants: Option<watch::Receiver<ExploreProgress>>,
     timeout: Duration,
     started: Instant,
     last: Option<(Instant, String)>,
@@ -36,13 +38,19 @@ pub(super) struct Reporter {
 
 impl Reporter {
     pub(super) fn new(preparation: watch::Receiver<Preparation>, timeout: Duration) -> Reporter {
-        Reporter { preparation, timeout, started: Instant::now(), last: None, last_progress: 0.0 }
+        let started = Instant::now();
+        Reporter { preparation, variants: None, timeout, started, last: None, last_progress: 0.0 }
+    }
+
+    /// Tells also how many variants have finished.
+    pub(super) fn with_variants(self, variants: watch::Receiver<ExploreProgress>) -> Reporter {
+        Reporter { variants: Some(variants), ..self }
     }
 
     /// Waits for the next thing worth reporting. Never ends by itself.
     pub(super) async fn next(&mut self) -> Report {
         let message = loop {
-            let step = step_text(&self.preparation.borrow_and_update());
+            let step = self.step();
             let (said_at, said) = match &self.last {
                 Some((at, message)) => (*at, Some(message)),
                 None => (self.started, None),
@@ -54,14 +62,16 @@ impl Reporter {
                     }
                     sleep_until(said_at + BETWEEN_STEPS).await;
                     // Later steps may have come meanwhile; only the newest is worth a message.
-                    break step_text(&self.preparation.borrow_and_update()).unwrap_or(step);
+                    break self.step().unwrap_or(step);
                 }
                 Some(step) => tokio::select! {
                     () = news(&mut self.preparation) => {}
+                    () = news_of_variants(&mut self.variants) => {}
                     () = sleep_until(said_at + BETWEEN_SIGNS_OF_LIFE) => break step,
                 },
                 None => tokio::select! {
                     () = news(&mut self.preparation) => {}
+                    () = news_of_variants(&mut self.variants) => {}
                     () = sleep_until(said_at + BETWEEN_SIGNS_OF_LIFE) => {
                         let elapsed = Duration::from_secs(self.started.elapsed().as_secs());
                         break format!("running for {} (time-out {})", Seconds(elapsed), Seconds(self.timeout));
@@ -74,12 +84,28 @@ impl Reporter {
         self.last_progress = self.started.elapsed().as_secs_f64().max(self.last_progress + 0.001);
         Report { progress: self.last_progress, message }
     }
+
+    /// Says what the call is at, if there is more to say than that it runs.
+    fn step(&mut self) -> Option<String> {
+        let prepared = step_text(&self.preparation.borrow_and_update());
+        prepared.or_else(|| {
+            let ExploreProgress { finished, total } = *self.variants.as_mut()?.borrow_and_update();
+            (finished > 0).then(|| format!("{finished} of {total} variants finished"))
+        })
+    }
 }
 
-/// Waits for a change. When the backend is gone there is no more news, and waiting goes on for ever.
-async fn news(preparation: &mut watch::Receiver<Preparation>) {
-    if preparation.changed().await.is_err() {
+/// Waits for a change. When the sender is gone there is no more news, and waiting goes on for ever.
+async fn news<T>(receiver: &mut watch::Receiver<T>) {
+    if receiver.changed().await.is_err() {
         std::future::pending().await
+    }
+}
+
+async fn news_of_variants(variants: &mut Option<watch::Receiver<ExploreProgress>>) {
+    match variants {
+        Some(variants) => news(variants).await,
+        None => std::future::pending().await,
     }
 }
 
@@ -136,6 +162,23 @@ mod tests {
         assert_eq!(started.elapsed(), Duration::from_secs(5));
         assert_eq!(reporter.next().await.message, "running for 10 s (time-out 2 min)");
         assert_eq!(started.elapsed(), Duration::from_secs(10));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn variants_are_counted_as_they_finish() {
+        let (_sender, preparation) = watch::channel(Preparation::Ready);
+        let variants = watch::Sender::new(ExploreProgress { finished: 0, total: 5 });
+        let mut reporter = Reporter::new(preparation, Duration::from_secs(120)).with_variants(variants.subscribe());
+        let finish = async {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            variants.send_replace(ExploreProgress { finished: 3, total: 5 });
+        };
+        let (report, ()) = tokio::join!(reporter.next(), finish);
+        assert_eq!(report.message, "3 of 5 variants finished");
+        drop(variants);
+        let next = reporter.next().await;
+        assert_eq!(next.message, "3 of 5 variants finished", "a sign of life");
+        assert!(next.progress > report.progress + 4.0);
     }
 
     #[tokio::test(start_paused = true)]

@@ -18,17 +18,18 @@ use super::resources;
 use super::tools::Seconds;
 use crate::sandbox::{Exit, Isolation, Layer};
 use crate::session::{
-    FileChanges, FileNote, Image, Outcome, Output, Part, PythonError, ResetReport, SessionId, SessionInfo, StateAfter,
-    Status, Stream, Variable, VariableChanges, WorkFolder,
+    CheckpointInfo, FileChanges, FileNote, FilesCarried, ForkReport, Image, Outcome, Output, Part, PythonError,
+    ResetReport, SessionId, SessionInfo, StateAfter, Status, Stream, UndoReport, Variable, VariableChanges, WorkFolder,
 };
 
 /// What an execution without output reads.
-const NO_OUTPUT: &str = "(no output)";
+pub(super) const NO_OUTPUT: &str = "(no output)";
 
-/// Renders a finished execution. Every status but `Completed` sets `isError`.
-pub(super) fn execution(session: &SessionId, outcome: &Outcome) -> CallToolResult {
+/// Renders a finished execution. Every status but `Completed` sets `isError`. `can_undo` is how many cells of the session can be taken
+/// back now, this one included.
+pub(super) fn execution(session: &SessionId, outcome: &Outcome, can_undo: u32) -> CallToolResult {
     let resource = (outcome.output.cut_chars > 0).then(|| resources::output_uri(session, outcome.execution));
-    let text = execution_text(outcome, resource.as_deref());
+    let text = execution_text(outcome, resource.as_deref(), can_undo);
     let images: Vec<&Image> = images(&outcome.output).collect();
     let structured = json!({
         "session_id": session.as_str(),
@@ -54,6 +55,7 @@ pub(super) fn execution(session: &SessionId, outcome: &Outcome) -> CallToolResul
             "cut_chars": outcome.output.cut_chars,
             "resource": resource,
         },
+        "can_undo": can_undo,
         "isolation": isolation_fields(&outcome.isolation),
         "notes": outcome.notes,
     });
@@ -76,6 +78,96 @@ pub(super) fn reset(session: &SessionId, report: &ResetReport) -> CallToolResult
         "files_kept": report.files_kept,
     });
     finished(vec![ContentBlock::text(text)], structured, false)
+}
+
+/// Renders new sessions that are copies of another.
+pub(super) fn forked(source: &SessionId, report: &ForkReport) -> CallToolResult {
+    let names: Vec<String> = report.forks.iter().map(|fork| format!("\"{fork}\"")).collect();
+    let what = match &report.files {
+        FilesCarried::Copied | FilesCarried::Restored => "variables, imports and files".to_owned(),
+        FilesCarried::Shared => "variables and imports; the working folder is the same for all sessions".to_owned(),
+        FilesCarried::LeftAlone { why } => format!("variables and imports, but not its files ({why})"),
+    };
+    let mut lines = vec![format!(
+        "Session \"{source}\" was copied to {}. A copy starts with the source's {what}. From now on \
+         they do not affect each other. Close those that are not needed any more with close_session.",
+        names.join(", ")
+    )];
+    lines.extend(not_carried_over(&report.lost));
+    lines.extend(report.notes.iter().cloned());
+    let structured = json!({
+        "forks": report.forks.iter().map(SessionId::as_str).collect::<Vec<_>>(),
+        "source": source.as_str(),
+        "not_carried_over": report.lost,
+        "files": carried_fields(&report.files),
+        "notes": report.notes,
+    });
+    finished(vec![ContentBlock::text(lines.join("\n"))], structured, false)
+}
+
+/// Renders a session that is back where it was.
+pub(super) fn undone(session: &SessionId, report: &UndoReport) -> CallToolResult {
+    let cells = match report.undone {
+        1 => "The last cell".to_owned(),
+        cells => format!("The last {cells} cells"),
+    };
+    let verb = if report.undone == 1 { "is" } else { "are" };
+    let files = match &report.files {
+        FilesCarried::Restored | FilesCarried::Copied => {
+            "Variables and files of the working folder are as they were before.".to_owned()
+        }
+        FilesCarried::Shared => "Variables are as they were before. The working folder is shared by all sessions, and \
+                                 its files were left as they are."
+            .to_owned(),
+        FilesCarried::LeftAlone { why } => {
+            format!("Variables are as they were before. Files were left as they are: {why}.")
+        }
+    };
+    let revived = if report.revived { " Python had ended and is back." } else { "" };
+    let mut lines = vec![format!("{cells} of session \"{session}\" {verb} undone.{revived} {files}")];
+    lines.extend(not_carried_over(&report.lost));
+    lines.extend(report.notes.iter().cloned());
+    lines.push(match most_undone(&report.left) {
+        0 => "Nothing more can be undone.".to_owned(),
+        1 => "1 more cell can be undone.".to_owned(),
+        more => format!("{more} more cells can be undone."),
+    });
+    let structured = json!({
+        "session_id": session.as_str(),
+        "undone": report.undone,
+        "revived": report.revived,
+        "not_carried_over": report.lost,
+        "files": carried_fields(&report.files),
+        "can_undo": checkpoint_fields(&report.left),
+        "notes": report.notes,
+    });
+    finished(vec![ContentBlock::text(lines.join("\n"))], structured, false)
+}
+
+/// Renders what can be undone.
+pub(super) fn checkpoints(session: &SessionId, checkpoints: &[CheckpointInfo]) -> CallToolResult {
+    let line = |checkpoint: &CheckpointInfo| {
+        let CheckpointInfo { cells_back, before, age } = checkpoint;
+        let seconds = age.as_secs();
+        format!("cells={cells_back}: as it was before `{before}`, {seconds} s ago")
+    };
+    let text = if checkpoints.is_empty() {
+        format!("Nothing can be undone in session \"{session}\".")
+    } else {
+        checkpoints.iter().map(line).collect::<Vec<_>>().join("\n")
+    };
+    let structured = json!({"session_id": session.as_str(), "can_undo": checkpoint_fields(checkpoints)});
+    finished(vec![ContentBlock::text(text)], structured, false)
+}
+
+/// How many cells can be taken back in all.
+pub(super) fn most_undone(checkpoints: &[CheckpointInfo]) -> u32 {
+    checkpoints.iter().map(|checkpoint| checkpoint.cells_back).max().unwrap_or(0)
+}
+
+/// The line about what a copy could not take with it; nothing when it has everything.
+pub(super) fn not_carried_over(lost: &[String]) -> Option<String> {
+    (!lost.is_empty()).then(|| format!("Not carried over: {}.", lost.join(", ")))
 }
 
 /// Renders a finished transfer. The host's path is the caller's own words and is not repeated in the structured part.
@@ -147,13 +239,13 @@ pub(super) fn refused(error: &dyn std::error::Error) -> CallToolResult {
     CallToolResult::error(vec![ContentBlock::text(text)])
 }
 
-fn finished(content: Vec<ContentBlock>, structured: Value, failed: bool) -> CallToolResult {
+pub(super) fn finished(content: Vec<ContentBlock>, structured: Value, failed: bool) -> CallToolResult {
     let mut result = if failed { CallToolResult::error(content) } else { CallToolResult::success(content) };
     result.structured_content = Some(structured);
     result
 }
 
-fn execution_text(outcome: &Outcome, resource: Option<&str>) -> String {
+fn execution_text(outcome: &Outcome, resource: Option<&str>, can_undo: u32) -> String {
     let mut page = Page::default();
     let mut image_number = 0;
     for part in &outcome.output.parts {
@@ -166,33 +258,38 @@ fn execution_text(outcome: &Outcome, resource: Option<&str>) -> String {
             }
         }
     }
-    if let Some(ending) = ending(outcome) {
+    if let Some(ending) = ending(outcome, can_undo) {
         page.line(&ending);
-    } else if page.text.trim().is_empty() {
-        page.text.clear();
-        page.line(NO_OUTPUT);
     }
-    page.text.truncate(page.text.trim_end_matches('\n').len());
-    page.text
+    page.finish()
 }
 
 /// Text under way. A line of our own never shares a line with the code's output.
 #[derive(Default)]
-struct Page {
-    text: String,
+pub(super) struct Page {
+    pub(super) text: String,
 }
 
 impl Page {
-    fn line(&mut self, line: &str) {
+    pub(super) fn line(&mut self, line: &str) {
         if !self.text.is_empty() && !self.text.ends_with('\n') {
             self.text.push('\n');
         }
         self.text.push_str(line);
         self.text.push('\n');
     }
+
+    /// Returns the text without the line breaks at its end, or the words for none.
+    pub(super) fn finish(mut self) -> String {
+        if self.text.trim().is_empty() {
+            return NO_OUTPUT.to_owned();
+        }
+        self.text.truncate(self.text.trim_end_matches('\n').len());
+        self.text
+    }
 }
 
-fn cut_mark(chars: u64, lines: u64, resource: Option<&str>) -> String {
+pub(super) fn cut_mark(chars: u64, lines: u64, resource: Option<&str>) -> String {
     let size = match lines {
         0 | 1 => format!("{chars} characters"),
         _ => format!("{chars} characters, {lines} lines"),
@@ -205,7 +302,7 @@ fn cut_mark(chars: u64, lines: u64, resource: Option<&str>) -> String {
     }
 }
 
-fn image_mark(number: usize, image: &Image) -> String {
+pub(super) fn image_mark(number: usize, image: &Image) -> String {
     let kind = image.mime.strip_prefix("image/").unwrap_or(image.mime);
     let size = format!("{}×{} {kind}", image.width, image.height);
     match image.scaled_from {
@@ -215,7 +312,7 @@ fn image_mark(number: usize, image: &Image) -> String {
 }
 
 /// Says how an execution ended, what is lost and what to do; nothing when all went well.
-fn ending(outcome: &Outcome) -> Option<String> {
+fn ending(outcome: &Outcome, can_undo: u32) -> Option<String> {
     Some(match &outcome.status {
         Status::Completed => return None,
         Status::Raised(error) => return untold(error, &outcome.output),
@@ -223,9 +320,9 @@ fn ending(outcome: &Outcome) -> Option<String> {
             "The execution was stopped because it ran longer than its time-out of {}. {} \
              Run it in smaller steps, or give a larger `timeout`.",
             Seconds(*limit),
-            kept_or_lost(*state)
+            kept_or_lost(*state, can_undo)
         ),
-        Status::Cancelled { state } => format!("The execution was cancelled. {}", kept_or_lost(*state)),
+        Status::Cancelled { state } => format!("The execution was cancelled. {}", kept_or_lost(*state, can_undo)),
         Status::Reset => {
             "The execution was stopped because the session was reset. Variables and imports are gone; files in \
                           the working folder are kept. The session is ready for the next cell."
@@ -237,20 +334,23 @@ fn ending(outcome: &Outcome) -> Option<String> {
                 .to_owned()
         }
         Status::Died { exit: Exit::OutOfMemory { limit } } => format!(
-            "The execution was stopped because it used more than this session's {} of memory. {LOST} \
+            "The execution was stopped because it used more than this session's {} of memory. {} \
              Then load the data in smaller parts.",
-            bytes_text(*limit)
+            bytes_text(*limit),
+            lost(can_undo)
         ),
-        Status::Died { exit } => format!("Python ended while the code ran: {}. {LOST}", exit_text(*exit)),
+        Status::Died { exit } => {
+            format!("Python ended while the code ran: {}. {}", exit_text(*exit), lost(can_undo))
+        }
         Status::Nonsense { what } => {
-            format!("Python was ended because it broke the connection to the server ({}). {LOST}", what)
+            format!("Python was ended because it broke the connection to the server ({what}). {}", lost(can_undo))
         }
     })
 }
 
 /// Returns what the output does not say about an error. The traceback is normally the last thing in it; where it is
 /// missing, or was cut so short that not even the error's name is left, the error must still be the last word.
-fn untold(error: &PythonError, output: &Output) -> Option<String> {
+pub(super) fn untold(error: &PythonError, output: &Output) -> Option<String> {
     let mut tracebacks = output.parts.iter().filter_map(|part| match part {
         Part::Text { stream: Stream::Traceback, text } => Some(text),
         _ => None,
@@ -263,17 +363,28 @@ fn untold(error: &PythonError, output: &Output) -> Option<String> {
     }
 }
 
-const LOST: &str = "Variables and imports of this session are gone; files in the working folder are kept. \
-                    Call `reset` to start Python anew.";
-
-fn kept_or_lost(state: StateAfter) -> String {
-    match state {
-        StateAfter::Kept => "Variables and files are kept, with what the code had done until then.".to_owned(),
-        StateAfter::Lost => format!("The code ignored the interrupt, so Python was killed. {LOST}"),
+/// Says what a dead interpreter took with it, and the ways out.
+fn lost(can_undo: u32) -> &'static str {
+    match can_undo {
+        0 => {
+            "Variables and imports of this session are gone; files in the working folder are kept. Call `reset` to \
+             start Python anew."
+        }
+        _ => {
+            "Variables and imports of this session are gone; files in the working folder are kept. Call `undo` to get \
+             the state before this cell back, or `reset` to start Python anew."
+        }
     }
 }
 
-fn exit_text(exit: Exit) -> String {
+fn kept_or_lost(state: StateAfter, can_undo: u32) -> String {
+    match state {
+        StateAfter::Kept => "Variables and files are kept, with what the code had done until then.".to_owned(),
+        StateAfter::Lost => format!("The code ignored the interrupt, so Python was killed. {}", lost(can_undo)),
+    }
+}
+
+pub(super) fn exit_text(exit: Exit) -> String {
     match exit {
         Exit::Code(0) => "it left with exit code 0, as `os._exit(0)` does".to_owned(),
         Exit::Code(code) => format!("it left with exit code {code}"),
@@ -302,7 +413,7 @@ fn signal_meaning(signal: i32) -> Option<&'static str> {
     })
 }
 
-fn bytes_text(bytes: u64) -> String {
+pub(super) fn bytes_text(bytes: u64) -> String {
     const MEBIBYTE: u64 = 1024 * 1024;
     const GIBIBYTE: u64 = 1024 * MEBIBYTE;
     match bytes {
@@ -312,7 +423,7 @@ fn bytes_text(bytes: u64) -> String {
     }
 }
 
-fn summary(error: &PythonError) -> String {
+pub(super) fn summary(error: &PythonError) -> String {
     if error.message.is_empty() { error.name.clone() } else { format!("{}: {}", error.name, error.message) }
 }
 
@@ -332,7 +443,7 @@ fn error_fields(error: &PythonError) -> Value {
     })
 }
 
-fn variable_fields(changes: &VariableChanges) -> Value {
+pub(super) fn variable_fields(changes: &VariableChanges) -> Value {
     let fields = |variable: &Variable| {
         let Variable { name, kind, shape, size } = variable;
         json!({"name": name, "type": kind, "shape": shape, "bytes": size})
@@ -353,6 +464,24 @@ fn file_fields(changes: &FileChanges) -> Value {
         "deleted": changes.deleted,
         "omitted": changes.omitted,
     })
+}
+
+fn carried_fields(files: &FilesCarried) -> Value {
+    let (state, why) = match files {
+        FilesCarried::Copied => ("copied", None),
+        FilesCarried::Restored => ("restored", None),
+        FilesCarried::Shared => ("shared", None),
+        FilesCarried::LeftAlone { why } => ("left_alone", Some(why)),
+    };
+    json!({"state": state, "why": why})
+}
+
+fn checkpoint_fields(checkpoints: &[CheckpointInfo]) -> Vec<Value> {
+    let fields = |checkpoint: &CheckpointInfo| {
+        let CheckpointInfo { cells_back, before, age } = checkpoint;
+        json!({"cells": cells_back, "before": before, "age_seconds": age.as_secs_f64()})
+    };
+    checkpoints.iter().map(fields).collect()
 }
 
 fn isolation_fields(isolation: &Isolation) -> Map<String, Value> {
@@ -429,7 +558,7 @@ mod tests {
     /// Renders an outcome, checks it against the output schema, and returns it as it goes over the wire.
     #[track_caller]
     fn rendered(outcome: &Outcome) -> Value {
-        let result = serde_json::to_value(execution(&"default".parse().unwrap(), outcome)).unwrap();
+        let result = serde_json::to_value(execution(&"default".parse().unwrap(), outcome, 0)).unwrap();
         assert_valid_output(ToolName::Execute, &result["structuredContent"]);
         assert_eq!(result["structuredContent"]["text"], result["content"][0]["text"]);
         result
@@ -581,6 +710,19 @@ mod tests {
     }
 
     #[test]
+    fn what_died_can_be_brought_back_when_there_is_a_checkpoint() {
+        let dead = outcome(Status::Died { exit: Exit::Code(1) }, vec![]);
+        let told = |can_undo| {
+            let result = serde_json::to_value(execution(&"default".parse().unwrap(), &dead, can_undo)).unwrap();
+            assert_valid_output(ToolName::Execute, &result["structuredContent"]);
+            assert_eq!(result["structuredContent"]["can_undo"], can_undo);
+            result["content"][0]["text"].as_str().unwrap().to_owned()
+        };
+        assert!(told(2).contains("Call `undo`") && told(2).contains("`reset`"), "{}", told(2));
+        assert!(!told(0).contains("undo") && told(0).contains("`reset`"), "{}", told(0));
+    }
+
+    #[test]
     fn a_cancelled_execution_says_what_is_kept_or_lost() {
         check_failure(Status::Cancelled { state: StateAfter::Kept }, &["cancelled", "are kept"]);
         check_failure(Status::Cancelled { state: StateAfter::Lost }, &["cancelled", "are gone", "`reset`"]);
@@ -661,7 +803,13 @@ mod tests {
             (ToolName::List, sessions(&[])),
             (ToolName::Close, closed(&session, WorkFolder::Private)),
         ];
-        for (tool, result) in results {
+        let branched = [
+            (ToolName::Fork, forked(&session, &fork_report(FilesCarried::Copied, &["2 threads"]))),
+            (ToolName::Undo, undone(&session, &undo_report(FilesCarried::Restored, &[]))),
+            (ToolName::Checkpoints, checkpoints(&session, &undo_report(FilesCarried::Restored, &[]).left)),
+            (ToolName::Checkpoints, checkpoints(&session, &[])),
+        ];
+        for (tool, result) in results.into_iter().chain(branched) {
             assert_eq!(result.is_error, Some(false));
             assert_valid_output(tool, result.structured_content.as_ref().unwrap());
         }
@@ -676,6 +824,93 @@ mod tests {
         };
         assert!(told(true, true).contains("was stopped") && told(true, true).contains("are kept"));
         assert!(!told(false, false).contains("was stopped") && told(false, false).contains("files are gone too"));
+    }
+
+    fn fork_report(files: FilesCarried, lost: &[&str]) -> ForkReport {
+        ForkReport {
+            forks: ["s-1", "s-2"].map(|fork| fork.parse().unwrap()).to_vec(),
+            lost: lost.iter().map(|text| (*text).to_owned()).collect(),
+            files,
+            notes: vec!["A note.".to_owned()],
+        }
+    }
+
+    fn undo_report(files: FilesCarried, lost: &[&str]) -> UndoReport {
+        let checkpoint = |cells_back, before: &str| CheckpointInfo {
+            cells_back,
+            before: before.to_owned(),
+            age: Duration::from_millis(2500),
+        };
+        UndoReport {
+            undone: 1,
+            revived: false,
+            lost: lost.iter().map(|text| (*text).to_owned()).collect(),
+            files,
+            left: vec![checkpoint(1, "x = 2"), checkpoint(3, "x = 1")],
+            notes: Vec::new(),
+        }
+    }
+
+    /// The text and the structured content of a result.
+    fn parts(result: CallToolResult) -> (String, Value) {
+        let result = serde_json::to_value(result).unwrap();
+        (result["content"][0]["text"].as_str().unwrap().to_owned(), result["structuredContent"].clone())
+    }
+
+    #[test]
+    fn a_fork_names_the_copies_and_what_they_lack() {
+        let session: SessionId = "s".parse().unwrap();
+        let (text, structured) = parts(forked(&session, &fork_report(FilesCarried::Copied, &["2 threads", "1 pipe"])));
+        for words in ["\"s-1\", \"s-2\"", "imports and files.", "Not carried over: 2 threads, 1 pipe.", "A note."] {
+            assert!(text.contains(words), "{words:?} is not in {text:?}");
+        }
+        assert_eq!(
+            structured,
+            json!({
+                "forks": ["s-1", "s-2"],
+                "source": "s",
+                "not_carried_over": ["2 threads", "1 pipe"],
+                "files": {"state": "copied", "why": null},
+                "notes": ["A note."],
+            })
+        );
+        let (text, structured) = parts(forked(&session, &fork_report(FilesCarried::Shared, &[])));
+        assert!(text.contains("the same for all sessions") && !text.contains("Not carried over"), "{text}");
+        assert_eq!(structured["files"]["state"], "shared");
+    }
+
+    #[test]
+    fn an_undo_tells_what_is_back_and_what_more_could_be() {
+        let session: SessionId = "s".parse().unwrap();
+        let (text, structured) = parts(undone(&session, &undo_report(FilesCarried::Restored, &[])));
+        assert!(text.starts_with("The last cell of session \"s\" is undone. Variables and files"), "{text}");
+        assert!(text.ends_with("3 more cells can be undone."), "{text}");
+        assert_eq!(structured["can_undo"][1], json!({"cells": 3, "before": "x = 1", "age_seconds": 2.5}));
+        assert_eq!(structured["files"], json!({"state": "restored", "why": null}));
+        let why = FilesCarried::LeftAlone { why: "the folder holds more than 64 MiB".to_owned() };
+        let crashed = UndoReport { undone: 2, revived: true, left: vec![], ..undo_report(why, &["1 connection"]) };
+        let (text, structured) = parts(undone(&session, &crashed));
+        for words in [
+            "The last 2 cells",
+            "are undone",
+            "Python had ended and is back",
+            "Files were left as they are: the folder holds more than 64 MiB.",
+            "Not carried over: 1 connection.",
+            "Nothing more can be undone.",
+        ] {
+            assert!(text.contains(words), "{words:?} is not in {text:?}");
+        }
+        assert_eq!(structured["revived"], true);
+        assert_eq!(structured["files"]["why"], "the folder holds more than 64 MiB");
+    }
+
+    #[test]
+    fn what_can_be_undone_is_listed_with_the_argument_that_does_it() {
+        let session: SessionId = "s".parse().unwrap();
+        let (text, structured) = parts(checkpoints(&session, &undo_report(FilesCarried::Restored, &[]).left));
+        assert!(text.starts_with("cells=1: as it was before `x = 2`, 2 s ago\ncells=3"), "{text}");
+        assert_eq!(structured["can_undo"][0]["cells"], 1);
+        assert!(parts(checkpoints(&session, &[])).0.contains("Nothing can be undone"));
     }
 
     #[test]

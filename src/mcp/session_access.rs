@@ -13,7 +13,8 @@ use tokio_util::sync::CancellationToken;
 use super::resources::Slice;
 use crate::sandbox::Preparation;
 use crate::session::{
-    ExecuteRequest, ExecutionId, InsidePath, Outcome, Principal, Refused, ResetReport, SessionId, SessionInfo, Sessions,
+    CheckpointInfo, ExecuteRequest, ExecutionId, ExploreReport, ExploreRequest, ForkNames, ForkReport, InsidePath,
+    Outcome, Principal, ProgressSink, Refused, ResetReport, SessionId, SessionInfo, Sessions, UndoReport,
 };
 
 #[async_trait]
@@ -29,6 +30,21 @@ pub(super) trait SessionAccess: Send + Sync {
     ) -> Result<Outcome, Refused>;
 
     async fn reset(&self, owner: &Principal, id: &SessionId) -> Result<ResetReport, Refused>;
+
+    async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused>;
+
+    fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused>;
+
+    async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused>;
+
+    async fn explore(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ExploreRequest,
+        cancel: CancellationToken,
+        progress: ProgressSink,
+    ) -> Result<ExploreReport, Refused>;
 
     async fn write_file(
         &self,
@@ -84,6 +100,29 @@ impl SessionAccess for Sessions {
 
     async fn reset(&self, owner: &Principal, id: &SessionId) -> Result<ResetReport, Refused> {
         self.reset(owner, id).await
+    }
+
+    async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused> {
+        self.undo(owner, id, cells).await
+    }
+
+    fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
+        self.checkpoints(owner, id)
+    }
+
+    async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused> {
+        self.fork(owner, id, names).await
+    }
+
+    async fn explore(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ExploreRequest,
+        cancel: CancellationToken,
+        progress: ProgressSink,
+    ) -> Result<ExploreReport, Refused> {
+        self.explore(owner, id, request, cancel, progress).await
     }
 
     async fn write_file(

@@ -20,17 +20,21 @@ use super::*;
 use crate::sandbox::fake::FakeBackend;
 use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation};
 use crate::session::{
-    ExecutionId, Outcome, Output, Part, Refused, ResetReport, SessionInfo, SessionSettings, StateAfter, Status, Stream,
+    CheckpointInfo, ExecutionId, ExploreReport, FilesCarried, ForkNames, ForkReport, Outcome, Output, Part,
+    ProgressSink, Refused, ResetReport, SessionInfo, SessionSettings, StateAfter, Status, Stream, UndoReport,
+    VariantReport,
 };
 
 /// What the answerer of these tests printed for `long`: more than one default slice of a resource.
 const LONG_OUTPUT: usize = 300_000;
 
 /// Sessions that obey the words in a cell: `hello` prints, `wait` runs until cancelled, `stubborn` never ends, `long`
-/// prints what must be cut, `refuse` is refused, and `slow` takes twelve seconds.
+/// prints what must be cut, `refuse` is refused, and `slow` takes twelve seconds. Variants obey the same words, one after
+/// the other. A session called `stuck` cannot be forked or undone in finite time.
 struct FakeSessions {
     preparation: watch::Sender<Preparation>,
-    /// Receives the code of each execution when it starts, and word of a `wait` that was cancelled.
+    /// Receives the code of each execution when it starts, the name of each other request, and word of a `wait` that was
+    /// cancelled.
     started: mpsc::Sender<String>,
 }
 
@@ -85,6 +89,57 @@ impl SessionAccess for FakeSessions {
 
     async fn reset(&self, _owner: &Principal, _id: &SessionId) -> Result<ResetReport, Refused> {
         Ok(ResetReport { interrupted_running_cell: false, files_kept: true })
+    }
+
+    async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused> {
+        self.started.try_send("undo".to_owned()).unwrap();
+        if id.as_str() == "stuck" {
+            std::future::pending::<()>().await;
+        }
+        Ok(UndoReport {
+            undone: cells,
+            revived: false,
+            lost: vec!["1 connection".to_owned()],
+            files: FilesCarried::Restored,
+            left: self.checkpoints(owner, id)?,
+            notes: Vec::new(),
+        })
+    }
+
+    fn checkpoints(&self, _owner: &Principal, _id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
+        Ok(vec![CheckpointInfo { cells_back: 3, before: "x = 1".to_owned(), age: Duration::from_secs(1) }])
+    }
+
+    async fn fork(&self, _owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused> {
+        self.started.try_send("fork".to_owned()).unwrap();
+        if id.as_str() == "stuck" {
+            std::future::pending::<()>().await;
+        }
+        let forks = match names {
+            ForkNames::Count(count) => (1..=count).map(|number| format!("{id}-{number}").parse().unwrap()).collect(),
+            ForkNames::Named(names) => names,
+        };
+        Ok(ForkReport { forks, lost: vec![], files: FilesCarried::Copied, notes: vec![] })
+    }
+
+    async fn explore(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ExploreRequest,
+        cancel: CancellationToken,
+        progress: ProgressSink,
+    ) -> Result<ExploreReport, Refused> {
+        let (timeout, max_output_chars) = (request.timeout, request.max_output_chars);
+        let total = request.variants.len();
+        let mut variants = Vec::new();
+        for (number, variant) in request.variants.into_iter().enumerate() {
+            let cell = ExecuteRequest { code: variant.code, timeout, max_output_chars };
+            let ended = self.execute(owner, id, cell, cancel.clone()).await;
+            variants.push(VariantReport { name: variant.name, ended, score: None });
+            progress.send_replace(ExploreProgress { finished: number + 1, total });
+        }
+        Ok(ExploreReport { variants, kept: vec![], replaced: false, notes: vec![], lost: vec![] })
     }
 
     async fn write_file(
@@ -458,6 +513,134 @@ async fn the_other_tools_answer_in_their_schemas() {
 }
 
 #[tokio::test]
+async fn sessions_branch_in_both_eras_and_answer_in_their_schemas() {
+    let variants =
+        json!([{"name": "a", "code": "hello"}, {"name": "b", "code": "long"}, {"name": "c", "code": "refuse"}]);
+    let calls = [
+        (ToolName::Fork, json!({"count": 2})),
+        (ToolName::Fork, json!({"session_id": "s", "names": ["left", "right"]})),
+        (ToolName::Undo, json!({"cells": 2})),
+        (ToolName::Checkpoints, json!({})),
+        (ToolName::Explore, json!({"variants": variants})),
+    ];
+    let (mut older, mut newer) = (Client::legacy("2025-11-25").await, Client::new());
+    for (tool, arguments) in calls {
+        let parameters = json!({"name": tool.as_str(), "arguments": arguments});
+        let old = older.ask(request(1, "tools/call", parameters.clone())).await;
+        let new = newer.ask(modern(1, "tools/call", parameters)).await;
+        assert_eq!(old["result"]["isError"], false, "{old}");
+        assert_eq!(new["result"]["resultType"], "complete", "{new}");
+        assert_valid_output(tool, &old["result"]["structuredContent"]);
+        assert_eq!(old["result"]["structuredContent"], new["result"]["structuredContent"]);
+    }
+}
+
+#[tokio::test]
+async fn forks_undone_cells_and_variants_are_told() {
+    let mut client = Client::legacy("2025-11-25").await;
+    let forked = client.ask(call("fork_session", json!({"session_id": "s", "names": ["left", "right"]}))).await;
+    assert_eq!(forked["result"]["structuredContent"]["forks"], json!(["left", "right"]));
+    assert_eq!(forked["result"]["structuredContent"]["source"], "s");
+    let undone = client.ask(call("undo", json!({"cells": 2}))).await["result"]["structuredContent"].take();
+    assert_eq!((&undone["undone"], &undone["not_carried_over"]), (&json!(2), &json!(["1 connection"])));
+    assert_eq!(undone["can_undo"], json!([{"cells": 3, "before": "x = 1", "age_seconds": 1.0}]));
+    assert_eq!(client.run("hello").await["structuredContent"]["can_undo"], 3);
+    let variants = json!([{"name": "a", "code": "hello"}, {"name": "b", "code": "refuse"}]);
+    let explored = client.ask(call("explore", json!({"variants": variants}))).await;
+    let compared = &explored["result"]["structuredContent"]["variants"];
+    assert_eq!((&compared[0]["status"], &compared[1]["status"]), (&json!("ok"), &json!("refused")));
+    assert!(text(&explored).contains("--- b ---") && text(&explored).contains("no room"), "{explored}");
+}
+
+#[tokio::test]
+async fn bad_arguments_of_a_branch_are_results_that_say_what_to_do() {
+    let mut client = Client::legacy("2025-11-25").await;
+    for (tool, arguments, words) in [
+        ("fork_session", json!({"count": 2, "names": ["a"]}), "leave one of them out"),
+        ("undo", json!({"cells": 0}), "1 to 100"),
+        ("list_checkpoints", json!({"sesion_id": "a"}), "\"session_id\"?"),
+        ("explore", json!({"variants": []}), "1 to 16"),
+    ] {
+        let answer = client.ask(call(tool, arguments)).await;
+        assert_eq!(answer["result"]["isError"], true, "{answer}");
+        assert!(text(&answer).contains(words) && text(&answer).contains("Nothing was executed"), "{answer}");
+    }
+    assert!(client.started.try_recv().is_err(), "nothing reached a session");
+}
+
+#[tokio::test]
+async fn a_cancelled_exploration_ends_its_variants_and_is_not_answered() {
+    let mut client = Client::legacy("2025-11-25").await;
+    client.send(call("explore", json!({"variants": [{"name": "a", "code": "wait"}]}))).await;
+    assert_eq!(client.started.recv().await.unwrap(), "wait");
+    client.send(cancel(1)).await;
+    assert_eq!(client.started.recv().await.unwrap(), "wait was cancelled");
+    let (ended, rest) = client.leave().await;
+    assert!(ended.is_ok() && rest.is_empty(), "{rest:?}");
+}
+
+#[tokio::test]
+async fn a_fork_or_an_undo_that_is_cancelled_lets_the_next_call_go() {
+    for tool in ["fork_session", "undo"] {
+        let mut client = Client::legacy("2025-11-25").await;
+        client.send(call(tool, json!({"session_id": "stuck"}))).await;
+        client.started.recv().await.unwrap();
+        client.send(cancel(1)).await;
+        assert_eq!(text(&client.ask(execute(2, "hello")).await), "hello");
+        assert!(client.leave().await.1.is_empty(), "nothing follows for a cancelled request");
+    }
+}
+
+#[tokio::test]
+async fn calls_that_branch_a_session_keep_their_place_among_the_others() {
+    let mut client = Client::legacy("2025-11-25").await;
+    let explore = json!({"variants": [{"name": "a", "code": "explored"}]});
+    for round in 0..20 {
+        let number = |offset: i64| round * 10 + offset;
+        let with_id = |id: i64, mut call: Value| {
+            call["id"] = json!(id);
+            call
+        };
+        client.send(execute(number(1), "cell")).await;
+        client.send(with_id(number(2), call("fork_session", json!({})))).await;
+        client.send(with_id(number(3), call("undo", json!({})))).await;
+        client.send(with_id(number(4), call("explore", explore.clone()))).await;
+        client.send(execute(number(5), "last")).await;
+        for expected in ["cell", "fork", "undo", "explored", "last"] {
+            assert_eq!(client.started.recv().await.unwrap(), expected);
+        }
+        for _ in 0..5 {
+            client.next().await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_exploration_with_a_token_counts_its_variants() {
+    let mut client = Client::legacy("2025-11-25").await;
+    let variants: Vec<Value> = (0..3).map(|number| json!({"name": format!("v{number}"), "code": "slow"})).collect();
+    let mut explore = call("explore", json!({"variants": variants}));
+    explore["params"]["_meta"] = json!({"progressToken": "p"});
+    client.send(explore).await;
+    let mut messages: Vec<String> = Vec::new();
+    loop {
+        let message = client.next().await;
+        if message["id"] == 1 {
+            break;
+        }
+        messages.push(message["params"]["message"].as_str().unwrap().to_owned());
+    }
+    messages.dedup();
+    let expected = [
+        "running for 5 s (time-out 2 min)",
+        "running for 10 s (time-out 2 min)",
+        "1 of 3 variants finished",
+        "2 of 3 variants finished",
+    ];
+    assert_eq!(messages, expected);
+}
+
+#[tokio::test]
 async fn a_cancelled_call_ends_and_is_not_answered() {
     let mut client = Client::legacy("2025-11-25").await;
     client.send(execute(1, "wait")).await;
@@ -752,4 +935,54 @@ async fn a_closed_session_is_no_longer_listed_as_alive() {
     let listed = client.ask(call("list_sessions", json!({}))).await["result"]["structuredContent"].take();
     let alive = listed["sessions"].as_array().unwrap().iter().filter(|session| session["state"] != "ended");
     assert_eq!(alive.count(), 0, "{listed}");
+}
+
+#[tokio::test]
+async fn a_fork_is_a_session_of_its_own() {
+    let mut client = Client::of_real_sessions().await;
+    client.run("set x 5\nlose 2 threads").await;
+    let forked = client.ask(call("fork_session", json!({"names": ["copy"]}))).await;
+    assert_eq!(forked["result"]["structuredContent"]["forks"], json!(["copy"]), "{forked}");
+    assert_eq!(forked["result"]["structuredContent"]["not_carried_over"], json!(["2 threads"]));
+    let in_the_copy = |code: &str| call("execute_ipython_cell", json!({"code": code, "session_id": "copy"}));
+    assert_eq!(client.ask(in_the_copy("set x 6")).await["result"]["isError"], false);
+    assert_eq!(text(&client.ask(in_the_copy("get x")).await), "6");
+    assert_eq!(client.run("get x").await["structuredContent"]["text"], "5");
+}
+
+#[tokio::test]
+async fn cells_are_undone_also_after_python_has_died() {
+    let mut client = Client::of_real_sessions().await;
+    client.run("set x 1\nkeep file one").await;
+    assert_eq!(client.run("set x 2\nkeep file two").await["structuredContent"]["can_undo"], 2);
+    let undone = client.ask(call("undo", json!({}))).await;
+    assert_eq!(undone["result"]["structuredContent"]["undone"], 1, "{undone}");
+    assert_eq!(client.run("get x\nfile file").await["structuredContent"]["text"], "1\none");
+    let died = client.run("crash").await;
+    assert!(died["content"][0]["text"].as_str().unwrap().contains("`undo`"), "{died}");
+    let listed = client.ask(call("list_checkpoints", json!({}))).await["result"]["structuredContent"].take();
+    assert_eq!((&listed["can_undo"][0]["cells"], &listed["can_undo"][0]["before"]), (&json!(1), &json!("crash")));
+    let undone = client.ask(call("undo", json!({}))).await;
+    assert_eq!(undone["result"]["structuredContent"]["revived"], true, "{undone}");
+    assert_eq!(client.run("get x").await["structuredContent"]["text"], "1");
+    let refused = client.ask(call("undo", json!({"cells": 50}))).await;
+    assert_eq!(refused["result"]["isError"], true);
+}
+
+#[tokio::test]
+async fn the_best_variant_can_take_the_place_of_the_session() {
+    let mut client = Client::of_real_sessions().await;
+    client.run("set x 1").await;
+    let variants = json!([
+        {"name": "low", "code": "set x 2"}, {"name": "high", "code": "set x 3"}, {"name": "broken", "code": "raise no"}
+    ]);
+    let untouched = client.ask(call("explore", json!({"variants": variants}))).await;
+    assert_eq!(untouched["result"]["structuredContent"]["kept"], json!([]), "{untouched}");
+    assert_eq!(client.run("get x").await["structuredContent"]["text"], "1");
+    let arguments = json!({"variants": variants, "keep": "best", "best_by": "x", "replace": true});
+    let explored = client.ask(call("explore", arguments)).await["result"]["structuredContent"].take();
+    assert_valid_output(ToolName::Explore, &explored);
+    assert_eq!((&explored["replaced"], &explored["kept"][0]["variant"]), (&json!(true), &json!("high")), "{explored}");
+    assert_eq!(explored["variants"][1]["score"], 3.0);
+    assert_eq!(client.run("get x").await["structuredContent"]["text"], "3");
 }

@@ -1,11 +1,12 @@
-//! The tools a client sees: names, descriptions, schemas, and the one door through which their arguments become values.
+//! The tools a client sees: names, descriptions, schemas.
 //!
-//! The schemas are written by hand and are the only list of argument names: `parse` takes the allowed and required
-//! names from them and checks the ranges against the same constants. Nothing is executed here, and nothing is guessed:
-//! an argument that is unknown, of the wrong type or out of range is refused with a sentence a model can act on.
+//! The schemas are written by hand and are the only list of argument names: `parse` takes the allowed names from them and hands
+//! each argument to `arguments`, which checks it. Nothing is executed here.
+//!
+//! A model pays for every byte of this list in every conversation. So output schemas have one level, every field of it is always there,
+//! and a field that may be null has no type; `docs/results.md` has the rest.
 
 use std::fmt;
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,23 +14,22 @@ use rmcp::model::{JsonObject, Tool, ToolAnnotations};
 use serde_json::{Value, json};
 
 use super::McpSettings;
+use super::arguments::{
+    self, BadArgument, Call, Given, LARGEST_CODE, LONGEST_PATH, LONGEST_VARIANT, MOST_CELLS, MOST_OUTPUT_CHARS,
+    nearest, shortened,
+};
 use super::turns::Extent;
-use crate::session::{InsidePath, SessionId, WorkFolder};
-
-/// More text than this helps no model, and the whole of it can be read as a resource.
-const MOST_OUTPUT_CHARS: u64 = 1_000_000;
-
-/// Bytes of code in one cell. Larger inputs are data, and data belongs in an uploaded file.
-const LARGEST_CODE: usize = 4 * 1024 * 1024;
-
-/// The longest path the kernel takes, without the zero at its end.
-const LONGEST_PATH: usize = 4095;
+use crate::session::{MOST_FORKS, MOST_VARIANTS, SessionId, WorkFolder};
 
 /// A tool of the default profile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ToolName {
     Execute,
     Reset,
+    Undo,
+    Checkpoints,
+    Fork,
+    Explore,
     Upload,
     Download,
     List,
@@ -38,13 +38,27 @@ pub(super) enum ToolName {
 
 impl ToolName {
     /// All tools, in the order in which they are listed.
-    pub(super) const ALL: [ToolName; 6] =
-        [ToolName::Execute, ToolName::Reset, ToolName::Upload, ToolName::Download, ToolName::List, ToolName::Close];
+    pub(super) const ALL: [ToolName; 10] = [
+        ToolName::Execute,
+        ToolName::Reset,
+        ToolName::Undo,
+        ToolName::Checkpoints,
+        ToolName::Fork,
+        ToolName::Explore,
+        ToolName::Upload,
+        ToolName::Download,
+        ToolName::List,
+        ToolName::Close,
+    ];
 
     pub(super) fn as_str(self) -> &'static str {
         match self {
             ToolName::Execute => "execute_ipython_cell",
             ToolName::Reset => "reset",
+            ToolName::Undo => "undo",
+            ToolName::Checkpoints => "list_checkpoints",
+            ToolName::Fork => "fork_session",
+            ToolName::Explore => "explore",
             ToolName::Upload => "upload_file",
             ToolName::Download => "download_file",
             ToolName::List => "list_sessions",
@@ -59,41 +73,16 @@ impl ToolName {
     /// How much of a call must be over before the next call to its session begins.
     pub(super) fn extent(self) -> Extent {
         match self {
-            ToolName::Execute | ToolName::List => Extent::FirstStep,
+            ToolName::Execute
+            | ToolName::List
+            | ToolName::Undo
+            | ToolName::Checkpoints
+            | ToolName::Fork
+            | ToolName::Explore => Extent::FirstStep,
             // They open a file of the host first.
             ToolName::Upload | ToolName::Download => Extent::Whole,
             ToolName::Reset | ToolName::Close => Extent::FirstStepSoon,
         }
-    }
-}
-
-/// A call whose arguments have been checked.
-#[derive(Debug, PartialEq)]
-pub(super) enum Call {
-    Execute { session: SessionId, code: String, timeout: Duration, max_output_chars: usize },
-    Reset { session: SessionId },
-    Upload { session: SessionId, relpath: InsidePath, local_path: String, overwrite: bool },
-    Download { session: SessionId, relpath: InsidePath, local_path: String, overwrite: bool },
-    List,
-    Close { session: SessionId },
-}
-
-/// Why a call was refused before anything happened. Its text is written for a model.
-#[derive(Debug, PartialEq, thiserror::Error)]
-pub(super) enum BadArgument {
-    #[error("{tool} has no argument \"{given}\".{} Nothing was executed.", suggestion(nearest, allowed))]
-    Unknown { tool: &'static str, given: String, nearest: Option<String>, allowed: Vec<String> },
-    #[error("{tool} needs the argument \"{name}\" ({expected}). Nothing was executed.")]
-    Missing { tool: &'static str, name: &'static str, expected: String },
-    #[error("The argument \"{name}\" of {tool} must be {expected}, but it was {given}. Nothing was executed.")]
-    Wrong { tool: &'static str, name: &'static str, given: String, expected: String },
-}
-
-fn suggestion(nearest: &Option<String>, allowed: &[String]) -> String {
-    match (nearest, allowed) {
-        (_, []) => " It takes no arguments.".to_owned(),
-        (Some(nearest), _) => format!(" Did you mean \"{nearest}\"? It takes: {}.", allowed.join(", ")),
-        (None, _) => format!(" It takes: {}.", allowed.join(", ")),
     }
 }
 
@@ -147,9 +136,28 @@ impl Catalogue {
                 session: take("session_id").session()?,
                 code: take("code").text(LARGEST_CODE, 0)?,
                 timeout: take("timeout").timeout(self.default_timeout, self.max_timeout)?,
-                max_output_chars: take("max_output_chars").output_chars(self.default_max_output_chars)?,
+                max_output_chars: take("max_output_chars")
+                    .count(1..=MOST_OUTPUT_CHARS, self.default_max_output_chars as u64)?
+                    as usize,
             },
             ToolName::Reset => Call::Reset { session: take("session_id").session()? },
+            ToolName::Undo => Call::Undo {
+                session: take("session_id").session()?,
+                cells: take("cells").count(1..=MOST_CELLS, 1)? as u32,
+            },
+            ToolName::Checkpoints => Call::Checkpoints { session: take("session_id").session()? },
+            ToolName::Fork => {
+                let session = take("session_id").session()?;
+                let names = arguments::fork_names(&session, take("count"), take("names"))?;
+                Call::Fork { session, names }
+            }
+            ToolName::Explore => {
+                let session = take("session_id").session()?;
+                let variants = arguments::variants(take("variants"))?;
+                let timeout = take("timeout").timeout(self.default_timeout, self.max_timeout)?;
+                let (keep, replace) = arguments::keep(&variants, take("keep"), take("best_by"), take("replace"))?;
+                Call::Explore { session, variants, timeout, keep, replace }
+            }
             ToolName::Upload => Call::Upload {
                 session: take("session_id").session()?,
                 relpath: take("relpath").inside_path()?,
@@ -166,117 +174,6 @@ impl Catalogue {
             ToolName::Close => Call::Close { session: take("session_id").session()? },
         })
     }
-}
-
-/// One argument as the caller gave it, or did not.
-struct Given {
-    tool: &'static str,
-    name: &'static str,
-    value: Option<Value>,
-}
-
-impl Given {
-    fn text(self, most_bytes: usize, fewest: usize) -> Result<String, BadArgument> {
-        let expected = match fewest {
-            0 => format!("a string of at most {most_bytes} bytes"),
-            _ => format!("a string of {fewest} to {most_bytes} bytes"),
-        };
-        match self.value {
-            Some(Value::String(text)) if (fewest..=most_bytes).contains(&text.len()) => Ok(text),
-            Some(Value::String(text)) => {
-                Err(wrong(self.tool, self.name, format!("a string of {} bytes", text.len()), expected))
-            }
-            Some(other) => Err(wrong(self.tool, self.name, shown(&other), expected)),
-            None => Err(BadArgument::Missing { tool: self.tool, name: self.name, expected }),
-        }
-    }
-
-    fn session(self) -> Result<SessionId, BadArgument> {
-        let (tool, name) = (self.tool, self.name);
-        match self.value {
-            None => Ok(SessionId::default_session()),
-            Some(Value::String(text)) => SessionId::from_str(&text)
-                .map_err(|cause| wrong(tool, name, quoted(&text), format!("the name of a session ({cause})"))),
-            Some(other) => Err(wrong(tool, name, shown(&other), "a string that names a session".to_owned())),
-        }
-    }
-
-    fn inside_path(self) -> Result<InsidePath, BadArgument> {
-        let (tool, name) = (self.tool, self.name);
-        let text = self.text(LONGEST_PATH, 1)?;
-        InsidePath::from_str(&text)
-            .map_err(|cause| wrong(tool, name, quoted(&text), format!("a path below the working folder ({cause})")))
-    }
-
-    fn timeout(self, default: Duration, most: Duration) -> Result<Duration, BadArgument> {
-        let most = most.as_secs_f64();
-        let expected = || format!("a number of seconds greater than 0 and at most {most}");
-        let Some(value) = self.value else { return Ok(default) };
-        match value.as_f64() {
-            Some(seconds) if seconds > 0.0 && seconds <= most => Ok(Duration::from_secs_f64(seconds)),
-            _ => Err(wrong(self.tool, self.name, shown(&value), expected())),
-        }
-    }
-
-    fn output_chars(self, default: usize) -> Result<usize, BadArgument> {
-        let Some(value) = self.value else { return Ok(default) };
-        // JSON has one kind of number: 5000.0 is an integer too.
-        let whole = value.as_u64().or_else(|| value.as_f64().filter(|number| number.fract() == 0.0).map(|n| n as u64));
-        match whole {
-            Some(chars) if (1..=MOST_OUTPUT_CHARS).contains(&chars) => Ok(chars as usize),
-            _ => {
-                Err(wrong(self.tool, self.name, shown(&value), format!("a whole number from 1 to {MOST_OUTPUT_CHARS}")))
-            }
-        }
-    }
-
-    fn flag(self) -> Result<bool, BadArgument> {
-        match self.value {
-            None => Ok(false),
-            Some(Value::Bool(flag)) => Ok(flag),
-            Some(other) => Err(wrong(self.tool, self.name, shown(&other), "true or false".to_owned())),
-        }
-    }
-}
-
-fn wrong(tool: &'static str, name: &'static str, given: String, expected: String) -> BadArgument {
-    BadArgument::Wrong { tool, name, given, expected }
-}
-
-/// Says what a value is, briefly: a refused value is quoted back and may be as large as a message.
-fn shown(value: &Value) -> String {
-    match value {
-        Value::Null => "null (leave an argument out to get its default)".to_owned(),
-        Value::Bool(flag) => flag.to_string(),
-        Value::Number(number) => number.to_string(),
-        Value::String(text) => format!("the string {}", quoted(text)),
-        Value::Array(_) => "a list".to_owned(),
-        Value::Object(_) => "an object".to_owned(),
-    }
-}
-
-fn quoted(text: &str) -> String {
-    format!("{:?}", shortened(text))
-}
-
-fn shortened(text: &str) -> String {
-    const SHOWN_CHARS: usize = 60;
-    match text.char_indices().nth(SHOWN_CHARS) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
-    }
-}
-
-/// Names further away than this are another word, not a slip.
-const LEAST_SIMILARITY: f64 = 0.7;
-
-fn nearest<'a>(given: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let given = given.to_lowercase();
-    candidates
-        .map(|candidate| (strsim::jaro_winkler(&given, candidate), candidate))
-        .filter(|(similarity, _)| *similarity >= LEAST_SIMILARITY)
-        .max_by(|left, right| left.0.total_cmp(&right.0))
-        .map(|(_, candidate)| candidate)
 }
 
 /// Returns the session that a call names, unchecked: calls with the same words keep their order.
@@ -298,18 +195,15 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                  and files stay for the next call with the same session_id; a new session_id starts a new session \
                  without variables. {files} No network. After the timeout the code is interrupted and \
                  variables are kept; code that ignores the interrupt is killed and its variables are lost. A failed \
-                 cell is not rolled back.",
-                files = what_lasts(settings)
+                 cell is not rolled back{undo}.",
+                files = what_lasts(settings),
+                undo = if settings.can_undo { " by itself: see undo" } else { "" },
             ),
             object(
                 json!({
-                    "code": {"type": "string", "maxLength": LARGEST_CODE, "description": "The cell."},
+                    "code": {"type": "string", "description": "The cell."},
                     "session_id": session_schema(),
-                    "timeout": {
-                        "type": "number", "exclusiveMinimum": 0, "maximum": settings.max_timeout.as_secs_f64(),
-                        "default": settings.default_timeout.as_secs_f64(),
-                        "description": "Seconds until the code is interrupted.",
-                    },
+                    "timeout": timeout_schema(settings, "Seconds until the code is interrupted."),
                     "max_output_chars": {
                         "type": "integer", "minimum": 1, "maximum": MOST_OUTPUT_CHARS,
                         "default": settings.default_max_output_chars,
@@ -328,15 +222,133 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
              has died. Variables and imports are lost; files are kept."
                 .to_owned(),
             object(json!({"session_id": session_schema()}), &[]),
+            result_schema(json!({
+                "session_id": {"type": "string"},
+                "interrupted_running_cell": {"type": "boolean"},
+                "files_kept": {"type": "boolean"},
+            })),
+            hints(Effect::Changes { destructive: true, idempotent: true }),
+        ),
+        ToolName::Undo => (
+            "Take cells back",
+            format!(
+                "Brings a session back to how it was before its last cells: variables{files}. Also after Python has \
+                 died (out of memory, killed, os._exit): cells=1 is then the cell that killed it. Not while a cell is \
+                 running; a reset cannot be undone.{off}",
+                files = match settings.work_folder {
+                    WorkFolder::Private => " and files",
+                    WorkFolder::Shared => ", and files if the folder is small enough; the result says whether",
+                },
+                off = switched_off(settings),
+            ),
             object(
                 json!({
-                    "session_id": {"type": "string"},
-                    "interrupted_running_cell": {"type": "boolean"},
-                    "files_kept": {"type": "boolean"},
+                    "session_id": session_schema(),
+                    "cells": {"type": "integer", "minimum": 1, "maximum": MOST_CELLS, "default": 1},
                 }),
-                &["session_id", "interrupted_running_cell", "files_kept"],
+                &[],
             ),
-            hints(Effect::Changes { destructive: true, idempotent: true }),
+            result_schema(json!({
+                "session_id": {"type": "string"},
+                "undone": {"type": "integer"},
+                "revived": {"type": "boolean", "description": "Python had died."},
+                "not_carried_over": {"type": "array"},
+                "files": files_schema("restored, shared, left_alone"),
+                "can_undo": checkpoints_schema(),
+                "notes": {"type": "array"},
+            })),
+            hints(Effect::Changes { destructive: true, idempotent: false }),
+        ),
+        ToolName::Checkpoints => (
+            "List what can be undone",
+            format!(
+                "Lists how many cells of a session undo can take back, and what each was.{}",
+                switched_off(settings)
+            ),
+            object(json!({"session_id": session_schema()}), &[]),
+            result_schema(json!({"session_id": {"type": "string"}, "can_undo": checkpoints_schema()})),
+            hints(Effect::ReadsOnly),
+        ),
+        ToolName::Fork => (
+            "Copy a live session",
+            format!(
+                "Copies a session with its {what} into new sessions, in milliseconds; the source goes \
+                 on untouched. Use it to try something without risk, or to prepare data once and use it many times. \
+                 Not while a cell is running. Threads and connections are not copied; not_carried_over says what.",
+                what = match settings.work_folder {
+                    WorkFolder::Private => "variables, imports and files",
+                    WorkFolder::Shared => "variables and imports (files stay shared)",
+                }
+            ),
+            object(
+                json!({
+                    "session_id": session_schema(),
+                    "count": {"type": "integer", "minimum": 1, "maximum": MOST_FORKS, "default": 1},
+                    "names": {
+                        "type": "array", "minItems": 1, "maxItems": MOST_FORKS, "items": {"type": "string"},
+                        "description": "session_ids of the forks, instead of count.",
+                    },
+                }),
+                &[],
+            ),
+            result_schema(json!({
+                "forks": {"type": "array"},
+                "source": {"type": "string"},
+                "not_carried_over": {"type": "array"},
+                "files": files_schema("copied, shared, left_alone"),
+                "notes": {"type": "array"},
+            })),
+            hints(Effect::Changes { destructive: false, idempotent: false }),
+        ),
+        ToolName::Explore => (
+            "Try variants side by side",
+            "Runs several pieces of code at the same time, each in its own copy of the session, and compares status, \
+             value, output, time, memory and changed variables. The session itself is not changed unless replace is \
+             true. Use it to compare models, parameters or fixes on data that is already loaded."
+                .to_owned(),
+            object(
+                json!({
+                    "variants": {
+                        "type": "array", "minItems": 1, "maxItems": MOST_VARIANTS,
+                        "items": object(
+                            json!({
+                                "name": {"type": "string", "maxLength": LONGEST_VARIANT},
+                                "code": {"type": "string"},
+                            }),
+                            &["name", "code"],
+                        ),
+                    },
+                    "session_id": session_schema(),
+                    "timeout": timeout_schema(settings, "Seconds for each variant."),
+                    "keep": {
+                        "type": "string", "default": "none",
+                        "description": "Which copies stay as sessions: none, all, best, or a variant's name.",
+                    },
+                    "best_by": {
+                        "type": "string",
+                        "description": "For best: Python expression, evaluated in each copy; the largest wins.",
+                    },
+                    "replace": {
+                        "type": "boolean", "default": false,
+                        "description": "The one kept copy takes the session's place.",
+                    },
+                }),
+                &["variants"],
+            ),
+            result_schema(json!({
+                "session_id": {"type": "string"},
+                "variants": {
+                    "type": "array",
+                    "description": "Each: name, status, value, text, duration_ms, memory_bytes (peak), variables, error, \
+                                    score, score_error.",
+                },
+                "kept": {"type": "array", "description": "Each: variant, session_id."},
+                "replaced": {"type": "boolean"},
+                "images": {"type": "array"},
+                "not_carried_over": {"type": "array"},
+                "notes": {"type": "array"},
+            })),
+            hints(Effect::Changes { destructive: true, idempotent: false }),
         ),
         ToolName::Upload => (
             "Copy a file into a session",
@@ -377,21 +389,10 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
             "List sessions",
             "Lists the sessions with their state, age and memory; also those that ended, with the reason.".to_owned(),
             object(json!({}), &[]),
-            object(
-                json!({"sessions": {"type": "array", "items": object(
-                    json!({
-                        "session_id": {"type": "string"},
-                        "state": {"type": "string"},
-                        "ended": nullable(json!({"type": "string"})),
-                        "executions": count_schema(),
-                        "age_seconds": {"type": "number", "minimum": 0},
-                        "idle_seconds": {"type": "number", "minimum": 0},
-                        "memory_bytes": nullable(count_schema()),
-                    }),
-                    &["session_id", "state", "ended", "executions", "age_seconds", "idle_seconds", "memory_bytes"],
-                )}}),
-                &["sessions"],
-            ),
+            result_schema(json!({"sessions": {
+                "type": "array",
+                "description": "Each: session_id, state, ended (why), executions, age_seconds, idle_seconds, memory_bytes.",
+            }})),
             hints(Effect::ReadsOnly),
         ),
         ToolName::Close => (
@@ -404,7 +405,7 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
             }
             .to_owned(),
             object(json!({"session_id": session_schema()}), &[]),
-            object(json!({"session_id": {"type": "string"}}), &["session_id"]),
+            result_schema(json!({"session_id": {"type": "string"}})),
             hints(Effect::Changes { destructive: true, idempotent: true }),
         ),
     };
@@ -431,6 +432,11 @@ fn what_lasts(settings: &McpSettings) -> String {
     }
 }
 
+/// What the descriptions of undo's tools add when the operator does not want it.
+fn switched_off(settings: &McpSettings) -> &'static str {
+    if settings.can_undo { "" } else { " Switched off on this server." }
+}
+
 /// What a tool does to the world, as far as the protocol can say it.
 enum Effect {
     ReadsOnly,
@@ -449,106 +455,64 @@ fn hints(effect: Effect) -> ToolAnnotations {
 }
 
 fn execution_schema() -> Value {
-    let texts = json!({"type": "array", "items": {"type": "string"}});
-    let variables = json!({"type": "array", "items": object(
-        json!({
-            "name": {"type": "string"},
-            "type": {"type": "string"},
-            "shape": nullable(json!({"type": "string"})),
-            "bytes": nullable(count_schema()),
-        }),
-        &["name", "type", "shape", "bytes"],
-    )});
-    let files = json!({"type": "array", "items": object(
-        json!({"path": {"type": "string"}, "bytes": count_schema()}),
-        &["path", "bytes"],
-    )});
-    let changes = |items: &Value| {
-        nullable(object(
-            json!({"created": items, "changed": items, "deleted": texts, "omitted": count_schema()}),
-            &["created", "changed", "deleted", "omitted"],
-        ))
-    };
-    object(
-        json!({
-            "session_id": {"type": "string"},
-            "execution": count_schema(),
-            "status": {"type": "string", "description": "ok, error, timeout, cancelled, out_of_memory, died, …"},
-            "text": {"type": "string"},
-            "images": {"type": "array", "items": object(
-                json!({"mime_type": {"type": "string"}, "width": count_schema(), "height": count_schema()}),
-                &["mime_type", "width", "height"],
-            )},
-            "error": nullable(object(
-                json!({
-                    "name": {"type": "string"},
-                    "message": {"type": "string"},
-                    "traceback": {"type": "string"},
-                    "line": nullable(count_schema()),
-                }),
-                &["name", "message", "traceback", "line"],
-            )),
-            "duration_ms": {"type": "number", "minimum": 0},
-            "memory_bytes": count_schema(),
-            "peak_memory_bytes": count_schema(),
-            "variables": changes(&variables),
-            "files": changes(&files),
-            "output": object(
-                json!({
-                    "chars": count_schema(),
-                    "lines": count_schema(),
-                    "cut_chars": count_schema(),
-                    "resource": nullable(json!({"type": "string"})),
-                }),
-                &["chars", "lines", "cut_chars", "resource"],
-            ),
-            "isolation": {"type": "object", "additionalProperties": {"type": "string"}},
-            "notes": texts,
-        }),
-        &[
-            "session_id",
-            "execution",
-            "status",
-            "text",
-            "images",
-            "error",
-            "duration_ms",
-            "memory_bytes",
-            "peak_memory_bytes",
-            "variables",
-            "files",
-            "output",
-            "isolation",
-            "notes",
-        ],
-    )
+    result_schema(json!({
+        "session_id": {"type": "string"},
+        "execution": {"type": "integer"},
+        "status": {"type": "string", "description": "ok, error, timeout, cancelled, out_of_memory, died, …"},
+        "text": {"type": "string"},
+        "images": {"type": "array"},
+        "error": {"description": "null, or name, message, traceback, line"},
+        "duration_ms": {"type": "number"},
+        "memory_bytes": {"type": "integer"},
+        "peak_memory_bytes": {"type": "integer"},
+        "variables": {"description": "null, or created, changed, deleted, omitted"},
+        "files": {"description": "the same"},
+        "output": {"type": "object", "description": "chars, lines, cut_chars, resource"},
+        "can_undo": {"type": "integer", "description": "Cells."},
+        "isolation": {"type": "object"},
+        "notes": {"type": "array"},
+    }))
 }
 
 fn transfer_schema() -> Value {
-    object(
-        json!({"session_id": {"type": "string"}, "relpath": {"type": "string"}, "bytes": count_schema()}),
-        &["session_id", "relpath", "bytes"],
-    )
+    result_schema(json!({
+        "session_id": {"type": "string"},
+        "relpath": {"type": "string"},
+        "bytes": {"type": "integer"},
+    }))
+}
+
+fn checkpoints_schema() -> Value {
+    json!({"type": "array", "description": "Each: cells, before (its first line), age_seconds."})
+}
+
+/// What became of the files when a session was copied or brought back.
+fn files_schema(states: &str) -> Value {
+    json!({"type": "object", "description": format!("state ({states}), why")})
+}
+
+fn timeout_schema(settings: &McpSettings, description: &str) -> Value {
+    json!({
+        "type": "number", "exclusiveMinimum": 0, "maximum": settings.max_timeout.as_secs_f64(),
+        "default": settings.default_timeout.as_secs_f64(), "description": description,
+    })
 }
 
 fn session_schema() -> Value {
-    json!({"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$", "default": SessionId::default_session().as_str()})
+    json!({"type": "string", "default": SessionId::DEFAULT})
 }
 
 fn path_schema(description: &str) -> Value {
-    json!({"type": "string", "minLength": 1, "maxLength": LONGEST_PATH, "description": description})
+    json!({"type": "string", "description": description})
 }
 
 fn overwrite_schema() -> Value {
     json!({"type": "boolean", "default": false, "description": "Replace a file that is already there."})
 }
 
-fn count_schema() -> Value {
-    json!({"type": "integer", "minimum": 0})
-}
-
-fn nullable(schema: Value) -> Value {
-    json!({"anyOf": [schema, {"type": "null"}]})
+/// The schema of a result: nothing but `properties`.
+fn result_schema(properties: Value) -> Value {
+    object(properties, &[])
 }
 
 /// An object schema that allows nothing but `properties`.
@@ -629,13 +593,8 @@ pub(super) mod tests {
                 "exclusiveMinimum" => value.as_f64().is_none_or(|number| number > rule.as_f64().unwrap()),
                 "minLength" => value.as_str().is_none_or(|text| text.chars().count() as u64 >= rule.as_u64().unwrap()),
                 "maxLength" => value.as_str().is_none_or(|text| text.chars().count() as u64 <= rule.as_u64().unwrap()),
-                "pattern" => {
-                    assert_eq!(rule, "^[A-Za-z0-9_.-]{1,64}$", "the only pattern this validator knows");
-                    value.as_str().is_none_or(|text| {
-                        (1..=64).contains(&text.len())
-                            && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte))
-                    })
-                }
+                "minItems" => value.as_array().is_none_or(|items| items.len() as u64 >= rule.as_u64().unwrap()),
+                "maxItems" => value.as_array().is_none_or(|items| items.len() as u64 <= rule.as_u64().unwrap()),
                 "required" => rule.as_array().unwrap().iter().all(|name| value.get(name.as_str().unwrap()).is_some()),
                 "properties" => {
                     for (name, inner) in rule.as_object().unwrap() {
@@ -681,19 +640,33 @@ pub(super) mod tests {
         let catalogue = catalogue();
         let schema = catalogue.get(tool).output_schema.as_deref().expect("every tool has an output schema");
         assert_eq!(violations(&Value::Object(schema.clone()), value, ""), Vec::<String>::new());
+        let named = schema["properties"].as_object().unwrap().keys();
+        let missing: Vec<&String> = named.filter(|name| value.get(name.as_str()).is_none()).collect();
+        assert_eq!(missing, Vec::<&String>::new(), "every field is always there");
     }
 
     #[test]
     fn the_whole_list_of_tools_is_short_enough_for_a_model() {
+        // 3,000 tokens of three and a half bytes, with some room for the message around the list.
         let bytes = serde_json::to_vec(catalogue().all()).unwrap().len();
-        assert!(bytes < 10_000, "{bytes} bytes");
+        assert!(bytes < 10_400, "{bytes} bytes");
     }
 
     #[test]
     fn tools_are_listed_in_one_fixed_order() {
         let names: Vec<_> = catalogue().all().iter().map(|tool| tool.name.to_string()).collect();
-        let expected =
-            ["execute_ipython_cell", "reset", "upload_file", "download_file", "list_sessions", "close_session"];
+        let expected = [
+            "execute_ipython_cell",
+            "reset",
+            "undo",
+            "list_checkpoints",
+            "fork_session",
+            "explore",
+            "upload_file",
+            "download_file",
+            "list_sessions",
+            "close_session",
+        ];
         assert_eq!(names, expected);
         for tool in ToolName::ALL {
             assert_eq!(catalogue().get(tool).name, tool.as_str());
@@ -728,7 +701,8 @@ pub(super) mod tests {
         for tool in ToolName::ALL {
             let annotations = catalogue().get(tool).annotations.clone().unwrap();
             assert_eq!(annotations.open_world_hint, Some(false));
-            assert_eq!(annotations.read_only_hint, Some(tool == ToolName::List));
+            let lists = matches!(tool, ToolName::List | ToolName::Checkpoints);
+            assert_eq!(annotations.read_only_hint, Some(lists));
         }
     }
 
@@ -745,6 +719,23 @@ pub(super) mod tests {
                 && shared.contains("Files in the current folder stay")
         );
         assert!(!shared.contains("private to the session"));
+        assert!(private.contains("variables and files. Also after") && private.contains("imports and files into"));
+        assert!(shared.contains("files if the folder is small enough") && shared.contains("files stay shared"));
+    }
+
+    #[test]
+    fn a_server_that_cannot_undo_says_so() {
+        let described = |can_undo| {
+            let settings = McpSettings { can_undo, ..McpSettings::default() };
+            [ToolName::Execute, ToolName::Undo, ToolName::Checkpoints]
+                .map(|tool| describe(tool, &settings).description.unwrap_or_default().into_owned())
+        };
+        for (tool, words) in described(true).iter().zip(["see undo", "brings", "lists"]) {
+            assert!(tool.to_lowercase().contains(words) && !tool.contains("Switched off"), "{tool}");
+        }
+        let [execute, undo, checkpoints] = described(false);
+        assert!(!execute.contains("undo"));
+        assert!(undo.contains("Switched off") && checkpoints.contains("Switched off"));
     }
 
     #[test]
@@ -880,6 +871,15 @@ pub(super) mod tests {
             (ToolName::Execute, json!({"code": "", "session_id": "a", "timeout": 0.001, "max_output_chars": 1})),
             (ToolName::Execute, json!({"code": "x", "timeout": 3_600, "max_output_chars": 1_000_000})),
             (ToolName::Reset, json!({"session_id": "a".repeat(64)})),
+            (ToolName::Undo, json!({"session_id": "a", "cells": 100})),
+            (ToolName::Checkpoints, json!({"session_id": "a"})),
+            (ToolName::Fork, json!({"count": 16})),
+            (ToolName::Fork, json!({"count": 2, "names": ["a", "b"]})),
+            (ToolName::Explore, json!({"variants": [{"name": "a".repeat(40), "code": ""}], "timeout": 3_600})),
+            (
+                ToolName::Explore,
+                json!({"variants": [{"name": "a", "code": "1"}], "keep": "best", "best_by": "x", "replace": true}),
+            ),
             (ToolName::Download, json!({"relpath": "a", "local_path": "b", "overwrite": true})),
             (ToolName::List, json!({})),
         ];
@@ -896,6 +896,13 @@ pub(super) mod tests {
         for arguments in [json!({}), json!({"code": 1}), json!({"code": "", "x": 1}), json!({"code": "", "timeout": 0})]
         {
             assert!(!violations(&schema, &arguments, "").is_empty(), "{arguments}");
+        }
+        let schema = Value::Object(catalogue().get(ToolName::Explore).input_schema.as_ref().clone());
+        let variant = |name: &str| json!({"name": name, "code": ""});
+        for variants in
+            [json!([]), json!(vec![variant("a"); 17]), json!([{"name": "a"}]), json!([variant(&"a".repeat(41))])]
+        {
+            assert!(!violations(&schema, &json!({"variants": variants}), "").is_empty(), "{variants}");
         }
     }
 

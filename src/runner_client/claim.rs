@@ -22,6 +22,10 @@ const LONGEST_MESSAGE: usize = 16 * 1024;
 const LONGEST_TRACEBACK: usize = 1024 * 1024;
 /// Kinds of the same content in one bundle.
 const MOST_KINDS: usize = 32;
+/// Entries kept of what a copy lost.
+const MOST_LOSSES: usize = 50;
+/// Bytes kept of each of them, and of the reason why files were left alone.
+const LONGEST_LOSS: usize = 200;
 
 /// One thing the runner says. Any of it may be a lie.
 #[derive(Debug, Clone, PartialEq)]
@@ -30,6 +34,7 @@ pub enum Claim {
         version: u32,
         python: String,
         marker: [u8; 16],
+        carried: Carried,
     },
     Started {
         id: u64,
@@ -67,8 +72,42 @@ pub enum Claim {
         reason: Trouble,
         message: String,
     },
+    /// The interpreter came to its branch point and goes on; a copy of it lacks what is `lost`.
+    Branched {
+        id: u64,
+        lost: Vec<String>,
+    },
     /// A type this version does not know.
     Unknown,
+}
+
+/// What a copy of an interpreter has of the original. A fresh interpreter says nothing here.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Carried {
+    /// Short texts such as "2 threads".
+    pub lost: Vec<String>,
+    pub files: Option<CarriedFiles>,
+    /// Why files were left alone.
+    pub why: Option<String>,
+}
+
+/// What a copy did about the files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CarriedFiles {
+    Restored,
+    LeftAlone,
+    Shared,
+}
+
+impl CarriedFiles {
+    fn from_word(word: &str) -> Option<CarriedFiles> {
+        match word {
+            "restored" => Some(CarriedFiles::Restored),
+            "left alone" => Some(CarriedFiles::LeftAlone),
+            "shared" => Some(CarriedFiles::Shared),
+            _ => None,
+        }
+    }
 }
 
 /// The same content in several kinds.
@@ -85,6 +124,8 @@ pub struct DoneClaim {
     pub error: Option<ClaimedError>,
     pub variables: Option<Changes<ClaimedVariable>>,
     pub files: Option<Changes<ClaimedFile>>,
+    /// The cell certainly changed nothing.
+    pub unchanged: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -172,10 +213,21 @@ struct Header {
     status: String,
     error: Option<ClaimedError>,
     variables: Option<Changes<ClaimedVariable>>,
-    files: Option<Changes<ClaimedFile>>,
+    files: Option<Files>,
+    unchanged: bool,
+    lost: Vec<String>,
+    why: Option<String>,
     size: u64,
     reason: String,
     message: String,
+}
+
+/// The member `files` is a list of changes at the end of a cell, and a word in a greeting.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Files {
+    Changes(Changes<ClaimedFile>),
+    Word(String),
 }
 
 #[derive(Deserialize)]
@@ -195,6 +247,14 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             version: header.version,
             python: shortened(header.python, LONGEST_NAME),
             marker: read_marker(&header.marker).ok_or_else(|| wrong("its marker is not 32 hexadecimal digits"))?,
+            carried: Carried {
+                lost: bounded_losses(header.lost),
+                files: match header.files {
+                    Some(Files::Word(word)) => CarriedFiles::from_word(&word),
+                    _ => None,
+                },
+                why: header.why.map(|why| shortened(without_controls(why), LONGEST_LOSS)),
+            },
         },
         "started" => Claim::Started { id: id()?, rotated: header.rotated },
         "display" => Claim::Display {
@@ -213,7 +273,12 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
                 _ => return Err(wrong("its status is neither ok nor error")),
             },
             variables: header.variables.map(bounded_variables),
-            files: header.files.map(bounded_files),
+            files: match header.files {
+                Some(Files::Changes(changes)) => Some(bounded_files(changes)),
+                Some(Files::Word(_)) => return Err(wrong("its files are a word")),
+                None => None,
+            },
+            unchanged: header.unchanged,
         })),
         "file_data" => Claim::FileData { id: id()?, bytes: frame.payload },
         "file_end" => Claim::FileEnd { id: id()?, size: header.size },
@@ -223,6 +288,7 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             reason: Trouble::from_word(&header.reason),
             message: shortened(header.message, LONGEST_MESSAGE),
         },
+        "branched" => Claim::Branched { id: id()?, lost: bounded_losses(header.lost) },
         _ => Claim::Unknown,
     };
     Ok((claim, seq))
@@ -351,6 +417,15 @@ fn bounded<T>(mut changes: Changes<T>, entry: impl Fn(T) -> T) -> Changes<T> {
     }
 }
 
+fn bounded_losses(mut losses: Vec<String>) -> Vec<String> {
+    losses.truncate(MOST_LOSSES);
+    losses.into_iter().map(|loss| shortened(without_controls(loss), LONGEST_LOSS)).collect()
+}
+
+fn without_controls(text: String) -> String {
+    text.replace(char::is_control, " ")
+}
+
 fn shortened(mut text: String, most: usize) -> String {
     if text.len() > most {
         text.truncate(text.floor_char_boundary(most));
@@ -396,10 +471,42 @@ mod tests {
         let marker = "000102030405060708090a0b0c0d0e0f";
         let hello = claim(json!({"type": "hello", "version": 1, "python": "3.12", "marker": marker}), b"").unwrap();
         let bytes = std::array::from_fn(|index| index as u8);
-        assert_eq!(hello, Claim::Hello { version: 1, python: "3.12".to_owned(), marker: bytes });
+        let carried = Carried::default();
+        assert_eq!(hello, Claim::Hello { version: 1, python: "3.12".to_owned(), marker: bytes, carried });
         for wrong in ["", "00", "+00102030405060708090a0b0c0d0e0f", "zz0102030405060708090a0b0c0d0e0f"] {
             assert!(claim(json!({"type": "hello", "marker": wrong}), b"").is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_copy_tells_what_it_lacks_within_bounds() {
+        let marker = "000102030405060708090a0b0c0d0e0f";
+        let carried = |members: Value| {
+            let mut header = json!({"type": "hello", "version": 1, "python": "3.12", "marker": marker});
+            header.as_object_mut().unwrap().extend(members.as_object().unwrap().clone());
+            match claim(header, b"").unwrap() {
+                Claim::Hello { carried, .. } => carried,
+                other => panic!("{other:?}"),
+            }
+        };
+        let told = carried(json!({"lost": ["2 threads", "1\nconnection"], "files": "left alone", "why": "too large"}));
+        assert_eq!(told.lost, ["2 threads", "1 connection"]);
+        assert_eq!((told.files, told.why.as_deref()), (Some(CarriedFiles::LeftAlone), Some("too large")));
+        assert_eq!(carried(json!({"files": "restored", "why": null})).files, Some(CarriedFiles::Restored));
+        assert_eq!(carried(json!({"files": "shared"})).files, Some(CarriedFiles::Shared));
+        assert_eq!(carried(json!({"files": "eaten"})).files, None);
+        let many = carried(json!({"lost": vec!["x".repeat(1000); 80]})).lost;
+        assert!(many.len() == 50 && many.iter().all(|text| text.len() < 210));
+        let branched = claim(json!({"type": "branched", "id": 3, "lost": ["1 pipe"]}), b"");
+        assert_eq!(branched, Ok(Claim::Branched { id: 3, lost: vec!["1 pipe".to_owned()] }));
+        assert!(claim(json!({"type": "branched", "lost": []}), b"").is_err(), "it must say what it answers");
+    }
+
+    #[test]
+    fn a_cell_has_changed_something_unless_the_runner_says_otherwise() {
+        assert!(!done(json!({"type": "done", "id": 1, "status": "ok"})).unchanged);
+        assert!(done(json!({"type": "done", "id": 1, "status": "ok", "unchanged": true})).unchanged);
+        assert!(claim(json!({"type": "done", "id": 1, "status": "ok", "files": "shared"}), b"").is_err());
     }
 
     #[test]
@@ -506,7 +613,7 @@ mod tests {
             crate::runner_client::encode(&entry["header"], &frame.payload, &mut written);
             let again = decoded(&written).unwrap();
             assert_eq!(serde_json::from_slice::<Value>(&again.header).unwrap(), entry["header"], "{name}");
-            let from_host = ["execute", "read_file", "write_begin", "write_data", "write_end"];
+            let from_host = ["execute", "read_file", "write_begin", "write_data", "write_end", "branch"];
             let known = !matches!(read(frame).unwrap().0, Claim::Unknown);
             assert_eq!(known, !from_host.contains(&entry["header"]["type"].as_str().unwrap()), "{name}");
         }

@@ -21,7 +21,7 @@ use tokio::net::UnixStream;
 use tokio::net::unix::pipe::Receiver;
 use tokio::time::Sleep;
 
-use super::claim::{self, Claim};
+use super::claim::{self, Carried, Claim};
 use super::frame::{self, Decoder, Frame, FrameError};
 use super::merge::{Merger, Need, Pipe};
 
@@ -90,6 +90,7 @@ pub struct Connection {
     ending: Ending,
     /// Runs while a frame is unfinished, anew with every byte of it.
     patience: Option<Pin<Box<Sleep>>>,
+    carried: Carried,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -118,10 +119,12 @@ impl Connection {
             buffer: vec![0; CHUNK].into_boxed_slice(),
             ending: Ending::Open,
             patience: None,
+            carried: Carried::default(),
         };
         match connection.next().await? {
-            Event::Claim(Claim::Hello { version: VERSION, marker, .. }) => {
+            Event::Claim(Claim::Hello { version: VERSION, marker, carried, .. }) => {
                 connection.merger = Merger::new(marker);
+                connection.carried = carried;
                 connection.adopt_pipes()?;
                 Ok(connection)
             }
@@ -129,6 +132,11 @@ impl Connection {
             Event::Closed => Err(ConnectionError::Gone),
             _ => Err(ConnectionError::NoGreeting),
         }
+    }
+
+    /// Tells what the interpreter has of the one it is a copy of, as it said in its greeting.
+    pub fn carried(&self) -> &Carried {
+        &self.carried
     }
 
     /// Sends one frame. What the socket does not take at once leaves during `next`.

@@ -11,7 +11,9 @@ mod connection;
 mod frame;
 mod merge;
 
-pub use claim::{Bundle, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, DoneClaim, Trouble};
+pub use claim::{
+    Bundle, Carried, CarriedFiles, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, DoneClaim, Trouble,
+};
 pub use connection::{Connection, ConnectionError, Event};
 pub use frame::{FrameError, LARGEST_FRAME, encode};
 pub use merge::Pipe;

@@ -15,16 +15,23 @@
 //! | `garbage`, `unknown`, `done-twice`, `other-done`, `forge SEQ` | lies on the channel or in a pipe |
 //! | `late X` | prints after the end of the cell |
 //! | `mute` | answers nothing after this cell |
+//! | `keep NAME X`, `file NAME` | writes a file, prints one or raises `FileNotFoundError` |
+//! | `lose X` | has something that a copy will lack |
+//! | `stand` | does not come to its branch point any more |
+//! | `float(NAME` | gives the value of a variable as a number, or raises |
+//!
+//! A copy of an interpreter has its variables and files. Cells that only print are said to change nothing.
 //!
 //! It reports every layer of isolation as missing, because that is true, and must never run anything but these commands.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -34,31 +41,72 @@ use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::net::unix::pipe::Sender;
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 
 use super::{
-    Backend, Exit, Interpreter, Isolation, LaunchError, Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox,
+    Backend, CheckpointError, CheckpointId, Exit, Interpreter, Isolation, LaunchError, Layer, LayerKind, MemoryUse,
+    Preparation, Process, Sandbox,
 };
 
 const MARKER: [u8; 16] = *b"fake interpreter";
 
+/// How long an interpreter may take to come to its branch point.
+const BRANCH_PATIENCE: Duration = Duration::from_secs(5);
+
 /// Makes sandboxes that isolate nothing.
 pub struct FakeBackend {
     preparation: watch::Sender<Preparation>,
+    world: Arc<World>,
+}
+
+/// What all sandboxes of a backend share.
+#[derive(Default)]
+struct World {
     /// Sandboxes that were made and not destroyed.
-    alive: Arc<AtomicUsize>,
+    alive: AtomicUsize,
+    numbers: AtomicU64,
+    copying: Mutex<FakeCopying>,
+    /// By the number of their sandbox and their own.
+    checkpoints: Mutex<BTreeMap<(u64, CheckpointId), Snapshot>>,
+    made: AtomicUsize,
+    memory_of_checkpoint: AtomicU64,
+}
+
+/// How sessions are copied.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum FakeCopying {
+    #[default]
+    Works,
+    /// As on a machine where it cannot be done.
+    Unsupported,
+    /// Each attempt fails.
+    Fails,
+    /// Copies are made, and only this many forks of all that are tried from now on.
+    Forks(usize),
+    /// Copies are made, and none can be put in the place of its session.
+    NoReturn,
+}
+
+/// A copy of an interpreter.
+#[derive(Debug, Clone, Default)]
+struct Snapshot {
+    variables: BTreeMap<String, String>,
+    files: BTreeMap<PathBuf, Vec<u8>>,
+    lost: Vec<String>,
+    /// The members of the frame that asked for it.
+    asked: Value,
 }
 
 impl FakeBackend {
     /// A backend that is ready.
     pub fn new() -> FakeBackend {
-        FakeBackend { preparation: watch::Sender::new(Preparation::Ready), alive: Arc::default() }
+        FakeBackend { preparation: watch::Sender::new(Preparation::Ready), world: Arc::default() }
     }
 
     /// A backend whose preparation stands still until `prepare` is called.
     pub fn unprepared() -> FakeBackend {
         let working = Preparation::Working { step: "preparing".to_owned(), done: 0, total: None };
-        FakeBackend { preparation: watch::Sender::new(working), alive: Arc::default() }
+        FakeBackend { preparation: watch::Sender::new(working), world: Arc::default() }
     }
 
     /// Ends the preparation.
@@ -68,7 +116,35 @@ impl FakeBackend {
 
     /// Counts the sandboxes that exist.
     pub fn sandboxes(&self) -> usize {
-        self.alive.load(Ordering::SeqCst)
+        self.world.alive.load(Ordering::SeqCst)
+    }
+
+    /// Says how copying goes from now on.
+    pub fn set_copying(&self, copying: FakeCopying) {
+        *self.world.copying.lock().expect("nothing panics while it holds the switch") = copying;
+    }
+
+    /// Counts the copies that exist.
+    pub fn checkpoints(&self) -> usize {
+        self.world.checkpoints().len()
+    }
+
+    /// Counts the copies that were made, also those that are forgotten.
+    pub fn checkpoints_made(&self) -> usize {
+        self.world.made.load(Ordering::SeqCst)
+    }
+
+    /// Takes the oldest copies away, as a kernel without memory does.
+    pub fn take_oldest_checkpoints(&self, count: usize) {
+        let mut checkpoints = self.world.checkpoints();
+        for _ in 0..count {
+            checkpoints.pop_first();
+        }
+    }
+
+    /// Says how much memory each copy holds.
+    pub fn set_memory_of_checkpoint(&self, bytes: u64) {
+        self.world.memory_of_checkpoint.store(bytes, Ordering::SeqCst);
     }
 }
 
@@ -91,29 +167,138 @@ impl Backend for FakeBackend {
             return Err(LaunchError::Preparation { why: why.clone() });
         }
         drop(done);
+        World::sandbox(&self.world, None)
+    }
+
+    async fn shut_down(&self) {}
+}
+
+impl World {
+    fn checkpoints(&self) -> MutexGuard<'_, BTreeMap<(u64, CheckpointId), Snapshot>> {
+        self.checkpoints.lock().expect("nothing panics while it holds the copies")
+    }
+
+    /// Makes a sandbox with a fresh interpreter, or with one that has what a copy has.
+    fn sandbox(world: &Arc<World>, copy: Option<&Snapshot>) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let files = tempfile::tempdir().map_err(start_failed)?;
         let mut isolation = Isolation::default();
         for kind in LayerKind::ALL {
             isolation.record(kind, Layer::Missing { why: "the fake backend isolates nothing".to_owned() });
         }
-        let (interpreter, process) = start(files.path())?;
-        self.alive.fetch_add(1, Ordering::SeqCst);
-        let sandbox = FakeSandbox { files: Some(files), isolation, process, alive: self.alive.clone() };
+        let birth = match copy {
+            Some(copy) => copy.carry_to(files.path()).map_err(start_failed)?,
+            None => Birth::default(),
+        };
+        let (interpreter, process) = start(files.path(), birth)?;
+        world.alive.fetch_add(1, Ordering::SeqCst);
+        let number = world.numbers.fetch_add(1, Ordering::SeqCst);
+        let sandbox =
+            FakeSandbox { number, files: Some(files), isolation, process, world: world.clone(), next_checkpoint: 1 };
         Ok((Box::new(sandbox), interpreter))
     }
 
-    async fn shut_down(&self) {}
+    /// Tells whether one more fork can be made.
+    fn may_fork(&self) -> bool {
+        match &mut *self.copying.lock().expect("nothing panics while it holds the switch") {
+            FakeCopying::Forks(0) => false,
+            FakeCopying::Forks(left) => {
+                *left -= 1;
+                true
+            }
+            _ => true,
+        }
+    }
 }
 
 fn start_failed(error: io::Error) -> LaunchError {
     LaunchError::Start { why: error.to_string() }
 }
 
+/// What an interpreter begins with.
+#[derive(Default)]
+struct Birth {
+    variables: BTreeMap<String, String>,
+    lost: Vec<String>,
+    /// What it says in its greeting about files.
+    greeting: Option<(&'static str, Option<&'static str>)>,
+}
+
+impl Snapshot {
+    /// Fills the folder of another sandbox.
+    fn carry_to(&self, folder: &Path) -> io::Result<Birth> {
+        if self.asked["work_is_shared"] == true {
+            return Ok(self.birth("shared", None));
+        }
+        self.write(folder)?;
+        Ok(self.birth("restored", None))
+    }
+
+    /// Puts the folder it was taken from back.
+    fn put_back(&self, folder: &Path) -> io::Result<Birth> {
+        let size = self.files.values().map(|bytes| bytes.len() as u64).sum::<u64>();
+        if size > self.asked["undo_files"].as_u64().unwrap_or(0) {
+            return Ok(self.birth("left alone", Some("the working folder holds too much")));
+        }
+        for path in read_files(folder)?.into_keys().filter(|path| !self.files.contains_key(path)) {
+            fs::remove_file(folder.join(path))?;
+        }
+        self.write(folder)?;
+        Ok(self.birth("restored", None))
+    }
+
+    fn write(&self, folder: &Path) -> io::Result<()> {
+        for (path, bytes) in &self.files {
+            let path = folder.join(path);
+            path.parent().map_or(Ok(()), fs::create_dir_all)?;
+            fs::write(path, bytes)?;
+        }
+        Ok(())
+    }
+
+    fn birth(&self, files: &'static str, why: Option<&'static str>) -> Birth {
+        Birth { variables: self.variables.clone(), lost: self.lost.clone(), greeting: Some((files, why)) }
+    }
+}
+
+fn read_files(folder: &Path) -> io::Result<BTreeMap<PathBuf, Vec<u8>>> {
+    let mut files = BTreeMap::new();
+    let mut folders = vec![PathBuf::new()];
+    while let Some(inner) = folders.pop() {
+        for entry in fs::read_dir(folder.join(&inner))? {
+            let entry = entry?;
+            let path = inner.join(entry.file_name());
+            if entry.file_type()?.is_dir() {
+                folders.push(path);
+            } else {
+                files.insert(path, fs::read(entry.path())?);
+            }
+        }
+    }
+    Ok(files)
+}
+
 struct FakeSandbox {
+    number: u64,
     files: Option<TempDir>,
     isolation: Isolation,
     process: FakeProcess,
-    alive: Arc<AtomicUsize>,
+    world: Arc<World>,
+    next_checkpoint: u32,
+}
+
+impl FakeSandbox {
+    /// Ends the interpreter and returns the folder of its successor.
+    async fn end_interpreter(&mut self) -> Result<&Path, LaunchError> {
+        self.process.kill();
+        self.process.exited().await;
+        let files = self.files.as_ref().ok_or(LaunchError::Start { why: "the sandbox is destroyed".to_owned() })?;
+        Ok(files.path())
+    }
+
+    fn copy_of(&self, checkpoint: CheckpointId) -> Result<Snapshot, LaunchError> {
+        let copy = self.world.checkpoints().get(&(self.number, checkpoint)).cloned();
+        copy.ok_or(LaunchError::Start { why: "there is no such copy".to_owned() })
+    }
 }
 
 #[async_trait]
@@ -123,25 +308,79 @@ impl Sandbox for FakeSandbox {
     }
 
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
-        self.process.kill();
-        self.process.exited().await;
-        let files = self.files.as_ref().ok_or(LaunchError::Start { why: "the sandbox is destroyed".to_owned() })?;
-        let (interpreter, process) = start(files.path())?;
+        let (interpreter, process) = start(self.end_interpreter().await?, Birth::default())?;
         self.process = process;
         Ok(interpreter)
     }
 
     fn memory(&self) -> MemoryUse {
-        MemoryUse { now: 1024, peak: 2048 }
+        let copies = self.world.checkpoints().keys().filter(|(sandbox, _)| *sandbox == self.number).count() as u64;
+        let now = 1024 + copies * self.world.memory_of_checkpoint.load(Ordering::SeqCst);
+        MemoryUse { now, peak: now + 1024 }
     }
 
     fn forget_peak(&self) {}
 
+    async fn checkpoint(&mut self, told: oneshot::Sender<()>) -> Result<CheckpointId, CheckpointError> {
+        let failed = |why: &str| CheckpointError::Failed { why: why.to_owned() };
+        let copying = *self.world.copying.lock().expect("nothing panics while it holds the switch");
+        match copying {
+            FakeCopying::Works | FakeCopying::Forks(_) | FakeCopying::NoReturn => {}
+            FakeCopying::Unsupported => {
+                return Err(CheckpointError::Unsupported { why: "the switch says so".to_owned() });
+            }
+            FakeCopying::Fails => return Err(failed("the switch says so")),
+        }
+        let arrivals = self.process.arrivals.clone();
+        let mut arrivals = arrivals.lock().await;
+        let _ = told.send(());
+        let snapshot = tokio::select! {
+            snapshot = arrivals.recv() => snapshot.ok_or_else(|| failed("the interpreter ended"))?,
+            _ = self.process.exited() => return Err(failed("the interpreter ended")),
+            () = tokio::time::sleep(BRANCH_PATIENCE) => return Err(failed("it did not come to its branch point in time")),
+        };
+        let checkpoint = CheckpointId(self.next_checkpoint);
+        self.next_checkpoint += 1;
+        self.world.made.fetch_add(1, Ordering::SeqCst);
+        self.world.checkpoints().insert((self.number, checkpoint), snapshot);
+        Ok(checkpoint)
+    }
+
+    async fn restore(&mut self, checkpoint: CheckpointId) -> Result<Interpreter, LaunchError> {
+        let copy = self.copy_of(checkpoint)?;
+        let returns = *self.world.copying.lock().expect("nothing panics while it holds the switch");
+        let folder = self.end_interpreter().await?;
+        if returns == FakeCopying::NoReturn {
+            return Err(LaunchError::Start { why: "the switch says so".to_owned() });
+        }
+        let birth = copy.put_back(folder).map_err(start_failed)?;
+        let (interpreter, process) = start(folder, birth)?;
+        self.process = process;
+        Ok(interpreter)
+    }
+
+    async fn fork(&self, checkpoint: CheckpointId) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
+        let copy = self.copy_of(checkpoint)?;
+        if !self.world.may_fork() {
+            return Err(LaunchError::Start { why: "there is no room for one more".to_owned() });
+        }
+        World::sandbox(&self.world, Some(&copy))
+    }
+
+    fn has(&self, checkpoint: CheckpointId) -> bool {
+        self.world.checkpoints().contains_key(&(self.number, checkpoint))
+    }
+
+    fn forget(&self, checkpoint: CheckpointId) {
+        self.world.checkpoints().remove(&(self.number, checkpoint));
+    }
+
     async fn destroy(&mut self) {
         self.process.kill();
         self.process.exited().await;
+        self.world.checkpoints().retain(|(sandbox, _), _| *sandbox != self.number);
         if self.files.take().is_some() {
-            self.alive.fetch_sub(1, Ordering::SeqCst);
+            self.world.alive.fetch_sub(1, Ordering::SeqCst);
         }
     }
 }
@@ -152,6 +391,8 @@ struct FakeProcess {
     interrupt: Arc<Notify>,
     kill: Arc<Notify>,
     exit: watch::Receiver<Option<Exit>>,
+    /// What the interpreter was at its branch points.
+    arrivals: Arc<tokio::sync::Mutex<mpsc::Receiver<Snapshot>>>,
 }
 
 #[async_trait]
@@ -170,11 +411,16 @@ impl Process for FakeProcess {
 }
 
 /// Starts a task that plays an interpreter.
-fn start(files: &Path) -> Result<(Interpreter, FakeProcess), LaunchError> {
+fn start(files: &Path, birth: Birth) -> Result<(Interpreter, FakeProcess), LaunchError> {
     let (host, channel) = UnixStream::pair().map_err(start_failed)?;
     let (out, out_writer) = io::pipe().map_err(start_failed)?;
     let (err, err_writer) = io::pipe().map_err(start_failed)?;
-    let hello = json!({"type": "hello", "version": 1, "python": "fake", "marker": format!("{:032x}", u128::from_be_bytes(MARKER))});
+    let mut hello = json!({"type": "hello", "version": 1, "python": "fake", "marker": format!("{:032x}", u128::from_be_bytes(MARKER))});
+    if let Some((files, why)) = birth.greeting {
+        hello["lost"] = json!(birth.lost);
+        hello["files"] = json!(files);
+        hello["why"] = json!(why);
+    }
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let descriptors = [out.as_fd(), err.as_fd()];
@@ -183,7 +429,9 @@ fn start(files: &Path) -> Result<(Interpreter, FakeProcess), LaunchError> {
         .map_err(|error| start_failed(error.into()))?;
 
     let (exit_sender, exit) = watch::channel(None);
-    let process = FakeProcess { interrupt: Arc::default(), kill: Arc::default(), exit };
+    let (branch_point, arrivals) = mpsc::channel(1);
+    let arrivals = Arc::new(tokio::sync::Mutex::new(arrivals));
+    let process = FakeProcess { interrupt: Arc::default(), kill: Arc::default(), exit, arrivals };
     let mut script = Script {
         channel,
         pipes: [
@@ -192,7 +440,10 @@ fn start(files: &Path) -> Result<(Interpreter, FakeProcess), LaunchError> {
         ],
         interrupt: process.interrupt.clone(),
         files: files.to_owned(),
-        variables: BTreeMap::new(),
+        variables: birth.variables,
+        branch_point,
+        lost: Vec::new(),
+        stands: false,
         upload: None,
         seq: 0,
         last_pipe: 0,
@@ -223,6 +474,9 @@ struct Script {
     interrupt: Arc<Notify>,
     files: PathBuf,
     variables: BTreeMap<String, String>,
+    branch_point: mpsc::Sender<Snapshot>,
+    lost: Vec<String>,
+    stands: bool,
     upload: Option<(PathBuf, bool, Vec<u8>)>,
     seq: u32,
     last_pipe: usize,
@@ -276,8 +530,22 @@ impl Script {
                 Ok(())
             }
             Some("write_end") => self.write_file(id).await,
+            Some("branch") => self.branch(&header).await,
             _ => Ok(()),
         }
+    }
+
+    /// Comes to the branch point, and goes on.
+    async fn branch(&mut self, asked: &Value) -> Result<(), Interruption> {
+        if self.stands {
+            return Ok(());
+        }
+        let files = read_files(&self.files)?;
+        let lost = self.lost.clone();
+        let snapshot = Snapshot { variables: self.variables.clone(), files, lost: lost.clone(), asked: asked.clone() };
+        // Nobody waits for it when the attempt was given up.
+        let _ = self.branch_point.try_send(snapshot);
+        self.say(json!({"type": "branched", "id": asked["id"], "lost": lost}), b"").await
     }
 
     async fn say(&mut self, header: Value, payload: &[u8]) -> Result<(), Interruption> {
@@ -313,8 +581,10 @@ impl Script {
         self.say_in_order(json!({"type": "started", "id": id, "rotated": false})).await?;
         let (mut late, mut twice, mut exit) = (None, false, None);
         let mut error = Value::Null;
+        let mut unchanged = true;
         for (number, line) in code.lines().enumerate() {
             let (command, rest) = line.trim().split_once(' ').unwrap_or((line.trim(), ""));
+            unchanged &= matches!(command, "" | "print" | "err" | "value" | "get" | "file");
             match command {
                 "late" => late = Some(rest.to_owned()),
                 "done-twice" => twice = true,
@@ -332,8 +602,11 @@ impl Script {
         }
         let status = if error.is_null() { "ok" } else { "error" };
         let none = json!({"created": [], "changed": [], "deleted": [], "omitted": 0});
-        let done =
+        let mut done =
             json!({"type": "done", "id": id, "status": status, "error": error, "variables": none, "files": none});
+        if unchanged {
+            done["unchanged"] = json!(true);
+        }
         self.say_in_order(done.clone()).await?;
         if twice {
             self.say_in_order(done).await?;
@@ -376,6 +649,36 @@ impl Script {
                     Err(Interruption::Raised { name: "NameError", message: format!("name '{rest}' is not defined") })
                 }
             },
+            "keep" => {
+                let (name, text) = rest.split_once(' ').unwrap_or((rest, ""));
+                Ok(fs::write(self.files.join(name), text)?)
+            }
+            "file" => match fs::read_to_string(self.files.join(rest)) {
+                Ok(text) => self.write(0, &format!("{text}\n")).await,
+                Err(_) => Err(Interruption::Raised { name: "FileNotFoundError", message: rest.to_owned() }),
+            },
+            "lose" => {
+                self.lost.push(rest.to_owned());
+                Ok(())
+            }
+            "stand" => {
+                self.stands = true;
+                Ok(())
+            }
+            // The end of `float(` on the line before.
+            ")" => Ok(()),
+            _ if command.starts_with("float(") => {
+                let name = &command["float(".len()..];
+                let raised = |name, message: String| Err(Interruption::Raised { name, message });
+                match self.variables.get(name).map(|text| text.parse::<f64>()) {
+                    Some(Ok(number)) => {
+                        let data = json!({"text/plain": format!("{number:?}")});
+                        self.say_in_order(json!({"type": "value", "id": id, "data": data, "blobs": []})).await
+                    }
+                    Some(Err(_)) => raised("ValueError", format!("could not convert '{name}' to float")),
+                    None => raised("NameError", format!("name '{name}' is not defined")),
+                }
+            }
             "raise" => Err(Interruption::Raised { name: "ValueError", message: rest.to_owned() }),
             "sleep" => {
                 let interrupt = self.interrupt.clone();

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::net::UnixStream;
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 
 pub use isolation::{Isolation, Layer, LayerKind};
 
@@ -62,13 +62,45 @@ pub trait Sandbox: Send + Sync {
     /// Starts a new measurement of the peak.
     fn forget_peak(&self);
 
-    /// Ends every process and removes every file. Returns when nothing is left; destroying twice is harmless.
+    /// Copies the interpreter while it lives. The copy stands still until it is forked or restored; the interpreter itself goes on.
+    ///
+    /// When `told` fires, the interpreter is watched and must be asked on its channel to come to its branch point; the copy is made there. An
+    /// interpreter that does not come there in time is left alone, and the attempt fails.
+    async fn checkpoint(&mut self, told: oneshot::Sender<()>) -> Result<CheckpointId, CheckpointError>;
+
+    /// Ends the current interpreter, if any, and every process it left behind, and puts a copy of the checkpoint in its place. The checkpoint
+    /// stays.
+    async fn restore(&mut self, checkpoint: CheckpointId) -> Result<Interpreter, LaunchError>;
+
+    /// Makes another sandbox, as separate from this one as from any other, whose interpreter is a copy of the checkpoint. The checkpoint stays.
+    async fn fork(&self, checkpoint: CheckpointId) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError>;
+
+    /// Tells whether the checkpoint is still there; the kernel ends the oldest ones when memory runs out.
+    fn has(&self, checkpoint: CheckpointId) -> bool;
+
+    /// Gives a checkpoint and its memory up. One that is gone already is no error.
+    fn forget(&self, checkpoint: CheckpointId);
+
+    /// Ends every process and removes every file. Returns when nothing is left; destroying twice is harmless. Forks live on.
     async fn destroy(&mut self);
+}
+
+/// Names a checkpoint within its sandbox. Later ones have larger numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CheckpointId(pub u32);
+
+/// Why a live interpreter could not be copied. It goes on as if nothing had been asked.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum CheckpointError {
+    #[error("sessions cannot be copied here: {why}")]
+    Unsupported { why: String },
+    #[error("the session could not be copied: {why}")]
+    Failed { why: String },
 }
 
 /// A live interpreter inside a sandbox.
 pub struct Interpreter {
-    /// Frames travel here; see `runner/PROTOCOL.md`. The `hello` frame has not been read yet.
+    /// Frames travel here; see `runner/PROTOCOL.md`. The gate is open; the `hello` frame has not been read yet.
     pub channel: UnixStream,
     pub process: Box<dyn Process>,
 }
@@ -111,6 +143,8 @@ pub struct MemoryUse {
 #[derive(Debug, Clone, PartialEq)]
 pub struct SandboxLimits {
     pub memory: u64,
+    /// What a session, its checkpoints and all its forks may hold together; at least `memory`.
+    pub family_memory: u64,
     pub cpus: f64,
     pub processes: u32,
     /// Bytes in the private working folder, and again in the temporary folder.

@@ -15,25 +15,30 @@ use super::*;
 use crate::sandbox::fake::FakeBackend;
 use crate::sandbox::{Exit, Layer, Preparation};
 
-struct Setting {
-    backend: Arc<FakeBackend>,
-    sessions: Sessions,
+pub(super) struct Setting {
+    pub(super) backend: Arc<FakeBackend>,
+    pub(super) sessions: Sessions,
 }
 
-fn setting() -> Setting {
+pub(super) fn setting() -> Setting {
     setting_with(FakeBackend::new(), SessionSettings::default())
 }
 
-fn setting_with(backend: FakeBackend, settings: SessionSettings) -> Setting {
+pub(super) fn setting_with(backend: FakeBackend, settings: SessionSettings) -> Setting {
     let backend = Arc::new(backend);
     Setting { sessions: Sessions::new(backend.clone(), settings), backend }
 }
 
-fn owner() -> Principal {
+/// Settings with which no copies are made, for tests of the moments around a cell.
+pub(super) fn without_undo() -> SessionSettings {
+    SessionSettings { undo: Undo::Off, ..SessionSettings::default() }
+}
+
+pub(super) fn owner() -> Principal {
     Principal::local()
 }
 
-fn id(name: &str) -> SessionId {
+pub(super) fn id(name: &str) -> SessionId {
     SessionId::from_str(name).unwrap()
 }
 
@@ -41,29 +46,34 @@ fn path(name: &str) -> InsidePath {
     InsidePath::from_str(name).unwrap()
 }
 
-fn request(code: &str) -> ExecuteRequest {
+pub(super) fn request(code: &str) -> ExecuteRequest {
     ExecuteRequest { code: code.to_owned(), timeout: Duration::from_secs(10), max_output_chars: 5000 }
 }
 
 impl Setting {
-    async fn run(&self, session: &str, code: &str) -> Result<Outcome, Refused> {
+    pub(super) async fn run(&self, session: &str, code: &str) -> Result<Outcome, Refused> {
         self.run_with(session, code, CancellationToken::new()).await
     }
 
-    async fn run_with(&self, session: &str, code: &str, cancel: CancellationToken) -> Result<Outcome, Refused> {
+    pub(super) async fn run_with(
+        &self,
+        session: &str,
+        code: &str,
+        cancel: CancellationToken,
+    ) -> Result<Outcome, Refused> {
         self.sessions.execute(&owner(), &id(session), request(code), cancel).await
     }
 
-    async fn ok(&self, session: &str, code: &str) -> Outcome {
+    pub(super) async fn ok(&self, session: &str, code: &str) -> Outcome {
         self.run(session, code).await.unwrap()
     }
 
-    async fn refused(&self, session: &str, code: &str) -> Refused {
+    pub(super) async fn refused(&self, session: &str, code: &str) -> Refused {
         self.run(session, code).await.expect_err("the request should be refused")
     }
 
     /// Starts a cell and returns when it is running.
-    async fn begin(
+    pub(super) async fn begin(
         &self,
         session: &str,
         code: &str,
@@ -76,24 +86,30 @@ impl Setting {
         call
     }
 
-    async fn wait_until(&self, seen: impl Fn(&SessionInfo) -> bool) {
+    pub(super) async fn wait_until(&self, seen: impl Fn(&SessionInfo) -> bool) {
         while !self.sessions.list(&owner()).iter().any(&seen) {
             tokio::task::yield_now().await;
         }
     }
 
-    async fn upload(&self, session: &str, name: &str, bytes: &[u8], overwrite: bool) -> Result<u64, Refused> {
+    pub(super) async fn upload(
+        &self,
+        session: &str,
+        name: &str,
+        bytes: &[u8],
+        overwrite: bool,
+    ) -> Result<u64, Refused> {
         self.sessions.write_file(&owner(), &id(session), &path(name), &mut &bytes[..], overwrite).await
     }
 
-    async fn download(&self, session: &str, name: &str, limit: u64) -> Result<Vec<u8>, Refused> {
+    pub(super) async fn download(&self, session: &str, name: &str, limit: u64) -> Result<Vec<u8>, Refused> {
         let mut bytes = Vec::new();
         self.sessions.read_file(&owner(), &id(session), &path(name), limit, &mut bytes).await?;
         Ok(bytes)
     }
 }
 
-fn text(outcome: &Outcome) -> String {
+pub(super) fn text(outcome: &Outcome) -> String {
     let texts = outcome.output.parts.iter().filter_map(|part| match part {
         Part::Text { text, .. } => Some(text.as_str()),
         _ => None,
@@ -233,7 +249,7 @@ async fn cancelling_stops_a_running_cell_and_removes_a_waiting_one() {
 
 #[tokio::test(start_paused = true)]
 async fn an_interrupt_that_comes_before_the_code_has_begun_is_not_lost() {
-    let setting = setting();
+    let setting = setting_with(FakeBackend::new(), without_undo());
     setting.ok("a", "set x 1").await;
     let cancel = CancellationToken::new();
     let call = setting.run_with("a", "sleep 9", cancel.clone());
@@ -246,7 +262,7 @@ async fn an_interrupt_that_comes_before_the_code_has_begun_is_not_lost() {
 }
 
 /// Polls a future once, so that what it does first is done.
-async fn futures_are_pending<F: Future + Unpin>(future: &mut F) -> bool {
+pub(super) async fn futures_are_pending<F: Future + Unpin>(future: &mut F) -> bool {
     std::future::poll_fn(|context| std::task::Poll::Ready(std::pin::Pin::new(&mut *future).poll(context).is_pending()))
         .await
 }
@@ -371,7 +387,7 @@ async fn files_travel_both_ways_in_pieces() {
 
 #[tokio::test(start_paused = true)]
 async fn a_runner_that_stops_answering_a_file_request_is_ended_after_a_minute() {
-    let setting = setting();
+    let setting = setting_with(FakeBackend::new(), without_undo());
     setting.ok("a", "mute").await;
     let before = Instant::now();
     let refused = setting.download("a", "x", 1).await.unwrap_err();

@@ -3,14 +3,18 @@
 //! It feeds what happens (a command, an event from the runner, an exit, a moment in time) to the `state` machine and carries out what the
 //! machine decides. Facts come from the process and the clock; what the runner says only fills in results and ends a request early.
 //!
-//! No step waits for the inside: starting and restarting are futures that the loop polls beside everything else, so that `reset`,
+//! No step waits for the inside: starting, restarting and copying are futures that the loop polls beside everything else, so that `reset`,
 //! `close` and cancellation act at once.
+
+mod branching;
 
 use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::io::{Read, Seek, Write};
 use std::pin::Pin;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::Poll;
 use std::time::Duration;
 
 use serde_json::json;
@@ -19,16 +23,20 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
+use self::branching::{Copying, Replacement};
+pub(super) use self::branching::{Fork, Forked};
+use super::history::{History, Undoable};
 use super::output::{Gatherer, bounded_text};
-use super::state::{Action, Answer, Event, Machine, Refusal, RequestId, State, Stop};
+use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
 use super::{
     ExecuteRequest, ExecutionId, FileChanges, FileNote, FullOutput, InsidePath, Outcome, PythonError, Refused,
-    ResetReport, SessionId, SessionSettings, StateAfter, Status, Variable, VariableChanges, WorkFolder,
+    ResetReport, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, Variable, VariableChanges,
+    WorkFolder,
 };
 use crate::runner_client::{
-    self, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection, DoneClaim, Trouble,
+    self, Carried, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection, DoneClaim, Trouble,
 };
-use crate::sandbox::{Backend, Exit, Interpreter, LaunchError, Process, Sandbox};
+use crate::sandbox::{Backend, CheckpointError, CheckpointId, Exit, Interpreter, LaunchError, Process, Sandbox};
 
 /// Bytes of a file that travel in one frame.
 const CHUNK: usize = 256 * 1024;
@@ -50,6 +58,18 @@ pub(super) enum Command {
     Submit(RequestId, Job),
     Cancel(RequestId),
     Reset(oneshot::Sender<Result<ResetReport, Refused>>),
+    Undo {
+        cells: u32,
+        reply: oneshot::Sender<Result<UndoReport, Refused>>,
+    },
+    /// Puts a fork in the place of the session's own interpreter and sandbox. It comes back when that cannot be done now.
+    Adopt {
+        fork: Box<Fork>,
+        note: String,
+        reply: oneshot::Sender<Result<(), Box<Fork>>>,
+    },
+    /// Ends the session and gives its interpreter and sandbox away, if they are alive and at rest.
+    Surrender(oneshot::Sender<Option<Box<Fork>>>),
     Leave(oneshot::Sender<()>),
 }
 
@@ -58,6 +78,27 @@ pub(super) enum Job {
     Execute { request: ExecuteRequest, reply: oneshot::Sender<Result<Outcome, Refused>> },
     Write { path: InsidePath, overwrite: bool, source: SpooledTempFile, reply: oneshot::Sender<Result<u64, Refused>> },
     Read { path: InsidePath, limit: u64, reply: oneshot::Sender<Result<SpooledTempFile, Refused>> },
+    Fork { count: usize, reply: oneshot::Sender<Result<Forked, Refused>> },
+}
+
+impl Job {
+    fn kind(&self) -> Kind {
+        match self {
+            Job::Execute { .. } => Kind::Cell,
+            Job::Write { .. } | Job::Read { .. } => Kind::File,
+            Job::Fork { .. } => Kind::Fork,
+        }
+    }
+}
+
+/// Where a session's first interpreter comes from.
+pub(super) enum Origin {
+    Launch(Arc<dyn Backend>),
+    /// A fork that is being made. The note is for the reader of the first outcome.
+    Fork {
+        fork: oneshot::Receiver<Box<Fork>>,
+        note: Option<String>,
+    },
 }
 
 /// What others may see of a session without asking its driver.
@@ -74,12 +115,15 @@ pub(super) struct Facts {
     pub(super) executions: u64,
     pub(super) last_used: Instant,
     pub(super) memory: Option<u64>,
+    /// What can be undone, the nearest first.
+    pub(super) undoable: Vec<Undoable>,
 }
 
 impl Shared {
     pub(super) fn new() -> Shared {
         let now = Instant::now();
-        let facts = Facts { state: "starting", ended: None, executions: 0, last_used: now, memory: None };
+        let facts =
+            Facts { state: "starting", ended: None, executions: 0, last_used: now, memory: None, undoable: Vec::new() };
         Shared { facts: Mutex::new(facts), spools: Mutex::default(), created: now }
     }
 
@@ -90,6 +134,14 @@ impl Shared {
     pub(super) fn full_output(&self, execution: ExecutionId) -> Option<FullOutput> {
         let spools = self.spools.lock().expect("nothing panics while it holds the spools");
         spools.iter().find(|(id, _)| *id == execution).map(|(_, full)| full.clone())
+    }
+
+    /// Takes over the whole outputs that another session keeps.
+    pub(super) fn take_over(&self, other: &Shared) {
+        let spools = std::mem::take(&mut *other.spools.lock().expect("nothing panics while it holds the spools"));
+        for (execution, full) in spools {
+            self.keep(execution, full);
+        }
     }
 
     fn keep(&self, execution: ExecutionId, full: FullOutput) {
@@ -107,33 +159,50 @@ pub(super) type OnGone = Box<dyn FnOnce(Option<String>) + Send>;
 /// Runs a session until it is gone.
 pub(super) async fn drive(
     id: SessionId,
-    backend: Arc<dyn Backend>,
+    origin: Origin,
     settings: SessionSettings,
+    numbers: Arc<AtomicU64>,
     commands: mpsc::Receiver<Command>,
     shared: Arc<Shared>,
     on_gone: OnGone,
 ) {
-    let launch = launch(backend);
-    let note = match settings.work_folder {
-        WorkFolder::Private => "This is a new session: no variables or files from before exist.",
-        WorkFolder::Shared => "This is a new session: no variables from before exist.",
+    let (future, note): (Pin<Box<dyn Future<Output = Finished> + Send>>, Option<String>) = match origin {
+        Origin::Launch(backend) => {
+            let note = match settings.work_folder {
+                WorkFolder::Private => "This is a new session: no variables or files from before exist.",
+                WorkFolder::Shared => "This is a new session: no variables from before exist.",
+            };
+            (Box::pin(launch(backend)), Some(note.to_owned()))
+        }
+        Origin::Fork { fork, note } => (Box::pin(branching::arrive(fork)), note),
     };
+    let machine = Machine::new(settings.undo != Undo::Off);
+    // A session that was somebody's variant before has facts already.
+    shared.facts().state = machine.state().name();
     let driver = Driver {
         id,
+        machine,
         settings,
+        numbers,
         commands,
         shared,
-        machine: Machine::new(),
         waiting: HashMap::new(),
         running: None,
         live: None,
         sandbox: None,
-        work: Some(Work { starts_first: true, future: Box::pin(launch) }),
+        work: Some(Work { starts_first: true, future }),
+        history: History::default(),
+        copying: None,
+        no_copies: None,
+        forking: None,
+        forked: None,
+        replacement: None,
+        postponed: Vec::new(),
         ended: None,
         failure: None,
         nonsense: String::new(),
         exit: Exit::Unknown,
-        note: Some(note),
+        notes: note.into_iter().collect(),
         resets: Vec::new(),
         closers: Vec::new(),
         expired: false,
@@ -141,12 +210,45 @@ pub(super) async fn drive(
     driver.run(on_gone).await;
 }
 
-/// An interpreter that was started, or why not; and the sandbox, when there is one.
-type Started = (Option<Box<dyn Sandbox>>, Result<Live, LaunchError>);
+/// Runs futures side by side until each is over.
+pub(super) async fn all<F: Future>(futures: Vec<F>) -> Vec<F::Output> {
+    let mut running = futures.into_iter().map(|future| (Box::pin(future), None)).collect::<Vec<_>>();
+    std::future::poll_fn(|context| {
+        let mut waiting = false;
+        for (future, result) in running.iter_mut().filter(|(_, result)| result.is_none()) {
+            match future.as_mut().poll(context) {
+                Poll::Ready(value) => *result = Some(value),
+                Poll::Pending => waiting = true,
+            }
+        }
+        if waiting { Poll::Pending } else { Poll::Ready(()) }
+    })
+    .await;
+    running.into_iter().filter_map(|(_, result)| result).collect()
+}
 
+/// Work on the sandbox that the loop does not wait for. It holds the sandbox and gives it back.
 struct Work {
     starts_first: bool,
-    future: Pin<Box<dyn Future<Output = Started> + Send>>,
+    future: Pin<Box<dyn Future<Output = Finished> + Send>>,
+}
+
+/// What came of it.
+enum Finished {
+    /// An interpreter that was started, or why not; and the sandbox, when there is one.
+    Started(Option<Box<dyn Sandbox>>, Result<Box<Live>, LaunchError>),
+    Copied(Box<dyn Sandbox>, Result<CheckpointId, CheckpointError>),
+    Forked(Box<dyn Sandbox>, Result<Vec<Fork>, String>),
+}
+
+impl Finished {
+    /// Keeps the sandbox only.
+    fn into_sandbox(self) -> Option<Box<dyn Sandbox>> {
+        match self {
+            Finished::Started(sandbox, _) => sandbox,
+            Finished::Copied(sandbox, _) | Finished::Forked(sandbox, _) => Some(sandbox),
+        }
+    }
 }
 
 struct Live {
@@ -155,32 +257,32 @@ struct Live {
     connection: Result<Connection, Instant>,
 }
 
-async fn launch(backend: Arc<dyn Backend>) -> Started {
+async fn launch(backend: Arc<dyn Backend>) -> Finished {
     match backend.launch().await {
         Ok((mut sandbox, interpreter)) => match greet(interpreter).await {
-            Ok(live) => (Some(sandbox), Ok(live)),
+            Ok(live) => Finished::Started(Some(sandbox), Ok(live)),
             Err(error) => {
                 sandbox.destroy().await;
-                (None, Err(error))
+                Finished::Started(None, Err(error))
             }
         },
-        Err(error) => (None, Err(error)),
+        Err(error) => Finished::Started(None, Err(error)),
     }
 }
 
-async fn restart(mut sandbox: Box<dyn Sandbox>) -> Started {
+async fn restart(mut sandbox: Box<dyn Sandbox>) -> Finished {
     match sandbox.restart().await {
         Ok(interpreter) => {
             let live = greet(interpreter).await;
-            (Some(sandbox), live)
+            Finished::Started(Some(sandbox), live)
         }
-        Err(error) => (Some(sandbox), Err(error)),
+        Err(error) => Finished::Started(Some(sandbox), Err(error)),
     }
 }
 
-async fn greet(interpreter: Interpreter) -> Result<Live, LaunchError> {
+async fn greet(interpreter: Interpreter) -> Result<Box<Live>, LaunchError> {
     match tokio::time::timeout(GREETING_PATIENCE, Connection::open(interpreter.channel)).await {
-        Ok(Ok(connection)) => Ok(Live { process: interpreter.process, connection: Ok(connection) }),
+        Ok(Ok(connection)) => Ok(Box::new(Live { process: interpreter.process, connection: Ok(connection) })),
         Ok(Err(error)) => {
             interpreter.process.kill();
             Err(LaunchError::Start { why: error.to_string() })
@@ -229,21 +331,34 @@ enum Task {
 struct Driver {
     id: SessionId,
     settings: SessionSettings,
+    /// Where numbers for frames come from.
+    numbers: Arc<AtomicU64>,
     commands: mpsc::Receiver<Command>,
     shared: Arc<Shared>,
     machine: Machine,
     waiting: HashMap<RequestId, Job>,
     running: Option<Running>,
     live: Option<Live>,
+    /// `None` while some work has it.
     sandbox: Option<Box<dyn Sandbox>>,
     work: Option<Work>,
+    history: History,
+    copying: Option<Copying>,
+    /// Why sessions cannot be copied here, once that is known.
+    no_copies: Option<String>,
+    /// The request for forks that is being carried out, and what came of it.
+    forking: Option<(RequestId, oneshot::Sender<Result<Forked, Refused>>)>,
+    forked: Option<Result<Forked, String>>,
+    replacement: Option<Replacement>,
+    /// What waits for the end of a copy that nobody asked for.
+    postponed: Vec<Command>,
     /// Why the interpreter is gone, as the end of "this session ended because …".
     ended: Option<String>,
     failure: Option<LaunchError>,
     nonsense: String,
     exit: Exit,
     /// What the next execution's reader must know.
-    note: Option<&'static str>,
+    notes: Vec<String>,
     resets: Vec<(oneshot::Sender<Result<ResetReport, Refused>>, bool)>,
     closers: Vec<oneshot::Sender<()>>,
     expired: bool,
@@ -254,7 +369,9 @@ enum Wake {
     Command(Option<Command>),
     Runner(Result<runner_client::Event, runner_client::ConnectionError>),
     Exit(Exit),
-    Started(Box<Started>),
+    Finished(Finished),
+    /// The sandbox watches the interpreter that is to be copied, or will not.
+    Told(bool),
     Time,
 }
 
@@ -268,7 +385,8 @@ impl Driver {
                 Wake::Runner(Ok(event)) => self.heard(event),
                 Wake::Runner(Err(error)) => self.broken(error.to_string()),
                 Wake::Exit(exit) => self.exited(exit),
-                Wake::Started(started) => self.started(*started),
+                Wake::Finished(finished) => self.finished_work(finished),
+                Wake::Told(watched) => self.told(watched),
                 Wake::Time => self.time(),
             }
         }
@@ -282,11 +400,13 @@ impl Driver {
             None => (None, None),
         };
         let work = self.work.as_mut();
+        let told = self.copying.as_mut().and_then(|copying| copying.told.as_mut());
         tokio::select! {
             command = self.commands.recv() => Wake::Command(command),
             event = async { connection.expect("guarded").next().await }, if connection.is_some() => Wake::Runner(event),
             exit = async { process.expect("guarded").exited().await }, if process.is_some() => Wake::Exit(exit),
-            started = async { (&mut work.expect("guarded").future).await }, if work.is_some() => Wake::Started(Box::new(started)),
+            finished = async { (&mut work.expect("guarded").future).await }, if work.is_some() => Wake::Finished(finished),
+            told = async { told.expect("guarded").await }, if told.is_some() => Wake::Told(told.is_ok()),
             () = tokio::time::sleep_until(moment) => Wake::Time,
         }
     }
@@ -301,7 +421,11 @@ impl Driver {
             }
             _ => None,
         };
-        [running, exit, expiry].into_iter().flatten().min().unwrap_or_else(|| Instant::now() + LONGEST_TIMEOUT)
+        [running, exit, expiry, self.answer_due()]
+            .into_iter()
+            .flatten()
+            .min()
+            .unwrap_or_else(|| Instant::now() + LONGEST_TIMEOUT)
     }
 
     fn time(&mut self) {
@@ -311,6 +435,9 @@ impl Driver {
         {
             self.exited(Exit::Unknown);
             return;
+        }
+        if self.answer_due().is_some_and(|due| due <= now) {
+            return self.copied();
         }
         if let Some(running) = &mut self.running {
             if running.deadline > now {
@@ -339,8 +466,9 @@ impl Driver {
         self.shared.facts().last_used = Instant::now();
         match command {
             Command::Submit(id, job) => {
+                let kind = job.kind();
                 self.waiting.insert(id, job);
-                self.happen(Event::Submitted(id));
+                self.happen(Event::Submitted(id, kind));
             }
             Command::Cancel(id) => self.happen(Event::CancelAsked(id)),
             Command::Reset(reply) => {
@@ -348,6 +476,13 @@ impl Driver {
                 self.resets.push((reply, interrupted));
                 self.hear_the_rest();
                 self.happen(Event::ResetAsked);
+            }
+            Command::Undo { cells, reply } => self.undo(cells, reply),
+            Command::Adopt { fork, note, reply } => self.adopt(fork, note, reply),
+            Command::Surrender(reply) => {
+                let given = self.surrender();
+                self.happen(Event::LeaveAsked);
+                let _ = reply.send(given);
             }
             Command::Leave(reply) => {
                 self.closers.push(reply);
@@ -362,10 +497,14 @@ impl Driver {
         for action in self.machine.next(event) {
             match action {
                 Action::Start(id) => self.start(id),
+                Action::Copy => self.copy(None),
+                Action::Fork(id) => self.fork(id),
                 Action::Interrupt => self.interrupt(),
                 Action::Kill => self.kill(),
                 Action::Answer(id, answer) => self.answer(id, answer),
                 Action::Restart => self.restart(),
+                Action::Replace => self.replace(),
+                Action::RefuseReplacement => self.refuse_replacement(),
             }
         }
         let state = self.machine.state();
@@ -384,6 +523,7 @@ impl Driver {
                 }
                 self.shared.facts().executions += 1;
                 let code = std::mem::take(&mut request.code);
+                self.remember(&code);
                 let deadline = begun + request.timeout.min(LONGEST_TIMEOUT);
                 let gatherer = Box::new(Gatherer::new(request.max_output_chars));
                 let task = Task::Cell { gatherer, begun_inside: false, request, done: None, reply };
@@ -394,6 +534,8 @@ impl Driver {
                 let task = Task::Write { path, source, all_sent: false, result: None, reply };
                 (task, begun + FILE_PATIENCE, header, Vec::new())
             }
+            // The machine starts it by another action.
+            Job::Fork { .. } => return,
             Job::Read { path, limit, reply } => {
                 let header = json!({"type": "read_file", "id": id, "path": path.as_str(), "limit": limit});
                 let received = SpooledTempFile::new(STAGED_IN_MEMORY);
@@ -408,6 +550,22 @@ impl Driver {
         self.running = Some(Running { id, task, begun, deadline });
         self.send(&header, &payload);
         self.send_file();
+    }
+
+    /// Puts a cell that begins into the history.
+    fn remember(&mut self, code: &str) {
+        let Undo::On { checkpoints, .. } = self.settings.undo else { return };
+        self.look_after_copies();
+        self.give_up_for_memory();
+        let forgotten = self.history.began(code, checkpoints);
+        self.forget(forgotten);
+        self.show_history();
+    }
+
+    fn fork(&mut self, id: RequestId) {
+        let Some(Job::Fork { count, reply }) = self.waiting.remove(&id) else { return };
+        self.forking = Some((id, reply));
+        self.copy(Some(count));
     }
 
     /// Sends a frame. A channel that is closed takes nothing; the exit is noticed elsewhere.
@@ -468,24 +626,53 @@ impl Driver {
     }
 
     fn restart(&mut self) {
+        let copies = self.forget_the_past();
         // The connection goes first: what the old interpreter says from now on is of no interest.
         self.live = None;
-        if let Some(sandbox) = self.sandbox.take() {
-            self.work = Some(Work { starts_first: false, future: Box::pin(restart(sandbox)) });
+        let (sandbox, work) = (self.sandbox.take(), self.work.take());
+        let future = async move {
+            let sandbox = match (sandbox, work) {
+                (Some(sandbox), _) => Some(sandbox),
+                (None, Some(work)) => work.future.await.into_sandbox(),
+                (None, None) => None,
+            };
+            match sandbox {
+                Some(sandbox) => {
+                    copies.into_iter().for_each(|checkpoint| sandbox.forget(checkpoint));
+                    restart(sandbox).await
+                }
+                None => Finished::Started(None, Err(LaunchError::Start { why: "its sandbox is gone".to_owned() })),
+            }
+        };
+        self.work = Some(Work { starts_first: false, future: Box::pin(future) });
+    }
+
+    fn finished_work(&mut self, finished: Finished) {
+        self.work = None;
+        match finished {
+            Finished::Started(sandbox, live) => self.started(sandbox, live),
+            Finished::Copied(sandbox, copy) => self.copy_made(sandbox, copy),
+            Finished::Forked(sandbox, forks) => self.forks_made(sandbox, forks),
         }
     }
 
-    fn started(&mut self, (sandbox, live): Started) {
-        self.work = None;
+    fn started(&mut self, sandbox: Option<Box<dyn Sandbox>>, live: Result<Box<Live>, LaunchError>) {
         self.sandbox = sandbox;
         match live {
             Ok(live) => {
-                self.live = Some(live);
+                let carried = match &live.connection {
+                    Ok(connection) => connection.carried().clone(),
+                    Err(_) => Carried::default(),
+                };
+                self.live = Some(*live);
                 self.ended = None;
+                self.failure = None;
+                self.replaced(&carried);
                 for (reply, interrupted_running_cell) in self.resets.drain(..) {
                     let _ = reply.send(Ok(ResetReport { interrupted_running_cell, files_kept: true }));
-                    self.note =
-                        Some("Python was started anew: variables from before the reset are gone, files are kept.");
+                    self.notes = vec![
+                        "Python was started anew: variables from before the reset are gone, files are kept.".to_owned(),
+                    ];
                 }
                 self.happen(Event::Started);
             }
@@ -493,6 +680,7 @@ impl Driver {
                 debug!(session = self.id.as_str(), %error, "no interpreter could be started");
                 self.ended =
                     Some(format!("Python could not be started again ({error}); files in the working folder are kept"));
+                self.replacement_failed(&error);
                 for (reply, _) in self.resets.drain(..) {
                     let _ = reply.send(Err(Refused::Launch(error.clone())));
                 }
@@ -513,6 +701,10 @@ impl Driver {
         self.exit = exit;
         self.ended = Some(format!("{}; variables are gone, files in the working folder are kept", describe(exit)));
         self.happen(Event::InterpreterGone);
+        // Nobody is left to answer; a copy that was made is as good as ever.
+        if self.answer_due().is_some() {
+            self.copied();
+        }
     }
 
     /// Takes what the running request has written until now, because its interpreter is about to be ended from outside.
@@ -561,6 +753,9 @@ impl Driver {
             event => {
                 self.take(event);
                 if let Some(id) = self.finished() {
+                    if self.has_changed() {
+                        self.changed();
+                    }
                     self.happen(Event::Finished(id));
                 }
             }
@@ -569,6 +764,9 @@ impl Driver {
 
     /// Takes a piece of the running request's result. What belongs to no running request is dropped.
     fn take(&mut self, event: runner_client::Event) {
+        if let runner_client::Event::Claim(Claim::Branched { id, lost }) = event {
+            return self.branched(id, lost);
+        }
         let Some(running) = &mut self.running else { return };
         let id = running.id;
         match (&mut running.task, event) {
@@ -643,8 +841,21 @@ impl Driver {
         finished.then_some(running.id)
     }
 
+    /// Tells whether the request that has just ended may have changed the session's state.
+    fn has_changed(&self) -> bool {
+        match self.running.as_ref().map(|running| &running.task) {
+            Some(Task::Cell { done: Some(done), .. }) => !done.unchanged,
+            Some(Task::Write { result, .. }) => matches!(result, Some(Ok(_))),
+            Some(Task::Read { .. }) | None => false,
+            Some(Task::Cell { done: None, .. }) => true,
+        }
+    }
+
     fn answer(&mut self, id: RequestId, answer: Answer) {
         self.shared.facts().last_used = Instant::now();
+        if let Some((_, reply)) = self.forking.take_if(|(forking, _)| *forking == id) {
+            return self.answer_fork(answer, reply);
+        }
         if let Some(job) = self.waiting.remove(&id) {
             refuse(job, self.refusal(answer));
             return;
@@ -721,7 +932,7 @@ impl Driver {
         let memory = self.sandbox.as_ref().map(|sandbox| sandbox.memory()).unwrap_or_default();
         self.shared.facts().memory = Some(memory.now);
         let isolation = self.sandbox.as_ref().map(|sandbox| sandbox.isolation().clone()).unwrap_or_default();
-        let notes = self.note.take().map(str::to_owned).into_iter().collect();
+        let notes = self.notes_for(&status);
         debug!(
             session = self.id.as_str(),
             outcome = status.name(),
@@ -739,13 +950,36 @@ impl Driver {
         }
     }
 
+    /// Returns what the reader of an outcome must know.
+    fn notes_for(&mut self, status: &Status) -> Vec<String> {
+        let mut notes = std::mem::take(&mut self.notes);
+        let state_is_lost = matches!(
+            status,
+            Status::Died { .. }
+                | Status::Nonsense { .. }
+                | Status::TimedOut { state: StateAfter::Lost, .. }
+                | Status::Cancelled { state: StateAfter::Lost }
+        );
+        if state_is_lost {
+            self.history.changed();
+            self.look_after_copies();
+            notes.append(&mut self.notes);
+            if self.history.before(1).is_some() {
+                notes.push("`undo` brings back the state before this cell.".to_owned());
+            }
+        }
+        notes
+    }
+
     fn refusal(&self, answer: Answer) -> Refused {
         let ended = || Refused::Ended {
             id: self.id.clone(),
             why: self.ended.clone().unwrap_or_else(|| "it was closed".to_owned()),
+            undo: !self.history.undoable().is_empty(),
         };
         match answer {
             Answer::Refused(Refusal::Busy) => Refused::Busy { waiting: super::state::MOST_WAITING },
+            Answer::Refused(Refusal::CellRunning) => Refused::CellRunning { id: self.id.clone(), then: "fork" },
             Answer::Refused(Refusal::Cancelled) => Refused::CancelledWhileWaiting,
             Answer::Refused(Refusal::StartFailed) => self.failure.clone().map_or_else(ended, Refused::Launch),
             Answer::Refused(Refusal::Reset) => Refused::ResetWhileWaiting,
@@ -775,6 +1009,8 @@ impl Driver {
         } else {
             None
         };
+        // Nothing that is gone can be undone.
+        self.history.clear();
         on_gone(why);
         self.commands.close();
         while let Some(command) = self.commands.recv().await {
@@ -783,7 +1019,9 @@ impl Driver {
                     let answer = if self.failure.is_some() { Refusal::StartFailed } else { Refusal::Ended };
                     refuse(job, self.refusal(Answer::Refused(answer)));
                 }
-                Command::Cancel(_) => {}
+                // Their senders learn from the silence that the session is gone; a fork is destroyed or comes back.
+                Command::Cancel(_) | Command::Undo { .. } | Command::Surrender(_) => {}
+                Command::Adopt { fork, reply, .. } => drop(reply.send(Err(fork))),
                 Command::Reset(reply) => self.resets.push((reply, false)),
                 Command::Leave(reply) => self.closers.push(reply),
             }
@@ -791,17 +1029,20 @@ impl Driver {
         for (reply, _) in self.resets.drain(..) {
             let _ = reply.send(Err(Refused::Unknown { id: self.id.clone() }));
         }
+        self.postponed.clear();
+        self.replacement = None;
+        self.give_copying_up();
         self.live = None;
         match self.work.take() {
             // A first start may wait long for the preparation. It is not dropped half-way; what it makes is destroyed.
             Some(work) if work.starts_first => {
                 tokio::spawn(async move {
-                    if let (Some(mut sandbox), _) = work.future.await {
+                    if let Some(mut sandbox) = work.future.await.into_sandbox() {
                         sandbox.destroy().await;
                     }
                 });
             }
-            Some(work) => self.sandbox = work.future.await.0,
+            Some(work) => self.sandbox = work.future.await.into_sandbox(),
             None => {}
         }
         if let Some(mut sandbox) = self.sandbox.take() {
@@ -819,6 +1060,7 @@ fn refuse(job: Job, refused: Refused) {
         Job::Execute { reply, .. } => drop(reply.send(Err(refused))),
         Job::Write { reply, .. } => drop(reply.send(Err(refused))),
         Job::Read { reply, .. } => drop(reply.send(Err(refused))),
+        Job::Fork { reply, .. } => drop(reply.send(Err(refused))),
     }
 }
 

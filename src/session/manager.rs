@@ -3,7 +3,7 @@
 //! The table is locked for lookups only, never across an await. A session that expired leaves a tombstone, so that its id is answered with
 //! the reason and not with an empty new session; one that was closed on purpose leaves nothing.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -14,10 +14,11 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{self, Command, Job, STAGED_IN_MEMORY, Shared};
+use super::driver::{self, Command, Fork, Forked, Job, Origin, STAGED_IN_MEMORY, Shared};
 use super::{
-    ExecuteRequest, ExecutionId, FullOutput, InsidePath, LARGEST_CODE, Outcome, Principal, Refused, ResetReport,
-    SessionId, SessionInfo, SessionSettings, WorkFolder,
+    CheckpointInfo, ExecuteRequest, ExecutionId, ForkNames, ForkReport, FullOutput, InsidePath, LARGEST_CODE,
+    MOST_FORKS, Outcome, Principal, Refused, ResetReport, SessionId, SessionInfo, SessionSettings, Undo, UndoReport,
+    WorkFolder,
 };
 use crate::sandbox::{Backend, Preparation};
 
@@ -27,6 +28,8 @@ const MOST_TOMBSTONES: usize = 1000;
 const TOMBSTONE_AGE: Duration = Duration::from_secs(24 * 3600);
 /// Idle sessions named when there are too many.
 const IDLE_NAMED: usize = 3;
+/// Characters of what is added to a source's name, so that some of that name is left.
+const LONGEST_SUFFIX: usize = 48;
 /// Commands on their way to one driver. It reads them at once, so only a flood fills this.
 const MOST_COMMANDS: usize = 256;
 /// Bytes of a file moved in one step.
@@ -44,20 +47,39 @@ struct House {
     backend: Arc<dyn Backend>,
     settings: SessionSettings,
     table: Mutex<Table>,
-    next_request: AtomicU64,
+    next_number: Arc<AtomicU64>,
 }
 
 #[derive(Default)]
 struct Table {
     sessions: HashMap<Key, Entry>,
     tombstones: HashMap<Key, Tombstone>,
+    /// Sessions that only their maker sees. They end when their maker lets go of them, or with the server.
+    hidden: HashMap<u64, mpsc::WeakSender<Command>>,
     closing: bool,
 }
 
+/// The way to a session's driver.
 #[derive(Clone)]
-struct Entry {
-    commands: mpsc::Sender<Command>,
-    shared: Arc<Shared>,
+pub(super) struct Entry {
+    pub(super) commands: mpsc::Sender<Command>,
+    pub(super) shared: Arc<Shared>,
+}
+
+/// A session that waits for its fork. Dropped without it, the session vanishes.
+pub(super) struct Seat {
+    pub(super) id: SessionId,
+    entry: Entry,
+    fork: oneshot::Sender<Box<Fork>>,
+}
+
+impl Seat {
+    /// Gives the session its interpreter and sandbox.
+    pub(super) fn take(self, fork: Box<Fork>) -> SessionId {
+        // A session that was closed meanwhile leaves the fork to its destroyer.
+        let _ = self.fork.send(fork);
+        self.id
+    }
 }
 
 struct Tombstone {
@@ -69,7 +91,7 @@ struct Tombstone {
 
 impl Sessions {
     pub fn new(backend: Arc<dyn Backend>, settings: SessionSettings) -> Sessions {
-        let house = House { backend, settings, table: Mutex::default(), next_request: AtomicU64::new(1) };
+        let house = House { backend, settings, table: Mutex::default(), next_number: Arc::new(AtomicU64::new(1)) };
         Sessions { house: Arc::new(house) }
     }
 
@@ -96,17 +118,54 @@ impl Sessions {
         }
         let entry = self.find_or_create(owner, id)?;
         let (reply, answer) = oneshot::channel();
-        let number = self.submit(owner, id, &entry, Job::Execute { request, reply })?;
-        tokio::pin!(answer);
-        let answer = tokio::select! {
-            answer = &mut answer => answer,
-            () = cancel.cancelled() => {
-                // A driver that is gone has answered already.
-                let _ = entry.commands.send(Command::Cancel(number)).await;
-                answer.await
+        let job = Job::Execute { request, reply };
+        self.ask(&entry, job, answer, &cancel).await.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))
+    }
+
+    /// Makes new sessions that have everything this one has, each in a sandbox of its own. All are made or none.
+    ///
+    /// Dropping the future makes those vanish that are not finished.
+    pub async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused> {
+        let source = self.find(owner, id)?;
+        let count = match &names {
+            ForkNames::Count(count) => *count as usize,
+            ForkNames::Named(names) => names.len(),
+        };
+        if count == 0 || count > MOST_FORKS as usize {
+            return Err(Refused::ForkCount { count });
+        }
+        let seats = self.seats(owner, id, names)?;
+        let forked = match self.fork_of(owner, id, &source, count, &CancellationToken::new()).await {
+            Ok(forked) => forked,
+            Err(refused) => {
+                for Seat { entry, fork, .. } in seats {
+                    drop(fork);
+                    leave(&entry).await;
+                }
+                return Err(refused);
             }
         };
-        answer.unwrap_or_else(|_| Err(self.gone(owner, id)))
+        let forks = seats.into_iter().zip(forked.forks).map(|(seat, fork)| seat.take(Box::new(fork))).collect();
+        Ok(ForkReport { forks, lost: forked.lost, files: forked.files, notes: Vec::new() })
+    }
+
+    /// Brings back the state before the last `cells` cells, also after the interpreter has ended.
+    pub async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused> {
+        let entry = self.find(owner, id)?;
+        let (reply, answer) = oneshot::channel();
+        entry.commands.send(Command::Undo { cells, reply }).await.map_err(|_| self.gone(owner, id))?;
+        answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
+    }
+
+    /// Tells what can be undone, the nearest first.
+    pub fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
+        let entry = self.find(owner, id)?;
+        if self.house.settings.undo == Undo::Off {
+            return Err(Refused::UndoOff { id: id.clone() });
+        }
+        let now = Instant::now();
+        let undoable = entry.shared.facts().undoable.clone();
+        Ok(undoable.into_iter().map(|entry| entry.info(now)).collect())
     }
 
     /// Starts the interpreter anew, also in the middle of a cell; files stay.
@@ -151,7 +210,8 @@ impl Sessions {
         let source = stage(source).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
         let entry = self.find_or_create(owner, id)?;
         let (reply, answer) = oneshot::channel();
-        self.submit(owner, id, &entry, Job::Write { path: path.clone(), overwrite, source, reply })?;
+        self.submit(&entry, Job::Write { path: path.clone(), overwrite, source, reply })
+            .map_err(|silence| self.explained(owner, id, silence))?;
         answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
     }
 
@@ -166,7 +226,8 @@ impl Sessions {
     ) -> Result<u64, Refused> {
         let entry = self.find(owner, id)?;
         let (reply, answer) = oneshot::channel();
-        self.submit(owner, id, &entry, Job::Read { path: path.clone(), limit, reply })?;
+        self.submit(&entry, Job::Read { path: path.clone(), limit, reply })
+            .map_err(|silence| self.explained(owner, id, silence))?;
         let staged = answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))?;
         unstage(staged, sink).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })
     }
@@ -228,10 +289,12 @@ impl Sessions {
         let entries = {
             let mut table = self.table();
             table.closing = true;
-            table.sessions.values().cloned().collect::<Vec<_>>()
+            let Table { sessions, hidden, .. } = &*table;
+            let visible = sessions.values().map(|entry| entry.commands.clone());
+            visible.chain(hidden.values().filter_map(mpsc::WeakSender::upgrade)).collect::<Vec<_>>()
         };
         let leaving =
-            entries.into_iter().map(|entry| tokio::spawn(async move { leave(&entry).await })).collect::<Vec<_>>();
+            entries.into_iter().map(|entry| tokio::spawn(async move { leave_by(&entry).await })).collect::<Vec<_>>();
         for left in leaving {
             let _ = left.await;
         }
@@ -242,7 +305,7 @@ impl Sessions {
         self.house.table()
     }
 
-    fn find(&self, owner: &Principal, id: &SessionId) -> Result<Entry, Refused> {
+    pub(super) fn find(&self, owner: &Principal, id: &SessionId) -> Result<Entry, Refused> {
         let key = (owner.clone(), id.clone());
         self.table().look_up(&key)?.ok_or_else(|| Refused::Unknown { id: id.clone() })
     }
@@ -253,29 +316,167 @@ impl Sessions {
         if let Some(entry) = table.look_up(&key)? {
             return Ok(entry);
         }
+        self.room_for(&table, owner, 1)?;
+        Ok(self.open(&mut table, key, Origin::Launch(self.house.backend.clone()), Shared::new()))
+    }
+
+    /// Checks that so many more sessions may exist.
+    fn room_for(&self, table: &Table, owner: &Principal, more: usize) -> Result<(), Refused> {
         let limit = self.house.settings.max_sessions;
-        if table.sessions.len() >= limit {
+        if table.sessions.len() + more > limit {
             return Err(Refused::TooManySessions { limit, oldest_idle: table.oldest_idle(owner) });
         }
+        Ok(())
+    }
+
+    /// Checks that so many more sessions may exist now. They may be refused later all the same.
+    pub(super) fn has_room_for(&self, owner: &Principal, more: usize) -> Result<(), Refused> {
+        self.room_for(&self.table(), owner, more)
+    }
+
+    /// Puts a session into the table, with its driver.
+    fn open(&self, table: &mut Table, key: Key, origin: Origin, shared: impl Into<Arc<Shared>>) -> Entry {
         let (commands, receiver) = mpsc::channel(MOST_COMMANDS);
-        let shared = Arc::new(Shared::new());
-        let entry = Entry { commands, shared: shared.clone() };
+        let entry = Entry { commands, shared: shared.into() };
         table.sessions.insert(key.clone(), entry.clone());
-        drop(table);
+        let id = key.1.clone();
         let house = self.house.clone();
         let on_gone = Box::new(move |why| house.table().bury(key, why));
-        let (backend, settings) = (self.house.backend.clone(), self.house.settings.clone());
-        tokio::spawn(driver::drive(id.clone(), backend, settings, receiver, shared, on_gone));
+        let (settings, numbers) = (self.house.settings.clone(), self.house.next_number.clone());
+        tokio::spawn(driver::drive(id, origin, settings, numbers, receiver, entry.shared.clone(), on_gone));
+        entry
+    }
+
+    /// Makes sessions that wait for their forks, so that their names and their place are taken.
+    fn seats(&self, owner: &Principal, source: &SessionId, names: ForkNames) -> Result<Vec<Seat>, Refused> {
+        let mut table = self.table();
+        let names = match names {
+            ForkNames::Count(count) => {
+                let free = (1..).map(|number| named_after(source, &number.to_string()));
+                free.filter(|id| !table.knows(owner, id)).take(count as usize).collect()
+            }
+            ForkNames::Named(names) => {
+                let mut seen = HashSet::new();
+                if let Some(taken) = names.iter().find(|id| table.knows(owner, id) || !seen.insert(*id)) {
+                    return Err(Refused::NameTaken { id: taken.clone() });
+                }
+                names
+            }
+        };
+        if table.closing {
+            return Err(Refused::ShuttingDown);
+        }
+        self.room_for(&table, owner, names.len())?;
+        let note = format!("This session is a fork of `{source}`.");
+        let seat = |id| self.seat(&mut table, owner, id, note.clone(), Arc::new(Shared::new()));
+        Ok(names.into_iter().map(seat).collect())
+    }
+
+    fn seat(&self, table: &mut Table, owner: &Principal, id: SessionId, note: String, shared: Arc<Shared>) -> Seat {
+        let (fork, arrival) = oneshot::channel();
+        let origin = Origin::Fork { fork: arrival, note: Some(note) };
+        let entry = self.open(table, (owner.clone(), id.clone()), origin, shared);
+        Seat { id, entry, fork }
+    }
+
+    /// Makes a session for a fork that is there already, called after its source and `name`.
+    pub(super) fn seat_for(
+        &self,
+        owner: &Principal,
+        source: &SessionId,
+        name: &str,
+        note: String,
+        shared: Arc<Shared>,
+    ) -> Result<Seat, Refused> {
+        let mut table = self.table();
+        if table.closing {
+            return Err(Refused::ShuttingDown);
+        }
+        self.room_for(&table, owner, 1)?;
+        let others = (2..).map(|number| named_after(source, &format!("{name}-{number}")));
+        let id = std::iter::once(named_after(source, name))
+            .chain(others)
+            .find(|id| !table.knows(owner, id))
+            .expect("the numbers do not end");
+        Ok(self.seat(&mut table, owner, id, note, shared))
+    }
+
+    /// Starts a driver for a fork that only the caller sees. It ends when the caller lets go of it. Nothing in it is kept for an undo.
+    pub(super) fn hide(&self, source: &SessionId, name: &str, fork: Fork) -> Result<Entry, Refused> {
+        let (commands, receiver) = mpsc::channel(MOST_COMMANDS);
+        let entry = Entry { commands, shared: Arc::new(Shared::new()) };
+        let (hand, arrival) = oneshot::channel();
+        let _ = hand.send(Box::new(fork));
+        let number = self.house.next_number.fetch_add(1, Ordering::Relaxed);
+        {
+            let mut table = self.table();
+            if table.closing {
+                return Err(Refused::ShuttingDown);
+            }
+            table.hidden.insert(number, entry.commands.downgrade());
+        }
+        let house = self.house.clone();
+        let on_gone = Box::new(move |_| drop(house.table().hidden.remove(&number)));
+        let settings = SessionSettings { undo: Undo::Off, idle_timeout: Duration::MAX, ..self.house.settings.clone() };
+        let numbers = self.house.next_number.clone();
+        let origin = Origin::Fork { fork: arrival, note: None };
+        let id = named_after(source, name);
+        tokio::spawn(driver::drive(id, origin, settings, numbers, receiver, entry.shared.clone(), on_gone));
         Ok(entry)
     }
 
-    fn submit(&self, owner: &Principal, id: &SessionId, entry: &Entry, job: Job) -> Result<u64, Refused> {
-        let number = self.house.next_request.fetch_add(1, Ordering::Relaxed);
+    /// Has forks made of a session. They are nobody's until somebody takes them.
+    pub(super) async fn fork_of(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        source: &Entry,
+        count: usize,
+        cancel: &CancellationToken,
+    ) -> Result<Forked, Refused> {
+        let (reply, answer) = oneshot::channel();
+        let forked = self.ask(source, Job::Fork { count, reply }, answer, cancel).await;
+        forked.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))
+    }
+
+    /// Sends a job to a driver and waits for its answer. A cancelled token is passed on, and the answer is awaited all the same.
+    pub(super) async fn ask<T>(
+        &self,
+        entry: &Entry,
+        job: Job,
+        mut answer: oneshot::Receiver<Result<T, Refused>>,
+        cancel: &CancellationToken,
+    ) -> Result<Result<T, Refused>, Silence> {
+        let number = self.submit(entry, job)?;
+        let answer = tokio::select! {
+            answer = &mut answer => answer,
+            () = cancel.cancelled() => {
+                // A driver that is gone has answered already.
+                let _ = entry.commands.send(Command::Cancel(number)).await;
+                answer.await
+            }
+        };
+        answer.map_err(|_| Silence::Gone)
+    }
+
+    fn submit(&self, entry: &Entry, job: Job) -> Result<u64, Silence> {
+        let number = self.house.next_number.fetch_add(1, Ordering::Relaxed);
         match entry.commands.try_send(Command::Submit(number, job)) {
             Ok(()) => Ok(number),
-            Err(mpsc::error::TrySendError::Full(_)) => Err(Refused::Busy { waiting: MOST_COMMANDS }),
-            Err(mpsc::error::TrySendError::Closed(_)) => Err(self.gone(owner, id)),
+            Err(mpsc::error::TrySendError::Full(_)) => Err(Silence::Flooded),
+            Err(mpsc::error::TrySendError::Closed(_)) => Err(Silence::Gone),
         }
+    }
+
+    fn explained(&self, owner: &Principal, id: &SessionId, silence: Silence) -> Refused {
+        match silence {
+            Silence::Flooded => Refused::Busy { waiting: MOST_COMMANDS },
+            Silence::Gone => self.gone(owner, id),
+        }
+    }
+
+    pub(super) fn settings(&self) -> &SessionSettings {
+        &self.house.settings
     }
 
     /// Says why a session that was there a moment ago is not.
@@ -299,9 +500,15 @@ impl Table {
             return Err(Refused::ShuttingDown);
         }
         if let Some(tombstone) = self.tombstones.get(key) {
-            return Err(Refused::Ended { id: key.1.clone(), why: tombstone.why.clone() });
+            return Err(Refused::Ended { id: key.1.clone(), why: tombstone.why.clone(), undo: false });
         }
         Ok(self.sessions.get(key).cloned())
+    }
+
+    /// Tells whether a name is in use, also by a session that ended and is remembered.
+    fn knows(&self, owner: &Principal, id: &SessionId) -> bool {
+        let key = (owner.clone(), id.clone());
+        self.sessions.contains_key(&key) || self.tombstones.contains_key(&key)
     }
 
     /// Names the sessions that could be closed with the least loss.
@@ -334,11 +541,35 @@ impl Table {
     }
 }
 
-async fn leave(entry: &Entry) {
+/// Why a driver did not answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Silence {
+    /// More commands are on their way to it than it can take.
+    Flooded,
+    Gone,
+}
+
+/// Ends a session and waits until nothing of it is left.
+pub(super) async fn leave(entry: &Entry) {
+    leave_by(&entry.commands).await;
+}
+
+async fn leave_by(commands: &mpsc::Sender<Command>) {
     let (reply, left) = oneshot::channel();
-    if entry.commands.send(Command::Leave(reply)).await.is_ok() {
+    if commands.send(Command::Leave(reply)).await.is_ok() {
         let _ = left.await;
     }
+}
+
+/// Returns the name of a session that comes from another one: `<source>-<suffix>`, the source's name shortened if need be. What a name
+/// may not contain becomes `-`.
+fn named_after(source: &SessionId, suffix: &str) -> SessionId {
+    let allowed = |character: char| character.is_ascii_alphanumeric() || matches!(character, '_' | '.' | '-');
+    let safe = |character: char| if allowed(character) { character } else { '-' };
+    let suffix = suffix.chars().map(safe).take(LONGEST_SUFFIX).collect::<String>();
+    let room = 64 - 1 - suffix.len();
+    let base = source.as_str().get(..room).unwrap_or(source.as_str());
+    format!("{base}-{suffix}").parse().expect("its characters are allowed and its length is bounded")
 }
 
 async fn stage(source: &mut (dyn AsyncRead + Send + Unpin)) -> std::io::Result<SpooledTempFile> {

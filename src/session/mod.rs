@@ -1,20 +1,29 @@
 //! Sessions: Python state that outlives a call.
 //!
-//!     Starting → Idle ⇄ Running
+//!     Starting → Idle ⇄ Running         Idle ⇄ Copying                 (for a later undo, or for forks)
 //!                  ↘     ↙
-//!                   Ended → (reset) → Starting      (the sandbox and its files outlive the interpreter)
-//!                     ↓
-//!                    Gone                            (expired, closed, or the sandbox itself was lost)
+//!                   Ended → (reset) → Starting                         (the sandbox and its files outlive the interpreter)
+//!                     ↓  ↘ (undo) → Replacing → Idle                   (an undo begins in Idle too)
+//!                    Gone                                              (expired, closed, or the sandbox itself was lost)
 //!
 //! Each session has one task, the driver, and only the driver changes its state. Everyone else goes through `Sessions`, which finds,
 //! creates and limits them. `state` decides, `driver` acts, `output` gathers what a cell prints within bounds.
+//!
+//! A session can branch. Before a cell changes its state, the state is copied (`history` knows which copy precedes which cell): `undo`
+//! puts a copy in the session's place. A fork is a copy in a sandbox of its own, and from then on a session like any other; `explore`
+//! tries several cells in forks that nobody else sees.
 //!
 //! A session does not know which backend it runs on. A session that lost its state says so until somebody resets it; it is never
 //! replaced in silence.
 
 #[cfg(test)]
 mod behaviour;
+mod branch;
+#[cfg(test)]
+mod branching_behaviour;
 mod driver;
+mod explore;
+mod history;
 mod images;
 mod manager;
 mod outcome;
@@ -30,6 +39,7 @@ use std::time::Duration;
 
 use crate::runner_client::Trouble;
 use crate::sandbox::LaunchError;
+pub use branch::*;
 pub use manager::Sessions;
 pub use outcome::*;
 pub use spool::FullOutput;
@@ -167,6 +177,11 @@ pub struct SessionSettings {
     pub idle_timeout: Duration,
     /// How long code may ignore an interrupt before it is killed.
     pub grace: Duration,
+    pub undo: Undo,
+    /// Variants of one exploration that run at the same time, at least one.
+    pub explore_parallel: usize,
+    /// Bytes of memory a sandbox may hold, where that is limited. Old copies are given up before it is reached.
+    pub memory_limit: Option<u64>,
 }
 
 impl Default for SessionSettings {
@@ -176,6 +191,9 @@ impl Default for SessionSettings {
             max_sessions: 20,
             idle_timeout: Duration::from_secs(3600),
             grace: Duration::from_millis(1500),
+            undo: Undo::default(),
+            explore_parallel: 4,
+            memory_limit: None,
         }
     }
 }
@@ -216,8 +234,13 @@ pub enum Refused {
         "there is no session `{id}`. Run a cell with this session_id to create it, or use `list_sessions` to see the existing ones"
     )]
     Unknown { id: SessionId },
-    #[error("this session ended because {why}. Call `reset` with session_id `{id}` to start it anew")]
-    Ended { id: SessionId, why: String },
+    #[error("this session ended because {why}. {}", way_back(.id, *.undo))]
+    Ended {
+        id: SessionId,
+        why: String,
+        /// Whether its earlier state can be brought back.
+        undo: bool,
+    },
     #[error("{}", too_many(*.limit, .oldest_idle))]
     TooManySessions { limit: usize, oldest_idle: Vec<SessionId> },
     #[error(
@@ -246,8 +269,59 @@ pub enum Refused {
     File { path: InsidePath, reason: Trouble, detail: String },
     #[error("the file could not be read or stored on the server's side: {why}")]
     Transfer { why: String },
+    #[error("a cell is running in `{id}`; wait for it or interrupt it, then {then}")]
+    CellRunning { id: SessionId, then: &'static str },
+    #[error("`{id}` is busy with a file, a fork or a restart; wait for it, then {then}")]
+    Occupied { id: SessionId, then: &'static str },
+    #[error("{count} forks were asked for; between 1 and {MOST_FORKS} can be made at once")]
+    ForkCount { count: usize },
+    #[error(
+        "no session was forked, because the name `{id}` is in use. Choose another name, or close that session first"
+    )]
+    NameTaken { id: SessionId },
+    #[error("`{id}` could not be copied: {why}. It goes on as before")]
+    CannotCopy { id: SessionId, why: String },
+    #[error("undo is switched off on this server, so no earlier state of `{id}` was kept")]
+    UndoOff { id: SessionId },
+    #[error("{}", nothing_to_undo(.id, *.cells, .possible, .why))]
+    NothingToUndo {
+        id: SessionId,
+        /// As many as were asked for.
+        cells: u32,
+        /// The numbers of cells that can be undone.
+        possible: Vec<u32>,
+        /// Why earlier states could not be kept, when that is known.
+        why: Option<String>,
+    },
+    #[error("nothing was explored: {why}")]
+    Explore { why: String },
     #[error("the server is shutting down; no new requests are accepted")]
     ShuttingDown,
+}
+
+/// Says how to go on with a session that ended.
+fn way_back(id: &SessionId, undo: bool) -> String {
+    if undo {
+        format!("Call `undo` with session_id `{id}` to bring back its last kept state, or `reset` to start it anew")
+    } else {
+        format!("Call `reset` with session_id `{id}` to start it anew")
+    }
+}
+
+fn nothing_to_undo(id: &SessionId, cells: u32, possible: &[u32], why: &Option<String>) -> String {
+    let why = why.as_ref().map(|why| format!(" ({why})")).unwrap_or_default();
+    let plural = |cells: u32| if cells == 1 { "1 cell".to_owned() } else { format!("{cells} cells") };
+    let gapless = possible.iter().zip(1..).all(|(number, place)| *number == place);
+    match possible.last() {
+        None => format!("nothing in `{id}` can be undone: no earlier state of it is kept{why}"),
+        Some(most) if gapless => {
+            format!("{} of `{id}` cannot be undone; at most {} can{why}", plural(cells), plural(*most))
+        }
+        Some(_) => {
+            let numbers = possible.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+            format!("{} of `{id}` cannot be undone{why}. These numbers of cells can: {numbers}", plural(cells))
+        }
+    }
 }
 
 fn too_many(limit: usize, oldest_idle: &[SessionId]) -> String {
@@ -310,6 +384,27 @@ mod tests {
         }
         assert_eq!(InsidePath::from_str(&"x".repeat(256)), Err(BadInsidePath::TooLong));
         assert_eq!(InsidePath::from_str(&"x/".repeat(2100)), Err(BadInsidePath::TooLong));
+    }
+
+    #[test]
+    fn a_refused_undo_says_what_can_be_undone() {
+        let id = SessionId::from_str("a").unwrap();
+        let text = |possible: &[u32]| {
+            let why = None;
+            Refused::NothingToUndo { id: id.clone(), cells: 5, possible: possible.to_vec(), why }.to_string()
+        };
+        assert_eq!(text(&[]), "nothing in `a` can be undone: no earlier state of it is kept");
+        assert_eq!(text(&[1, 2]), "5 cells of `a` cannot be undone; at most 2 cells can");
+        assert_eq!(text(&[1, 3]), "5 cells of `a` cannot be undone. These numbers of cells can: 1, 3");
+    }
+
+    #[test]
+    fn an_ended_session_offers_undo_only_when_there_is_something_to_go_back_to() {
+        let text = |undo: bool| {
+            Refused::Ended { id: SessionId::from_str("a").unwrap(), why: "it crashed".to_owned(), undo }.to_string()
+        };
+        assert!(text(true).contains("`undo`") && text(true).contains("`reset`"));
+        assert!(!text(false).contains("`undo`") && text(false).contains("`reset`"));
     }
 
     #[test]

@@ -2,6 +2,9 @@
 //!
 //! One request runs at a time, the others wait in the order of their arrival. Every request that comes in gets exactly one `Answer`,
 //! whatever else happens.
+//!
+//! The state that a cell is about to change is copied first, at the latest before the cell starts and preferably right after the one before it,
+//! when nobody waits. The same state is never copied twice.
 
 use std::collections::VecDeque;
 
@@ -13,6 +16,15 @@ pub(super) const MOST_WAITING: usize = 64;
 /// Names a request, and on the wire its execution or transfer.
 pub(super) type RequestId = u64;
 
+/// What a request asks for, as far as it matters when it may begin.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Changes the session's state.
+    Cell,
+    File,
+    Fork,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
     /// An interpreter is being started: the first one of the session, or a fresh one after a reset.
@@ -22,8 +34,15 @@ pub(super) enum State {
     Idle,
     Running {
         request: RequestId,
+        kind: Kind,
         stopping: Option<Stop>,
     },
+    /// The interpreter is being copied: for a later undo, or for the forks that a request wants.
+    Copying {
+        fork: Option<RequestId>,
+    },
+    /// Another interpreter, with a state of its own, is being put in the place of the present one.
+    Replacing,
     /// The interpreter is gone; the sandbox and its files are there.
     Ended,
     Gone,
@@ -32,8 +51,8 @@ pub(super) enum State {
 impl State {
     pub(super) fn name(self) -> &'static str {
         match self {
-            State::Starting { .. } => "starting",
-            State::Idle => "idle",
+            State::Starting { .. } | State::Replacing => "starting",
+            State::Idle | State::Copying { .. } => "idle",
             State::Running { .. } => "running",
             State::Ended | State::Gone => "ended",
         }
@@ -50,13 +69,21 @@ pub(super) enum Stop {
 /// What happens to a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Event {
-    Submitted(RequestId),
+    Submitted(RequestId, Kind),
     CancelAsked(RequestId),
     /// The interpreter that was being started has greeted.
     Started,
     StartFailed,
     /// The runner claims that a request is over.
     Finished(RequestId),
+    /// The state is no longer the one that was copied last.
+    Changed,
+    /// The copying is over, with or without a copy, and so are the forks made of it.
+    Copied,
+    /// Nothing can be copied here, now and later.
+    CopiesImpossible,
+    /// Another interpreter is to take the place of the present one.
+    ReplaceAsked,
     TimeIsUp,
     GraceIsOver,
     InterpreterGone,
@@ -70,10 +97,14 @@ pub(super) enum Event {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
     Start(RequestId),
+    Copy,
+    Fork(RequestId),
     Interrupt,
     Kill,
     Answer(RequestId, Answer),
     Restart,
+    Replace,
+    RefuseReplacement,
 }
 
 /// The one ending of a request.
@@ -92,6 +123,8 @@ pub(super) enum Answer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Refusal {
     Busy,
+    /// A fork was asked for while a cell runs or waits.
+    CellRunning,
     Cancelled,
     StartFailed,
     Ended,
@@ -102,72 +135,127 @@ pub(super) enum Refusal {
 #[derive(Debug)]
 pub(super) struct Machine {
     state: State,
-    queue: VecDeque<RequestId>,
+    queue: VecDeque<(RequestId, Kind)>,
+    copies: Copies,
+}
+
+/// Whether the present state must be copied before a cell changes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Copies {
+    Off,
+    Wanted,
+    /// It has been copied, or that was tried in vain.
+    Tried,
 }
 
 impl Machine {
-    pub(super) fn new() -> Machine {
-        Machine { state: State::Starting { first: true }, queue: VecDeque::new() }
+    /// A machine whose first interpreter is being started. With `undo`, the state is copied before each cell.
+    pub(super) fn new(undo: bool) -> Machine {
+        let copies = if undo { Copies::Wanted } else { Copies::Off };
+        Machine { state: State::Starting { first: true }, queue: VecDeque::new(), copies }
     }
 
     pub(super) fn state(&self) -> State {
         self.state
     }
 
+    /// Tells whether a cell runs or waits for its turn.
+    pub(super) fn has_cell(&self) -> bool {
+        matches!(self.state, State::Running { kind: Kind::Cell, .. })
+            || self.queue.iter().any(|(_, kind)| *kind == Kind::Cell)
+    }
+
     /// Decides what to do about `event`.
     pub(super) fn next(&mut self, event: Event) -> Vec<Action> {
         let mut actions = Vec::new();
         match (self.state, event) {
-            (State::Starting { .. } | State::Running { .. }, Event::Submitted(request)) => {
+            (State::Ended | State::Gone, Event::Submitted(request, _)) => {
+                actions.push(Action::Answer(request, Answer::Refused(Refusal::Ended)));
+            }
+            (_, Event::Submitted(request, Kind::Fork)) if self.has_cell() => {
+                actions.push(Action::Answer(request, Answer::Refused(Refusal::CellRunning)));
+            }
+            (State::Idle, Event::Submitted(request, kind)) => {
+                self.queue.push_back((request, kind));
+                self.begin_next(&mut actions);
+            }
+            (_, Event::Submitted(request, kind)) => {
                 if self.queue.len() >= MOST_WAITING {
                     actions.push(Action::Answer(request, Answer::Refused(Refusal::Busy)));
                 } else {
-                    self.queue.push_back(request);
+                    self.queue.push_back((request, kind));
                 }
             }
-            (State::Idle, Event::Submitted(request)) => {
-                self.state = State::Running { request, stopping: None };
-                actions.push(Action::Start(request));
-            }
-            (State::Ended | State::Gone, Event::Submitted(request)) => {
-                actions.push(Action::Answer(request, Answer::Refused(Refusal::Ended)));
-            }
 
-            (State::Running { request, stopping: None }, Event::CancelAsked(cancelled)) if request == cancelled => {
-                self.state = State::Running { request, stopping: Some(Stop::Cancelled) };
+            (State::Running { request, kind, stopping: None }, Event::CancelAsked(cancelled))
+                if request == cancelled =>
+            {
+                self.state = State::Running { request, kind, stopping: Some(Stop::Cancelled) };
                 actions.push(Action::Interrupt);
             }
+            // The copy cannot be called back; what comes of it is thrown away.
+            (State::Copying { fork: Some(request) }, Event::CancelAsked(cancelled)) if request == cancelled => {
+                self.state = State::Copying { fork: None };
+                actions.push(Action::Answer(request, Answer::Refused(Refusal::Cancelled)));
+            }
             (_, Event::CancelAsked(cancelled)) => {
-                if let Some(place) = self.queue.iter().position(|waiting| *waiting == cancelled) {
+                if let Some(place) = self.queue.iter().position(|(waiting, _)| *waiting == cancelled) {
                     self.queue.remove(place);
                     actions.push(Action::Answer(cancelled, Answer::Refused(Refusal::Cancelled)));
                 }
             }
 
-            (State::Starting { .. }, Event::Started) => self.begin_next(&mut actions),
-            (State::Starting { first }, Event::StartFailed) => {
-                self.state = if first { State::Gone } else { State::Ended };
+            (State::Starting { .. }, Event::Started) => {
+                self.want_copy();
+                self.begin_next(&mut actions);
+            }
+            (State::Replacing, Event::Started) => self.begin_next(&mut actions),
+            (State::Starting { first: true }, Event::StartFailed) => {
+                self.state = State::Gone;
+                self.refuse_waiting(Refusal::StartFailed, &mut actions);
+            }
+            (State::Starting { first: false } | State::Replacing, Event::StartFailed) => {
+                self.state = State::Ended;
                 self.refuse_waiting(Refusal::StartFailed, &mut actions);
             }
 
-            (State::Running { request, stopping }, Event::Finished(finished)) if request == finished => {
+            (State::Running { request, kind, stopping }, Event::Finished(finished)) if request == finished => {
                 let answer = match stopping {
                     Some(stop) => Answer::Stopped(stop, StateAfter::Kept),
                     None => Answer::Finished,
                 };
                 actions.push(Action::Answer(request, answer));
-                self.begin_next(&mut actions);
+                if kind == Kind::Cell && self.queue.is_empty() && self.copies == Copies::Wanted {
+                    self.copy(&mut actions);
+                } else {
+                    self.begin_next(&mut actions);
+                }
             }
-            (State::Running { request, stopping: None }, Event::TimeIsUp) => {
-                self.state = State::Running { request, stopping: Some(Stop::TimedOut) };
+            (State::Running { request, kind, stopping: None }, Event::TimeIsUp) => {
+                self.state = State::Running { request, kind, stopping: Some(Stop::TimedOut) };
                 actions.push(Action::Interrupt);
             }
-            (State::Running { request, stopping: Some(stop) }, Event::GraceIsOver) => {
+            (State::Running { request, stopping: Some(stop), .. }, Event::GraceIsOver) => {
                 actions.push(Action::Kill);
                 self.end(Some((request, Answer::Stopped(stop, StateAfter::Lost))), &mut actions);
             }
 
-            (State::Running { request, stopping }, Event::InterpreterGone) => {
+            (_, Event::Changed) => self.want_copy(),
+            (_, Event::CopiesImpossible) => self.copies = Copies::Off,
+            (State::Copying { fork }, Event::Copied) => {
+                actions.extend(fork.map(|request| Action::Answer(request, Answer::Finished)));
+                self.begin_next(&mut actions);
+            }
+            (State::Idle | State::Ended | State::Copying { fork: None }, Event::ReplaceAsked) => {
+                if self.copies == Copies::Wanted {
+                    self.copies = Copies::Tried;
+                }
+                self.state = State::Replacing;
+                actions.push(Action::Replace);
+            }
+            (_, Event::ReplaceAsked) => actions.push(Action::RefuseReplacement),
+
+            (State::Running { request, stopping, .. }, Event::InterpreterGone) => {
                 let answer = match stopping {
                     Some(stop) => Answer::Stopped(stop, StateAfter::Lost),
                     None => Answer::InterpreterGone,
@@ -175,6 +263,9 @@ impl Machine {
                 self.end(Some((request, answer)), &mut actions);
             }
             (State::Idle, Event::InterpreterGone) => self.end(None, &mut actions),
+            (State::Copying { fork }, Event::InterpreterGone) => {
+                self.end(fork.map(|request| (request, Answer::InterpreterGone)), &mut actions);
+            }
             (State::Running { request, .. }, Event::ProtocolBroken) => {
                 actions.push(Action::Kill);
                 self.end(Some((request, Answer::ProtocolBroken)), &mut actions);
@@ -183,38 +274,81 @@ impl Machine {
                 actions.push(Action::Kill);
                 self.end(None, &mut actions);
             }
+            (State::Copying { fork }, Event::ProtocolBroken) => {
+                actions.push(Action::Kill);
+                self.end(fork.map(|request| (request, Answer::ProtocolBroken)), &mut actions);
+            }
 
             (State::Starting { .. }, Event::ResetAsked) => self.refuse_waiting(Refusal::Reset, &mut actions),
-            (State::Idle | State::Running { .. } | State::Ended, Event::ResetAsked) => {
-                if let State::Running { request, .. } = self.state {
-                    actions.push(Action::Answer(request, Answer::Reset));
-                }
+            (
+                State::Idle | State::Running { .. } | State::Copying { .. } | State::Replacing | State::Ended,
+                Event::ResetAsked,
+            ) => {
+                actions.extend(self.under_way().map(|request| Action::Answer(request, Answer::Reset)));
                 self.refuse_waiting(Refusal::Reset, &mut actions);
                 self.state = State::Starting { first: false };
                 actions.push(Action::Restart);
             }
 
             (_, Event::LeaveAsked) => {
-                if let State::Running { request, .. } = self.state {
-                    actions.push(Action::Answer(request, Answer::Closed));
-                }
+                actions.extend(self.under_way().map(|request| Action::Answer(request, Answer::Closed)));
                 self.refuse_waiting(Refusal::Closed, &mut actions);
                 self.state = State::Gone;
             }
 
             // What is left comes too late or is a lie: an end of something that does not run, a time that ran out for it.
-            (_, Event::Started | Event::StartFailed | Event::Finished(_) | Event::TimeIsUp | Event::GraceIsOver)
-            | (State::Starting { .. } | State::Ended | State::Gone, Event::InterpreterGone | Event::ProtocolBroken)
+            (
+                _,
+                Event::Started
+                | Event::StartFailed
+                | Event::Finished(_)
+                | Event::Copied
+                | Event::TimeIsUp
+                | Event::GraceIsOver,
+            )
+            | (
+                State::Starting { .. } | State::Replacing | State::Ended | State::Gone,
+                Event::InterpreterGone | Event::ProtocolBroken,
+            )
             | (State::Gone, Event::ResetAsked) => {}
         }
         actions
     }
 
+    /// Returns the request that is being carried out.
+    fn under_way(&self) -> Option<RequestId> {
+        match self.state {
+            State::Running { request, .. } => Some(request),
+            State::Copying { fork } => fork,
+            _ => None,
+        }
+    }
+
+    fn want_copy(&mut self) {
+        if self.copies == Copies::Tried {
+            self.copies = Copies::Wanted;
+        }
+    }
+
+    fn copy(&mut self, actions: &mut Vec<Action>) {
+        self.copies = Copies::Tried;
+        self.state = State::Copying { fork: None };
+        actions.push(Action::Copy);
+    }
+
     fn begin_next(&mut self, actions: &mut Vec<Action>) {
+        match self.queue.front() {
+            Some((_, Kind::Cell)) if self.copies == Copies::Wanted => return self.copy(actions),
+            _ => {}
+        }
         self.state = match self.queue.pop_front() {
-            Some(request) => {
+            Some((request, Kind::Fork)) => {
+                actions.push(Action::Fork(request));
+                State::Copying { fork: Some(request) }
+            }
+            Some((request, kind)) => {
                 actions.push(Action::Start(request));
-                State::Running { request, stopping: None }
+                State::Running { request, kind, stopping: None }
             }
             None => State::Idle,
         };
@@ -229,7 +363,7 @@ impl Machine {
     }
 
     fn refuse_waiting(&mut self, refusal: Refusal, actions: &mut Vec<Action>) {
-        actions.extend(self.queue.drain(..).map(|request| Action::Answer(request, Answer::Refused(refusal))));
+        actions.extend(self.queue.drain(..).map(|(request, _)| Action::Answer(request, Answer::Refused(refusal))));
     }
 }
 
@@ -241,21 +375,47 @@ mod tests {
 
     use super::*;
 
-    const RUNNING: State = State::Running { request: 1, stopping: None };
-    const STOPPING: State = State::Running { request: 1, stopping: Some(Stop::TimedOut) };
+    const RUNNING: State = State::Running { request: 1, kind: Kind::File, stopping: None };
+    const CELL: State = State::Running { request: 1, kind: Kind::Cell, stopping: None };
+    const STOPPING: State = State::Running { request: 1, kind: Kind::Cell, stopping: Some(Stop::TimedOut) };
     const STARTING: State = State::Starting { first: true };
     const RESTARTING: State = State::Starting { first: false };
-    const STATES: [State; 7] = [STARTING, RESTARTING, State::Idle, RUNNING, STOPPING, State::Ended, State::Gone];
+    const COPYING: State = State::Copying { fork: None };
+    const FORKING: State = State::Copying { fork: Some(1) };
+    const STATES: [State; 11] = [
+        STARTING,
+        RESTARTING,
+        State::Idle,
+        RUNNING,
+        CELL,
+        STOPPING,
+        COPYING,
+        FORKING,
+        State::Replacing,
+        State::Ended,
+        State::Gone,
+    ];
 
-    /// Puts a machine into `state`, with request 2 waiting where requests can wait.
+    fn waits(state: State) -> bool {
+        !matches!(state, State::Idle | State::Ended | State::Gone)
+    }
+
+    /// Puts a machine that makes no copies into `state`, with the file request 2 waiting where requests can wait.
     fn machine(state: State) -> Machine {
-        let waits = matches!(state, State::Starting { .. } | State::Running { .. });
-        Machine { state, queue: if waits { VecDeque::from([2]) } else { VecDeque::new() } }
+        let queue = if waits(state) { VecDeque::from([(2, Kind::File)]) } else { VecDeque::new() };
+        Machine { state, queue, copies: Copies::Off }
     }
 
     fn check(state: State, event: Event, expected: State, actions: &[Action]) {
         let mut machine = machine(state);
         assert_eq!((machine.next(event), machine.state), (actions.to_vec(), expected), "{state:?} and {event:?}");
+    }
+
+    /// Puts a machine that makes copies into `state`, lets `events` happen, and checks what it does about them.
+    fn check_copies(state: State, copies: Copies, queue: &[(RequestId, Kind)], events: &[Event], expected: &[Action]) {
+        let mut machine = Machine { state, queue: queue.iter().copied().collect(), copies };
+        let actions = events.iter().flat_map(|event| machine.next(*event)).collect::<Vec<_>>();
+        assert_eq!(actions, expected, "{state:?}, {copies:?}, {queue:?} and {events:?}");
     }
 
     fn refused(refusal: Refusal) -> Action {
@@ -266,58 +426,91 @@ mod tests {
         Action::Answer(1, answer)
     }
 
-    fn running(request: RequestId) -> State {
-        State::Running { request, stopping: None }
+    fn running(request: RequestId, kind: Kind) -> State {
+        State::Running { request, kind, stopping: None }
     }
 
     #[test]
     fn a_submitted_request_runs_waits_or_is_refused() {
         let ended = [Action::Answer(3, Answer::Refused(Refusal::Ended))];
-        for state in STATES {
-            match state {
-                State::Idle => check(state, Event::Submitted(3), running(3), &[Action::Start(3)]),
-                State::Ended | State::Gone => check(state, Event::Submitted(3), state, &ended),
-                _ => check(state, Event::Submitted(3), state, &[]),
+        for kind in [Kind::Cell, Kind::File] {
+            let submitted = Event::Submitted(3, kind);
+            for state in STATES {
+                match state {
+                    State::Idle => check(state, submitted, running(3, kind), &[Action::Start(3)]),
+                    State::Ended | State::Gone => check(state, submitted, state, &ended),
+                    _ => check(state, submitted, state, &[]),
+                }
             }
         }
     }
 
     #[test]
-    fn more_waiting_requests_than_allowed_are_refused() {
-        let mut machine = Machine::new();
-        for request in 0..MOST_WAITING as u64 {
-            assert_eq!(machine.next(Event::Submitted(request)), []);
+    fn a_fork_is_made_waits_or_is_refused_while_a_cell_runs() {
+        let submitted = Event::Submitted(3, Kind::Fork);
+        let refusal = |refusal| [Action::Answer(3, Answer::Refused(refusal))];
+        for state in STATES {
+            match state {
+                State::Idle => check(state, submitted, State::Copying { fork: Some(3) }, &[Action::Fork(3)]),
+                State::Ended | State::Gone => check(state, submitted, state, &refusal(Refusal::Ended)),
+                CELL | STOPPING => check(state, submitted, state, &refusal(Refusal::CellRunning)),
+                _ => check(state, submitted, state, &[]),
+            }
         }
-        assert_eq!(machine.next(Event::Submitted(99)), [Action::Answer(99, Answer::Refused(Refusal::Busy))]);
+        let waiting = [(2, Kind::Cell)];
+        check_copies(COPYING, Copies::Tried, &waiting, &[submitted], &refusal(Refusal::CellRunning));
+        check_copies(STARTING, Copies::Tried, &[], &[submitted, Event::Started], &[Action::Fork(3)]);
+    }
+
+    #[test]
+    fn more_waiting_requests_than_allowed_are_refused() {
+        let mut machine = Machine::new(true);
+        for request in 0..MOST_WAITING as u64 {
+            assert_eq!(machine.next(Event::Submitted(request, Kind::Cell)), []);
+        }
+        let one_more = Event::Submitted(99, Kind::Cell);
+        assert_eq!(machine.next(one_more), [Action::Answer(99, Answer::Refused(Refusal::Busy))]);
     }
 
     #[test]
     fn a_waiting_request_is_cancelled_without_running() {
-        for state in [STARTING, RESTARTING, RUNNING, STOPPING] {
-            check(state, Event::CancelAsked(2), state, &[refused(Refusal::Cancelled)]);
-        }
         for state in STATES {
+            match waits(state) {
+                true => check(state, Event::CancelAsked(2), state, &[refused(Refusal::Cancelled)]),
+                false => check(state, Event::CancelAsked(2), state, &[]),
+            }
             check(state, Event::CancelAsked(77), state, &[]);
         }
     }
 
     #[test]
     fn a_running_request_is_interrupted_once() {
-        let cancelled = State::Running { request: 1, stopping: Some(Stop::Cancelled) };
-        check(RUNNING, Event::CancelAsked(1), cancelled, &[Action::Interrupt]);
-        check(RUNNING, Event::TimeIsUp, STOPPING, &[Action::Interrupt]);
+        for kind in [Kind::Cell, Kind::File] {
+            let stopping = |stop| State::Running { request: 1, kind, stopping: Some(stop) };
+            check(running(1, kind), Event::CancelAsked(1), stopping(Stop::Cancelled), &[Action::Interrupt]);
+            check(running(1, kind), Event::TimeIsUp, stopping(Stop::TimedOut), &[Action::Interrupt]);
+        }
         check(STOPPING, Event::CancelAsked(1), STOPPING, &[]);
         check(STOPPING, Event::TimeIsUp, STOPPING, &[]);
-        for state in [STARTING, RESTARTING, State::Idle, State::Ended, State::Gone] {
+        for state in STATES.into_iter().filter(|state| !matches!(state, State::Running { .. })) {
             check(state, Event::TimeIsUp, state, &[]);
         }
+    }
+
+    #[test]
+    fn a_fork_that_is_cancelled_is_answered_at_once_and_its_copying_goes_on() {
+        let cancelled = answer(Answer::Refused(Refusal::Cancelled));
+        check(FORKING, Event::CancelAsked(1), COPYING, &[cancelled]);
+        check(COPYING, Event::CancelAsked(1), COPYING, &[]);
     }
 
     #[test]
     fn a_started_interpreter_takes_the_first_waiting_request() {
         for state in STATES {
             match state {
-                State::Starting { .. } => check(state, Event::Started, running(2), &[Action::Start(2)]),
+                State::Starting { .. } | State::Replacing => {
+                    check(state, Event::Started, running(2, Kind::File), &[Action::Start(2)]);
+                }
                 _ => check(state, Event::Started, state, &[]),
             }
         }
@@ -325,21 +518,106 @@ mod tests {
 
     #[test]
     fn a_failed_start_ends_a_new_session_and_keeps_the_files_of_an_old_one() {
-        check(STARTING, Event::StartFailed, State::Gone, &[refused(Refusal::StartFailed)]);
-        check(RESTARTING, Event::StartFailed, State::Ended, &[refused(Refusal::StartFailed)]);
-        for state in [State::Idle, RUNNING, STOPPING, State::Ended, State::Gone] {
-            check(state, Event::StartFailed, state, &[]);
+        for state in STATES {
+            let failed = [refused(Refusal::StartFailed)];
+            match state {
+                STARTING => check(state, Event::StartFailed, State::Gone, &failed),
+                RESTARTING | State::Replacing => check(state, Event::StartFailed, State::Ended, &failed),
+                _ => check(state, Event::StartFailed, state, &[]),
+            }
         }
     }
 
     #[test]
     fn only_the_end_of_the_running_request_counts() {
-        check(RUNNING, Event::Finished(1), running(2), &[answer(Answer::Finished), Action::Start(2)]);
+        for state in [RUNNING, CELL] {
+            let actions = [answer(Answer::Finished), Action::Start(2)];
+            check(state, Event::Finished(1), running(2, Kind::File), &actions);
+        }
         let kept = answer(Answer::Stopped(Stop::TimedOut, StateAfter::Kept));
-        check(STOPPING, Event::Finished(1), running(2), &[kept, Action::Start(2)]);
+        check(STOPPING, Event::Finished(1), running(2, Kind::File), &[kept, Action::Start(2)]);
+        check(FORKING, Event::Finished(1), FORKING, &[]);
         for state in STATES {
             check(state, Event::Finished(77), state, &[]);
             check(state, Event::Finished(2), state, &[]);
+        }
+    }
+
+    #[test]
+    fn when_the_copying_is_over_its_forks_are_handed_out_and_the_next_request_begins() {
+        for state in STATES {
+            match state {
+                COPYING => check(state, Event::Copied, running(2, Kind::File), &[Action::Start(2)]),
+                FORKING => {
+                    let actions = [answer(Answer::Finished), Action::Start(2)];
+                    check(state, Event::Copied, running(2, Kind::File), &actions);
+                }
+                _ => check(state, Event::Copied, state, &[]),
+            }
+        }
+    }
+
+    #[test]
+    fn the_state_is_copied_before_a_cell_and_not_before_a_file_or_a_fork() {
+        let cell = [Event::Submitted(3, Kind::Cell), Event::Copied];
+        let file = [Event::Submitted(3, Kind::File)];
+        check_copies(State::Idle, Copies::Wanted, &[], &cell, &[Action::Copy, Action::Start(3)]);
+        check_copies(State::Idle, Copies::Tried, &[], &cell[..1], &[Action::Start(3)]);
+        check_copies(State::Idle, Copies::Off, &[], &cell[..1], &[Action::Start(3)]);
+        check_copies(State::Idle, Copies::Wanted, &[], &file, &[Action::Start(3)]);
+        let fork = [Event::Submitted(3, Kind::Fork)];
+        check_copies(State::Idle, Copies::Wanted, &[], &fork, &[Action::Fork(3)]);
+    }
+
+    #[test]
+    fn the_state_is_copied_after_a_cell_that_changed_it_when_nobody_waits() {
+        let finished = answer(Answer::Finished);
+        let changed = [Event::Changed, Event::Finished(1)];
+        check_copies(CELL, Copies::Tried, &[], &changed, &[finished, Action::Copy]);
+        check_copies(CELL, Copies::Tried, &[], &changed[1..], &[finished]);
+        check_copies(CELL, Copies::Off, &[], &changed, &[finished]);
+        check_copies(CELL, Copies::Tried, &[(2, Kind::File)], &changed, &[finished, Action::Start(2)]);
+        check_copies(CELL, Copies::Tried, &[(2, Kind::Cell)], &changed, &[finished, Action::Copy]);
+        check_copies(RUNNING, Copies::Tried, &[], &changed, &[finished]);
+    }
+
+    #[test]
+    fn the_same_state_is_never_copied_twice() {
+        let twice =
+            [Event::Submitted(3, Kind::Cell), Event::Copied, Event::Finished(3), Event::Submitted(4, Kind::Cell)];
+        let actions = [Action::Copy, Action::Start(3), Action::Answer(3, Answer::Finished), Action::Start(4)];
+        check_copies(State::Idle, Copies::Wanted, &[], &twice, &actions);
+    }
+
+    #[test]
+    fn a_fresh_interpreter_is_copied_before_its_first_cell_and_a_restored_one_is_not() {
+        let cell = [(2, Kind::Cell)];
+        for state in [STARTING, RESTARTING] {
+            check_copies(state, Copies::Tried, &cell, &[Event::Started], &[Action::Copy]);
+            check_copies(state, Copies::Tried, &[], &[Event::Started], &[]);
+        }
+        let restored = [Event::ReplaceAsked, Event::Started, Event::Submitted(3, Kind::Cell)];
+        check_copies(State::Ended, Copies::Wanted, &[], &restored, &[Action::Replace, Action::Start(3)]);
+        let adopted = [Event::ReplaceAsked, Event::Changed, Event::Started, Event::Submitted(3, Kind::Cell)];
+        check_copies(State::Idle, Copies::Tried, &[], &adopted, &[Action::Replace, Action::Copy]);
+    }
+
+    #[test]
+    fn where_nothing_can_be_copied_it_is_not_tried_again() {
+        let events = [Event::CopiesImpossible, Event::Copied, Event::Changed, Event::Finished(2)];
+        let actions = [Action::Start(2), Action::Answer(2, Answer::Finished)];
+        check_copies(COPYING, Copies::Tried, &[(2, Kind::Cell)], &events, &actions);
+    }
+
+    #[test]
+    fn an_interpreter_is_replaced_when_nothing_runs() {
+        for state in STATES {
+            match state {
+                State::Idle | COPYING | State::Ended => {
+                    check(state, Event::ReplaceAsked, State::Replacing, &[Action::Replace]);
+                }
+                _ => check(state, Event::ReplaceAsked, state, &[Action::RefuseReplacement]),
+            }
         }
     }
 
@@ -355,87 +633,100 @@ mod tests {
 
     #[test]
     fn the_end_of_the_interpreter_ends_the_session_and_not_its_files() {
-        check(
-            RUNNING,
-            Event::InterpreterGone,
-            State::Ended,
-            &[answer(Answer::InterpreterGone), refused(Refusal::Ended)],
-        );
-        check(State::Idle, Event::InterpreterGone, State::Ended, &[]);
-        for state in [STARTING, RESTARTING, State::Ended, State::Gone] {
-            check(state, Event::InterpreterGone, state, &[]);
+        let gone = [answer(Answer::InterpreterGone), refused(Refusal::Ended)];
+        for state in STATES {
+            match state {
+                RUNNING | CELL | FORKING => check(state, Event::InterpreterGone, State::Ended, &gone),
+                COPYING => check(state, Event::InterpreterGone, State::Ended, &gone[1..]),
+                State::Idle => check(state, Event::InterpreterGone, State::Ended, &[]),
+                STOPPING => {}
+                _ => check(state, Event::InterpreterGone, state, &[]),
+            }
         }
     }
 
     #[test]
     fn a_broken_protocol_kills_the_interpreter() {
-        let broken = answer(Answer::ProtocolBroken);
-        for state in [RUNNING, STOPPING] {
-            check(state, Event::ProtocolBroken, State::Ended, &[Action::Kill, broken, refused(Refusal::Ended)]);
-        }
-        check(State::Idle, Event::ProtocolBroken, State::Ended, &[Action::Kill]);
-        for state in [STARTING, RESTARTING, State::Ended, State::Gone] {
-            check(state, Event::ProtocolBroken, state, &[]);
+        for state in STATES {
+            let broken = [Action::Kill, answer(Answer::ProtocolBroken), refused(Refusal::Ended)];
+            match state {
+                State::Running { .. } | FORKING => check(state, Event::ProtocolBroken, State::Ended, &broken),
+                COPYING => check(state, Event::ProtocolBroken, State::Ended, &[Action::Kill, broken[2]]),
+                State::Idle => check(state, Event::ProtocolBroken, State::Ended, &[Action::Kill]),
+                _ => check(state, Event::ProtocolBroken, state, &[]),
+            }
         }
     }
 
     #[test]
     fn a_reset_acts_at_once_in_every_state() {
-        for state in [RUNNING, STOPPING] {
+        for state in STATES {
             let actions = [answer(Answer::Reset), refused(Refusal::Reset), Action::Restart];
-            check(state, Event::ResetAsked, RESTARTING, &actions);
+            match state {
+                State::Running { .. } | FORKING => check(state, Event::ResetAsked, RESTARTING, &actions),
+                COPYING | State::Replacing => check(state, Event::ResetAsked, RESTARTING, &actions[1..]),
+                State::Idle | State::Ended => check(state, Event::ResetAsked, RESTARTING, &[Action::Restart]),
+                State::Starting { .. } => check(state, Event::ResetAsked, state, &[refused(Refusal::Reset)]),
+                _ => check(state, Event::ResetAsked, state, &[]),
+            }
         }
-        for state in [State::Idle, State::Ended] {
-            check(state, Event::ResetAsked, RESTARTING, &[Action::Restart]);
-        }
-        for state in [STARTING, RESTARTING] {
-            check(state, Event::ResetAsked, state, &[refused(Refusal::Reset)]);
-        }
-        check(State::Gone, Event::ResetAsked, State::Gone, &[]);
     }
 
     #[test]
     fn leaving_answers_everybody() {
         for state in STATES {
+            let actions = [answer(Answer::Closed), refused(Refusal::Closed)];
             match state {
-                State::Running { .. } => {
-                    check(state, Event::LeaveAsked, State::Gone, &[answer(Answer::Closed), refused(Refusal::Closed)]);
-                }
-                State::Starting { .. } => check(state, Event::LeaveAsked, State::Gone, &[refused(Refusal::Closed)]),
+                State::Running { .. } | FORKING => check(state, Event::LeaveAsked, State::Gone, &actions),
+                state if waits(state) => check(state, Event::LeaveAsked, State::Gone, &actions[1..]),
                 _ => check(state, Event::LeaveAsked, State::Gone, &[]),
             }
         }
     }
 
-    fn event() -> impl Strategy<Value = Option<Event>> {
+    /// What happens to a session; the number of a request that is submitted is chosen later.
+    #[derive(Debug, Clone)]
+    enum Step {
+        Submit(Kind),
+        Happen(Event),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
         prop_oneof![
-            4 => Just(None),
-            1 => (0u64..40).prop_map(|request| Some(Event::CancelAsked(request))),
-            3 => (0u64..40).prop_map(|request| Some(Event::Finished(request))),
-            4 => prop::sample::select(vec![
+            4 => prop::sample::select(vec![Kind::Cell, Kind::File, Kind::Fork]).prop_map(Step::Submit),
+            1 => (0u64..40).prop_map(|request| Step::Happen(Event::CancelAsked(request))),
+            3 => (0u64..40).prop_map(|request| Step::Happen(Event::Finished(request))),
+            5 => prop::sample::select(vec![
                 Event::Started, Event::StartFailed, Event::TimeIsUp, Event::GraceIsOver, Event::InterpreterGone,
-                Event::ProtocolBroken, Event::ResetAsked,
-            ]).prop_map(Some),
+                Event::ProtocolBroken, Event::ResetAsked, Event::Changed, Event::Copied, Event::Copied,
+                Event::CopiesImpossible, Event::ReplaceAsked,
+            ]).prop_map(Step::Happen),
         ]
     }
 
     proptest! {
-        /// `None` stands for the next request.
         #[test]
-        fn every_request_gets_exactly_one_answer(events in prop::collection::vec(event(), 0..120)) {
-            let mut machine = Machine::new();
+        fn every_request_gets_exactly_one_answer(steps in prop::collection::vec(step(), 0..120), undo: bool) {
+            let mut machine = Machine::new(undo);
             let mut answers = BTreeMap::new();
             let mut running = None;
-            let submitted = events.iter().filter(|event| event.is_none()).count() as u64;
+            let submitted = steps.iter().filter(|step| matches!(step, Step::Submit(_))).count() as u64;
             let mut next = 0;
-            for event in events.into_iter().chain([Some(Event::LeaveAsked)]) {
-                let event = event.unwrap_or_else(|| { next += 1; Event::Submitted(next - 1) });
+            for step in steps.into_iter().chain([Step::Happen(Event::LeaveAsked)]) {
+                let event = match step {
+                    Step::Submit(kind) => { next += 1; Event::Submitted(next - 1, kind) }
+                    Step::Happen(event) => event,
+                };
                 for action in machine.next(event) {
                     match action {
-                        Action::Start(request) => {
+                        Action::Start(request) | Action::Fork(request) => {
                             prop_assert_eq!(running, None, "two requests run at once");
                             prop_assert!(!answers.contains_key(&request));
                             running = Some(request);
+                        }
+                        Action::Copy => {
+                            prop_assert!(undo, "nobody wants copies");
+                            prop_assert_eq!(running, None, "a copy is made while a request runs");
                         }
                         Action::Answer(request, _) => {
                             *answers.entry(request).or_insert(0) += 1;

@@ -64,7 +64,18 @@ fn the_list_of_tools_is_short_and_says_all_a_client_may_ask() {
     assert!(tokens < 3000.0, "{tokens} tokens");
     let tools = answer["result"]["tools"].as_array().unwrap();
     let names: Vec<&str> = tools.iter().map(|tool| tool["name"].as_str().unwrap()).collect();
-    let expected = ["execute_ipython_cell", "reset", "upload_file", "download_file", "list_sessions", "close_session"];
+    let expected = [
+        "execute_ipython_cell",
+        "reset",
+        "undo",
+        "list_checkpoints",
+        "fork_session",
+        "explore",
+        "upload_file",
+        "download_file",
+        "list_sessions",
+        "close_session",
+    ];
     assert_eq!(names, expected);
     for tool in tools {
         assert!(tool["title"].is_string() && tool["description"].is_string(), "{tool}");
@@ -221,7 +232,7 @@ fn requests_are_answered_while_the_environment_is_being_built_and_a_cell_waits_w
     let told = server.notification(|message| message["params"]["progressToken"] == waiting.id());
     assert_eq!(told["method"], "notifications/progress");
     assert!(told["params"]["message"].as_str().is_some_and(|text| !text.is_empty()), "{told}");
-    assert_eq!(server.request("tools/list", json!({}))["result"]["tools"].as_array().unwrap().len(), 6);
+    assert_eq!(server.request("tools/list", json!({}))["result"]["tools"].as_array().unwrap().len(), 10);
     assert!(!waiting.is_answered());
 
     patiently(move || OpenOptions::new().write(true).open(gate).unwrap().write_all(b"go\n").unwrap());

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::collections::BTreeSet;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use cellblock_jail::cgroup;
 use cellblock_jail::identity::{Identity, IdentityLease};
@@ -68,6 +68,7 @@ impl Jail {
             rlimits: settings.rlimits(instance.tree().is_some()),
             cgroups: instance.tree().map(cgroup::Tree::folders).unwrap_or_default(),
             leave_out,
+            skipped_steps: settings.skipped_steps.clone(),
         };
         let warden = Warden::start(&settings.guardian, &setup, instance.tree())
             .await
@@ -202,7 +203,7 @@ pub async fn trial(mut settings: NativeSettings) -> Result<Isolation, LaunchErro
     };
     let jail = Jail::stand(&settings, nothing).await?;
     let slot = jail.slots.take().expect("a fresh jail has free slots");
-    let tried = NativeSandbox::prepare(&jail, slot, &settings).await;
+    let tried = NativeSandbox::prepare(&jail, slot, &settings.limits, Weak::new()).await;
     let isolation = match tried {
         Ok(mut sandbox) => {
             sandbox.destroy().await;

@@ -14,7 +14,7 @@ use std::any::Any;
 use std::collections::BTreeSet;
 use std::future::Future;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -58,6 +58,8 @@ pub struct NativeSettings {
     pub empty: usize,
     /// Layers a test leaves out.
     pub leave_out: Vec<LeftOut>,
+    /// Steps of the lock-down that a test leaves out.
+    pub skipped_steps: Vec<String>,
 }
 
 /// The Python environment as the jail needs it.
@@ -82,6 +84,8 @@ pub struct NativeBackend {
 }
 
 struct Inner {
+    /// Itself, for sandboxes that need another one for a fork.
+    this: Weak<Inner>,
     settings: NativeSettings,
     preparation: watch::Sender<Preparation>,
     jail: OnceLock<Jail>,
@@ -94,7 +98,13 @@ impl NativeBackend {
     where
         F: Future<Output = Result<WarmEnvironment, String>> + Send + 'static,
     {
-        let inner = Arc::new(Inner { settings, preparation, jail: OnceLock::new(), pool: Pool::default() });
+        let inner = Arc::new_cyclic(|this| Inner {
+            this: Weak::clone(this),
+            settings,
+            preparation,
+            jail: OnceLock::new(),
+            pool: Pool::default(),
+        });
         let background = Arc::clone(&inner);
         let background = tokio::spawn(async move {
             let prepared = async {
@@ -195,12 +205,17 @@ impl Inner {
     }
 
     async fn make(&self, prime: Prime) -> Result<(NativeSandbox, Interpreter), LaunchError> {
-        let mut sandbox = match self.pool.take_empty() {
-            Some(sandbox) => sandbox,
-            None => self.make_empty().await?,
-        };
+        let mut sandbox = self.empty_sandbox().await?;
         let interpreter = sandbox.start_interpreter(prime).await?;
         Ok((sandbox, interpreter))
+    }
+
+    /// Takes an empty sandbox that waits, or makes one.
+    async fn empty_sandbox(&self) -> Result<NativeSandbox, LaunchError> {
+        match self.pool.take_empty() {
+            Some(sandbox) => Ok(sandbox),
+            None => self.make_empty().await,
+        }
     }
 
     async fn make_empty(&self) -> Result<NativeSandbox, LaunchError> {
@@ -209,6 +224,6 @@ impl Inner {
             .slots
             .take()
             .ok_or_else(|| LaunchError::Start { why: "all user ids for sessions are in use".to_owned() })?;
-        NativeSandbox::prepare(jail, slot, &self.settings).await
+        NativeSandbox::prepare(jail, slot, &self.settings.limits, Weak::clone(&self.this)).await
     }
 }

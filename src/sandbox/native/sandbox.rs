@@ -1,33 +1,38 @@
 //! One sandbox of the native backend, and the interpreters in it.
 //!
 //! ```text
-//! prepare:            Prepare → cgroup → Proceed → Prepared          an empty sandbox
-//! start_interpreter:  Fork → cgroup → gate → lock-down → hello → posture
+//! prepare:      Prepare → Proceed → Prepared                          an empty sandbox
+//! interpreter:  Fork → Forked, standing still → posture → Release → gate → hello
+//! checkpoint:   Checkpoint → Watched → (the driver asks on the channel) → Checkpointed
 //! ```
 //!
-//! The posture is read from the kernel after the lock-down and before a user's first byte; a fault ends the launch.
+//! An interpreter is a copy: of the warm one, or of a checkpoint. It is locked down from outside while it stands still; its posture is read from the
+//! kernel before it runs an instruction of its own, and a fault ends it.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use cellblock_jail::cgroup::{self, Group, OutOfMemory};
+use cellblock_jail::cgroup::{self, Family, Group, OutOfMemory};
 use cellblock_jail::identity::Identity;
 use cellblock_jail::posture::{Expected, Posture};
-use cellblock_jail::wire::{Command, Generation, LeftOut, Slot};
+use cellblock_jail::wire::{Command, Generation, LeftOut, Origin, Slot};
 use rustix::process::Signal;
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use tracing::warn;
 
 use super::jail::Jail;
-use super::warden::{self, Slots, View, Warden};
-use super::{NativeSettings, STEP_LIMIT};
-use crate::sandbox::{Exit, Interpreter, Isolation, LaunchError, MemoryUse, Process, Sandbox};
+use super::warden::{self, Checkpoint, Slots, View, Warden};
+use super::{Inner, STEP_LIMIT};
+use crate::sandbox::{
+    CheckpointError, CheckpointId, Exit, Interpreter, Isolation, LaunchError, MemoryUse, Process, Sandbox,
+    SandboxLimits,
+};
 
 /// Forks after which the warm interpreter is replaced, so that address layout and hash seed change.
 const FORKS_PER_ZYGOTE: u32 = 2_000;
@@ -37,6 +42,12 @@ const AGE_OF_ZYGOTE: Duration = Duration::from_secs(6 * 3600);
 const FORK_LIMIT: Duration = Duration::from_secs(5);
 /// Every session has two: the zygote's wide one and its own closing one.
 const FILTERS: u32 = 2;
+
+/// How long a session may take to come to its branch point. Its fork handlers run meanwhile, which may be a user's.
+const BRANCH_LIMIT: Duration = Duration::from_secs(3);
+/// Processes of a sandbox that are not its user's: its init, and the twins of its interpreter and its checkpoints. What the user may have is limited
+/// by number as well (`RLIMIT_NPROC`).
+const OWN_PROCESSES: u32 = 128;
 
 /// Whether a fresh interpreter runs through its machinery once before it is handed out.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -51,8 +62,10 @@ pub(super) struct NativeSandbox {
     slots: Slots,
     slot: Slot,
     view: watch::Receiver<View>,
-    group: Option<Arc<Group>>,
+    groups: Groups,
     generation: Generation,
+    /// The number of the last checkpoint asked for.
+    checkpoints: u32,
     /// The number of the last sweep asked for, by the sandbox or by one of its interpreters.
     sweeps: Arc<AtomicU32>,
     /// The last interpreter, for as long as the kernel knows it.
@@ -60,8 +73,50 @@ pub(super) struct NativeSandbox {
     expected: Expected,
     host: Posture,
     isolation: Isolation,
-    memory_limit: u64,
+    limits: SandboxLimits,
+    /// Where a fork gets its sandbox.
+    house: Weak<Inner>,
     destroyed: bool,
+}
+
+/// The control groups of a sandbox.
+#[derive(Clone, Default)]
+pub(super) struct Groups {
+    /// What the interpreter counts against.
+    own: Option<Arc<Group>>,
+    /// A fork counts against its source's family; the group that its sandbox was made with holds only the init then.
+    made_with: Option<Arc<Group>>,
+    family: Option<Arc<Family>>,
+    family_made_with: Option<Arc<Family>>,
+}
+
+impl Groups {
+    fn make(tree: &cgroup::Tree, slot: Slot, limits: &SandboxLimits) -> io::Result<Groups> {
+        let family = Arc::new(tree.family(&format!("family-{}", slot.0), limits.family_memory)?);
+        let own = Arc::new(family.group(&format!("session-{}", slot.0), &Groups::limits(limits))?);
+        Ok(Groups { own: Some(own), family: Some(family), ..Groups::default() })
+    }
+
+    /// Goes over to the family of another sandbox; what has been running stays where it is.
+    fn join(&mut self, other: &Groups, slot: Slot, limits: &SandboxLimits) -> io::Result<()> {
+        if let Some(family) = &other.family {
+            let own = Arc::new(family.group(&format!("fork-{}", slot.0), &Groups::limits(limits))?);
+            self.made_with = self.own.replace(own);
+            self.family_made_with = self.family.replace(Arc::clone(family));
+        }
+        Ok(())
+    }
+
+    fn limits(limits: &SandboxLimits) -> cgroup::Limits {
+        cgroup::Limits { memory: limits.memory, processes: limits.processes + OWN_PROCESSES, cpus: limits.cpus }
+    }
+
+    /// Removes them; no process is left in them. A family goes with its last member.
+    pub(super) fn remove(&self) {
+        for group in self.own.iter().chain(&self.made_with) {
+            group.remove();
+        }
+    }
 }
 
 impl NativeSandbox {
@@ -69,7 +124,8 @@ impl NativeSandbox {
     pub(super) async fn prepare(
         jail: &Jail,
         slot: Slot,
-        settings: &NativeSettings,
+        limits: &SandboxLimits,
+        house: Weak<Inner>,
     ) -> Result<NativeSandbox, LaunchError> {
         let view = jail.warden.watch(slot);
         let (uid, gid) = match jail.identity {
@@ -81,8 +137,9 @@ impl NativeSandbox {
             slots: jail.slots.clone(),
             slot,
             view,
-            group: None,
+            groups: Groups::default(),
             generation: Generation(0),
+            checkpoints: 0,
             sweeps: Arc::default(),
             interpreter: None,
             expected: Expected {
@@ -93,26 +150,17 @@ impl NativeSandbox {
             },
             host: jail.host.clone(),
             isolation: jail.isolation.clone(),
-            memory_limit: settings.limits.memory,
+            limits: limits.clone(),
+            house,
             destroyed: false,
         };
         if let Some(tree) = jail.instance.tree() {
-            let limits = cgroup::Limits {
-                memory: settings.limits.memory,
-                // Init counts too.
-                processes: settings.limits.processes + 1,
-                cpus: settings.limits.cpus,
-            };
-            let group = tree.group(&format!("session-{}", slot.0), Some(&limits));
-            let group =
-                group.map_err(|error| LaunchError::Start { why: format!("its limits could not be set: {error}") })?;
-            sandbox.group = Some(Arc::new(group));
+            sandbox.groups = Groups::make(tree, slot, limits).map_err(no_limits)?;
         }
         let doors = sandbox.doors()?;
         let passed: Vec<_> = doors.iter().map(AsFd::as_fd).collect();
         sandbox.warden.command(&Command::Prepare { slot }, &passed).await?;
         let init = sandbox.await_view(|view| view.init.clone()).await?;
-        sandbox.confine(&init)?;
         sandbox.warden.command(&Command::Proceed { slot }, &[]).await?;
         sandbox.await_view(|view| view.prepared.then_some(())).await?;
         sandbox.check_confinement(&init)?;
@@ -144,13 +192,13 @@ impl NativeSandbox {
 
     /// Opens the ways into the sandbox's control group, where processes enter it by themselves.
     fn doors(&self) -> Result<Vec<OwnedFd>, LaunchError> {
-        let Some(group) = &self.group else { return Ok(Vec::new()) };
+        let Some(group) = &self.groups.own else { return Ok(Vec::new()) };
         group.doors().map_err(|error| LaunchError::Start { why: format!("its limits could not be opened: {error}") })
     }
 
     /// Refuses a process that is not under its limits, whoever was to put it there.
     fn check_confinement(&self, process: &OwnedFd) -> Result<(), LaunchError> {
-        let Some(group) = &self.group else { return Ok(()) };
+        let Some(group) = &self.groups.own else { return Ok(()) };
         match warden::host_pid(process).and_then(|pid| group.holds(pid)) {
             Ok(true) => Ok(()),
             Ok(false) => Err(LaunchError::Start { why: "it is not under its limits".to_owned() }),
@@ -158,32 +206,48 @@ impl NativeSandbox {
         }
     }
 
-    /// Puts a process into the sandbox's control group, unless it goes there by itself.
-    fn confine(&self, process: &OwnedFd) -> Result<(), LaunchError> {
-        let Some(group) = self.group.as_ref().filter(|group| !group.has_doors()) else { return Ok(()) };
-        let confined = warden::host_pid(process).and_then(|pid| group.add(pid));
-        confined.map_err(|error| LaunchError::Start { why: format!("it could not be put under its limits: {error}") })
-    }
-
-    /// Forks an interpreter into the sandbox, confines it and checks it.
+    /// Makes a fresh interpreter in the sandbox. Returns when it is ready, which with priming means that it has greeted.
     pub(super) async fn start_interpreter(&mut self, prime: Prime) -> Result<Interpreter, LaunchError> {
-        let out_of_memory_before = self.group.as_ref().map(|group| group.out_of_memory()).unwrap_or_default();
-        let (mut channel, process) = match self.fork().await {
-            Ok(forked) => forked,
+        let gate = if prime == Prime::Yes { b"p" } else { b"g" };
+        self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await;
+        let interpreter = match self.interpreter_from(Origin::Zygote, gate).await {
+            Ok(interpreter) => interpreter,
             Err(_) => {
-                // The warm interpreter hangs, or has just died: once more with another one.
+                // The warm interpreter has just died: once more with another one.
                 self.warden.give_zygote_up();
-                self.fork().await?
+                self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await;
+                self.interpreter_from(Origin::Zygote, gate).await?
             }
         };
+        if prime == Prime::Yes {
+            self.await_greeting(&interpreter.channel).await?;
+        }
+        Ok(interpreter)
+    }
+
+    /// Makes an interpreter, checks it while it stands still, and lets it go through its gate.
+    async fn interpreter_from(&mut self, from: Origin, gate: &[u8]) -> Result<Interpreter, LaunchError> {
+        let failed = |error: io::Error| LaunchError::Start { why: error.to_string() };
+        let out_of_memory_before = self.groups.own.as_ref().map(|group| group.out_of_memory()).unwrap_or_default();
+        self.generation.0 += 1;
         let generation = self.generation;
+        let (mut channel, theirs) = UnixStream::pair().map_err(failed)?;
+        let theirs = theirs.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
+        let theirs = theirs.map_err(failed)?;
+        self.warden.forget_failure(self.slot);
+        let doors = self.doors()?;
+        let passed: Vec<_> = std::iter::once(theirs.as_fd()).chain(doors.iter().map(AsFd::as_fd)).collect();
+        self.warden.command(&Command::Fork { slot: self.slot, generation, from }, &passed).await?;
+        drop(theirs);
+        let process = self.await_view_for(FORK_LIMIT, |view| view.interpreter_of(generation)).await?;
         self.interpreter = Some(Arc::clone(&process));
-        self.confine(&process)?;
-        let gate: &[u8] = if prime == Prime::Yes { b"p" } else { b"g" };
-        channel.write_all(gate).await.map_err(|error| LaunchError::Start { why: error.to_string() })?;
-        self.await_lock_down(&channel, generation).await?;
-        self.check_confinement(&process)?;
-        self.verify(&process)?;
+        let checked = self.check_confinement(&process).and_then(|()| self.verify(&process));
+        if let Err(error) = checked {
+            let _ = rustix::process::pidfd_send_signal(&process, Signal::KILL);
+            return Err(error);
+        }
+        self.warden.command(&Command::Release { slot: self.slot, generation }, &[]).await?;
+        channel.write_all(gate).await.map_err(failed)?;
         let process = NativeProcess {
             warden: Arc::clone(&self.warden),
             slot: self.slot,
@@ -191,32 +255,15 @@ impl NativeSandbox {
             sweeps: Arc::clone(&self.sweeps),
             process,
             view: self.view.clone(),
-            group: self.group.clone(),
+            group: self.groups.own.clone(),
             out_of_memory_before,
-            memory_limit: self.memory_limit,
+            memory_limit: self.limits.memory,
         };
         Ok(Interpreter { channel, process: Box::new(process) })
     }
 
-    /// Has the warm interpreter fork into the sandbox; the fork waits at its gate.
-    async fn fork(&mut self) -> Result<(UnixStream, Arc<OwnedFd>), LaunchError> {
-        self.generation.0 += 1;
-        let generation = self.generation;
-        let (channel, theirs) = UnixStream::pair().map_err(|error| LaunchError::Start { why: error.to_string() })?;
-        let theirs = theirs.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
-        let theirs = theirs.map_err(|error| LaunchError::Start { why: error.to_string() })?;
-        self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await;
-        self.warden.forget_failure(self.slot);
-        let doors = self.doors()?;
-        let passed: Vec<_> = std::iter::once(theirs.as_fd()).chain(doors.iter().map(AsFd::as_fd)).collect();
-        self.warden.command(&Command::Fork { slot: self.slot, generation }, &passed).await?;
-        drop(theirs);
-        let forked = self.await_view_for(FORK_LIMIT, |view| view.interpreter_of(generation)).await?;
-        Ok((channel, forked))
-    }
-
-    /// Waits for the first byte of the runner's `hello`, which it says when it is locked down.
-    async fn await_lock_down(&mut self, channel: &UnixStream, generation: Generation) -> Result<(), LaunchError> {
+    /// Waits for the first byte of the runner's `hello`.
+    async fn await_greeting(&self, channel: &UnixStream) -> Result<(), LaunchError> {
         let mut byte = [0];
         let spoke = async {
             loop {
@@ -236,11 +283,7 @@ impl NativeSandbox {
         match tokio::time::timeout(STEP_LIMIT, spoke).await {
             Ok(Ok(())) => Ok(()),
             Err(_) => Err(LaunchError::TimedOut(STEP_LIMIT)),
-            Ok(Err(_)) => {
-                let ended = self.await_view(|view| view.end_of(generation)).await;
-                let words = ended.map(|(_, words)| words).unwrap_or_default();
-                Err(LaunchError::Start { why: format!("the interpreter did not enter its sandbox: {words}") })
-            }
+            Ok(Err(_)) => Err(LaunchError::Start { why: "the interpreter ended before it greeted".to_owned() }),
         }
     }
 
@@ -249,7 +292,9 @@ impl NativeSandbox {
         let posture = warden::host_pid(process).and_then(Posture::read);
         let posture = posture
             .map_err(|error| LaunchError::Start { why: format!("its isolation could not be checked: {error}") })?;
-        match posture.fault(&self.expected, &self.host) {
+        let warm = self.warden.warm_posture();
+        let warm = warm.ok_or_else(|| LaunchError::Start { why: "there is no warm interpreter".to_owned() })?;
+        match posture.fault(&self.expected, &self.host, &warm) {
             None => Ok(()),
             Some(fault) => Err(LaunchError::Start { why: format!("its isolation is not as it must be: {fault}") }),
         }
@@ -269,15 +314,50 @@ impl Sandbox for NativeSandbox {
     }
 
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
-        let number = next_number(&self.sweeps);
-        self.warden.command(&Command::Sweep { slot: self.slot, number }, &[]).await?;
-        // A sweep that is still on its way would end the new interpreter too.
-        self.await_view(|view| (view.swept >= number).then_some(())).await?;
+        self.sweep().await?;
         self.start_interpreter(Prime::No).await
     }
 
+    async fn checkpoint(&mut self, told: oneshot::Sender<()>) -> Result<CheckpointId, CheckpointError> {
+        self.checkpoints += 1;
+        let (slot, number) = (self.slot, self.checkpoints);
+        let failed = |error: LaunchError| CheckpointError::Failed { why: error.to_string() };
+        self.warden.command(&Command::Checkpoint { slot, number }, &[]).await.map_err(failed)?;
+        let mut guard = LookAway { warden: Arc::clone(&self.warden), slot, number, done: false };
+        self.await_checkpoint(number, |_| true).await?;
+        let _ = told.send(());
+        let made = self.await_checkpoint(number, |state| *state == Checkpoint::Made).await;
+        guard.done = made.is_ok();
+        made.map(|()| CheckpointId(number))
+    }
+
+    async fn restore(&mut self, checkpoint: CheckpointId) -> Result<Interpreter, LaunchError> {
+        self.sweep().await?;
+        let from = Origin::Checkpoint { slot: self.slot, number: checkpoint.0 };
+        self.interpreter_from(from, b"u").await
+    }
+
+    async fn fork(&self, checkpoint: CheckpointId) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
+        let house =
+            self.house.upgrade().ok_or_else(|| LaunchError::Start { why: "the server is ending".to_owned() })?;
+        let mut sandbox = house.empty_sandbox().await?;
+        sandbox.groups.join(&self.groups, sandbox.slot, &self.limits).map_err(no_limits)?;
+        let from = Origin::Checkpoint { slot: self.slot, number: checkpoint.0 };
+        let interpreter = sandbox.interpreter_from(from, b"f").await?;
+        Ok((Box::new(sandbox), interpreter))
+    }
+
+    fn has(&self, checkpoint: CheckpointId) -> bool {
+        self.view.borrow().checkpoint(checkpoint.0) == Some(&Checkpoint::Made)
+    }
+
+    fn forget(&self, checkpoint: CheckpointId) {
+        self.warden.forget_checkpoint(self.slot, checkpoint.0);
+        self.warden.command_now(&Command::Forget { slot: self.slot, number: checkpoint.0 });
+    }
+
     fn memory(&self) -> MemoryUse {
-        match (&self.group, &self.interpreter) {
+        match (&self.groups.own, &self.interpreter) {
             (Some(group), _) => {
                 let (now, peak) = group.memory();
                 MemoryUse { now, peak }
@@ -288,7 +368,7 @@ impl Sandbox for NativeSandbox {
     }
 
     fn forget_peak(&self) {
-        if let Some(group) = &self.group {
+        if let Some(group) = &self.groups.own {
             group.forget_peak();
         }
     }
@@ -304,9 +384,7 @@ impl Sandbox for NativeSandbox {
                 return;
             }
         }
-        if let Some(group) = &self.group {
-            group.remove();
-        }
+        self.groups.remove();
         self.warden.forget(self.slot);
         self.slots.give_back(self.slot);
     }
@@ -318,8 +396,64 @@ impl Drop for NativeSandbox {
             return;
         }
         self.destroyed = true;
-        self.warden.abandon(self.slot, self.view.clone(), self.group.clone(), self.slots.clone());
+        self.warden.abandon(self.slot, self.view.clone(), self.groups.clone(), self.slots.clone());
     }
+}
+
+impl NativeSandbox {
+    /// Ends every process of the sandbox but its init.
+    async fn sweep(&mut self) -> Result<(), LaunchError> {
+        let number = next_number(&self.sweeps);
+        self.warden.command(&Command::Sweep { slot: self.slot, number }, &[]).await?;
+        // A sweep that is still on its way would end the new interpreter too, and one that has not been collected is in its way.
+        let generation = self.generation;
+        let ended = |view: &View| generation.0 == 0 || view.end_of(generation).is_some();
+        self.await_view(|view| (view.swept >= number && ended(view)).then_some(())).await
+    }
+
+    /// Waits until the state of a checkpoint is as wanted.
+    async fn await_checkpoint(
+        &mut self,
+        number: u32,
+        wanted: impl Fn(&Checkpoint) -> bool,
+    ) -> Result<(), CheckpointError> {
+        let failed = |why: &str| Err(CheckpointError::Failed { why: why.to_owned() });
+        let settled = self.view.wait_for(|view| {
+            view.destroyed
+                || view.checkpoint(number).is_some_and(|state| matches!(state, Checkpoint::Failed(_)) || wanted(state))
+        });
+        match tokio::time::timeout(BRANCH_LIMIT, settled).await {
+            Err(_) => failed("it did not come to its branch point in time"),
+            Ok(Err(_)) => failed("the jail ended"),
+            Ok(Ok(view)) => match view.checkpoint(number) {
+                Some(Checkpoint::Failed(why)) => failed(why),
+                Some(_) => Ok(()),
+                None => failed("the sandbox ended"),
+            },
+        }
+    }
+}
+
+/// Has the warden watch an interpreter no longer when a checkpoint is given up half way, and forget the checkpoint if it was made after all.
+struct LookAway {
+    warden: Arc<Warden>,
+    slot: Slot,
+    number: u32,
+    done: bool,
+}
+
+impl Drop for LookAway {
+    fn drop(&mut self) {
+        if !self.done {
+            let (slot, number) = (self.slot, self.number);
+            self.warden.command_now(&Command::LookAway { slot, number });
+            self.warden.command_now(&Command::Forget { slot, number });
+        }
+    }
+}
+
+fn no_limits(error: io::Error) -> LaunchError {
+    LaunchError::Start { why: format!("its limits could not be set: {error}") }
 }
 
 struct NativeProcess {
@@ -349,7 +483,7 @@ impl Process for NativeProcess {
     async fn exited(&mut self) -> Exit {
         let generation = self.generation;
         let ended = self.view.wait_for(|view| view.destroyed || view.end_of(generation).is_some()).await;
-        let Some((status, _)) = ended.ok().and_then(|view| view.end_of(generation)) else {
+        let Some(status) = ended.ok().and_then(|view| view.end_of(generation)) else {
             return Exit::Unknown;
         };
         let status = std::os::unix::process::ExitStatusExt::from_raw(status);

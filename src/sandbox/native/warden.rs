@@ -3,7 +3,7 @@
 //! Commands are sent by whoever needs something; a single task reads events and changes views; everyone waits on views. So no answer can be
 //! missed, whatever the order in which things happen.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -14,14 +14,16 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use cellblock_jail::cgroup::{self, Group};
+use cellblock_jail::cgroup;
 use cellblock_jail::guardian;
+use cellblock_jail::posture::Posture;
 use cellblock_jail::wire::{self, Command, Event, Generation, Setup, Slot};
 use tokio::io::Interest;
 use tokio::net::UnixDatagram;
 use tokio::sync::watch;
 use tracing::{debug, error, warn};
 
+use super::sandbox::Groups;
 use crate::sandbox::{LaunchError, MemoryUse};
 
 /// A warm interpreter that dies this often within a minute is not started again by itself.
@@ -37,7 +39,17 @@ pub(super) struct View {
     pub(super) swept: u32,
     pub(super) destroyed: bool,
     interpreter: Option<(Generation, Arc<OwnedFd>)>,
-    end: Option<(Generation, i32, String)>,
+    end: Option<(Generation, i32)>,
+    checkpoints: BTreeMap<u32, Checkpoint>,
+}
+
+/// How far a checkpoint has come.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Checkpoint {
+    /// The interpreter is watched on its way to its branch point.
+    Watched,
+    Made,
+    Failed(String),
 }
 
 impl View {
@@ -46,9 +58,13 @@ impl View {
         self.interpreter.as_ref().filter(|(found, _)| *found == generation).map(|(_, process)| Arc::clone(process))
     }
 
-    /// The wait status and last words of the interpreter of this generation, once it ended.
-    pub(super) fn end_of(&self, generation: Generation) -> Option<(i32, String)> {
-        self.end.as_ref().filter(|(found, ..)| *found == generation).map(|(_, status, words)| (*status, words.clone()))
+    /// The wait status of the interpreter of this generation, once it ended.
+    pub(super) fn end_of(&self, generation: Generation) -> Option<i32> {
+        self.end.filter(|(found, _)| *found == generation).map(|(_, status)| status)
+    }
+
+    pub(super) fn checkpoint(&self, number: u32) -> Option<&Checkpoint> {
+        self.checkpoints.get(&number)
     }
 }
 
@@ -67,6 +83,8 @@ pub(super) struct Warden {
 
 struct State {
     views: Mutex<HashMap<Slot, watch::Sender<View>>>,
+    /// What every session must differ from.
+    warm: Mutex<Option<Arc<Posture>>>,
     jail: watch::Sender<JailState>,
 }
 
@@ -93,19 +111,19 @@ impl Warden {
             .current_dir("/")
             .spawn()?;
         let mut doors = Vec::new();
-        if let (Some(tree), Some(pid)) = (cgroups, child.id()) {
-            let group = tree.group("warden", None)?;
-            doors = group.doors()?;
-            if !group.has_doors() {
-                group.add(pid)?;
-            }
+        if let Some(tree) = cgroups {
+            doors = tree.group("warden")?.doors()?;
         }
         let passed: Vec<_> = std::iter::once(&commands).chain(&doors).map(AsFd::as_fd).collect();
         wire::send(&lifeline, setup, &passed)?;
         drop(commands);
         rustix::io::ioctl_fionbio(&socket, true)?;
         let socket = Arc::new(UnixDatagram::from_std(StdUnixDatagram::from(socket))?);
-        let state = Arc::new(State { views: Mutex::default(), jail: watch::Sender::new(JailState::Starting) });
+        let state = Arc::new(State {
+            views: Mutex::default(),
+            warm: Mutex::default(),
+            jail: watch::Sender::new(JailState::Starting),
+        });
         tokio::spawn(listen(Arc::clone(&socket), Arc::clone(&state)));
         Ok(Warden {
             socket,
@@ -146,6 +164,11 @@ impl Warden {
         let (sender, receiver) = watch::channel(View::default());
         self.views().insert(slot, sender);
         receiver
+    }
+
+    /// The posture of the present warm interpreter.
+    pub(super) fn warm_posture(&self) -> Option<Arc<Posture>> {
+        self.state.warm.lock().expect("no holder of the posture panics").clone()
     }
 
     /// Forgets that an attempt failed, before the next one.
@@ -205,22 +228,21 @@ impl Warden {
         }
     }
 
+    /// Forgets a checkpoint that was given up.
+    pub(super) fn forget_checkpoint(&self, slot: Slot, number: u32) {
+        if let Some(view) = self.views().get(&slot) {
+            view.send_modify(|view| drop(view.checkpoints.remove(&number)));
+        }
+    }
+
     /// Destroys a sandbox whose owner went away without doing so.
-    pub(super) fn abandon(
-        self: &Arc<Self>,
-        slot: Slot,
-        mut view: watch::Receiver<View>,
-        group: Option<Arc<Group>>,
-        slots: Slots,
-    ) {
+    pub(super) fn abandon(self: &Arc<Self>, slot: Slot, mut view: watch::Receiver<View>, groups: Groups, slots: Slots) {
         self.command_now(&Command::Destroy { slot });
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         let warden = Arc::clone(self);
         runtime.spawn(async move {
             let _ = view.wait_for(|view| view.destroyed).await;
-            if let Some(group) = group {
-                group.remove();
-            }
+            groups.remove();
             warden.forget(slot);
             slots.give_back(slot);
         });
@@ -305,7 +327,17 @@ impl State {
                 self.jail.send_replace(JailState::Standing);
             }
             Event::Warmed => {
-                self.jail.send_replace(JailState::Warm);
+                let posture = handle.as_deref().ok_or_else(|| io::ErrorKind::NotFound.into());
+                match posture.and_then(host_pid).and_then(Posture::read) {
+                    Ok(posture) => {
+                        *self.warm.lock().expect("no holder of the posture panics") = Some(Arc::new(posture));
+                        self.jail.send_replace(JailState::Warm);
+                    }
+                    Err(error) => {
+                        let why = format!("the kernel does not tell about the warm interpreter: {error}");
+                        self.jail.send_replace(JailState::Broken(why));
+                    }
+                }
             }
             Event::ZygoteEnded { words, .. } => {
                 self.jail.send_replace(JailState::Broken(format!("Python did not start: {words}")));
@@ -318,8 +350,20 @@ impl State {
             Event::Forked { slot, generation } => {
                 change(slot, &mut |view| view.interpreter = handle.take().map(|process| (generation, process)));
             }
-            Event::Exited { slot, generation, status, words } => {
-                change(slot, &mut |view| view.end = Some((generation, status, words.clone())));
+            Event::Exited { slot, generation, status } => {
+                change(slot, &mut |view| view.end = Some((generation, status)));
+            }
+            Event::Watched { slot, number } => {
+                change(slot, &mut |view| drop(view.checkpoints.insert(number, Checkpoint::Watched)));
+            }
+            Event::Checkpointed { slot, number } => {
+                change(slot, &mut |view| drop(view.checkpoints.insert(number, Checkpoint::Made)));
+            }
+            Event::NotCheckpointed { slot, number, why } => {
+                change(slot, &mut |view| drop(view.checkpoints.insert(number, Checkpoint::Failed(why.clone()))));
+            }
+            Event::CheckpointLost { slot, number } => {
+                change(slot, &mut |view| drop(view.checkpoints.remove(&number)));
             }
             Event::Swept { slot, number } => change(slot, &mut |view| view.swept = number),
             Event::Failed { slot, why } => change(slot, &mut |view| view.failed = Some(why.clone())),

@@ -1,0 +1,229 @@
+//! What differs between processors: registers, and the few instructions of a `program`.
+//!
+//! A stopped process is described by its general registers; to have it make a system call, the call's number and arguments are put where
+//! the processor's convention wants them and the next instruction to one that enters the kernel.
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86_64::*;
+
+#[cfg(target_arch = "aarch64")]
+pub(crate) use aarch64::*;
+
+/// The general registers, as the kernel orders them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Registers([u64; COUNT]);
+
+/// Bytes of the general registers.
+pub(crate) const SIZE: usize = COUNT * 8;
+/// The kernel's number for the set of general registers.
+pub(crate) const GENERAL: i32 = 1;
+
+impl Registers {
+    pub(crate) fn from_bytes(bytes: &[u8; SIZE]) -> Registers {
+        let mut values = [0; COUNT];
+        for (value, bytes) in values.iter_mut().zip(bytes.chunks_exact(8)) {
+            *value = u64::from_ne_bytes(bytes.try_into().expect("chunks have eight bytes"));
+        }
+        Registers(values)
+    }
+
+    pub(crate) fn to_bytes(self) -> [u8; SIZE] {
+        let mut bytes = [0; SIZE];
+        for (place, value) in bytes.chunks_exact_mut(8).zip(self.0) {
+            place.copy_from_slice(&value.to_ne_bytes());
+        }
+        bytes
+    }
+
+    /// The same registers with another next instruction, outside any system call.
+    pub(crate) fn at(mut self, address: u64) -> Registers {
+        self.0[INSTRUCTION] = address;
+        self.outside_calls()
+    }
+
+    /// The same registers, returning from the system call that they were entering, with this result.
+    pub(crate) fn returning(mut self, result: u64) -> Registers {
+        self.0[RESULT] = result;
+        self.outside_calls()
+    }
+
+    /// Registers that make a system call at `address`, where an instruction that enters the kernel must be.
+    pub(crate) fn calling(mut self, address: u64, number: u64, arguments: [u64; 6]) -> Registers {
+        self.0[NUMBER] = number;
+        for (register, argument) in ARGUMENTS.into_iter().zip(arguments) {
+            self.0[register] = argument;
+        }
+        self.at(address)
+    }
+
+    pub(crate) fn instruction(self) -> u64 {
+        self.0[INSTRUCTION]
+    }
+
+    /// The result of a system call that just ended.
+    pub(crate) fn result(self) -> i64 {
+        self.0[RESULT].cast_signed()
+    }
+}
+
+/// An argument of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Argument {
+    Value(u64),
+    /// The result of an earlier step, found at this number of bytes in the table of results.
+    Earlier(u32),
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86_64 {
+    use super::{Argument, Registers};
+
+    pub(crate) const COUNT: usize = 27;
+    pub(super) const INSTRUCTION: usize = 16;
+    pub(super) const RESULT: usize = 10;
+    /// A program puts the number of the call into the register that later has its result.
+    pub(super) const NUMBER: usize = RESULT;
+    pub(super) const ARGUMENTS: [usize; 6] = [14, 13, 12, 7, 9, 8];
+    const ORIGINAL_NUMBER: usize = 15;
+    /// Length of the instruction that enters the kernel.
+    pub(crate) const ENTER: u64 = 2;
+    /// How far a trap moves the next instruction.
+    pub(crate) const TRAP_MOVES: u64 = 1;
+    /// The kernel's number for the set with everything else that a computation may depend on (XSAVE).
+    pub(crate) const EXTENDED: i32 = 0x202;
+
+    impl Registers {
+        /// Without this the kernel might take the registers for those of an interrupted call and repeat it.
+        pub(super) fn outside_calls(mut self) -> Registers {
+            self.0[ORIGINAL_NUMBER] = u64::MAX;
+            self
+        }
+    }
+
+    /// Makes a process that is about to enter a system call enter another one, which has no arguments.
+    pub(crate) fn exchange_call(
+        process: rustix::process::Pid,
+        entering: Registers,
+        number: u64,
+    ) -> std::io::Result<()> {
+        let mut exchanged = entering;
+        exchanged.0[ORIGINAL_NUMBER] = number;
+        crate::sys::write_registers(process, super::GENERAL, &exchanged.to_bytes())
+    }
+
+    /// Where the table of results is: in r12, which system calls leave alone.
+    pub(crate) fn begin(code: &mut Vec<u8>, results: u64) {
+        code.extend([0x49, 0xbc]);
+        code.extend(results.to_le_bytes());
+    }
+
+    /// One system call; its result goes to the table. With `must_succeed` a failure runs into a trap.
+    pub(crate) fn call(code: &mut Vec<u8>, number: u64, arguments: &[Argument; 6], result: u32, must_succeed: bool) {
+        /// rdi, rsi, rdx, r10, r8, r9: how each is loaded with a number, and from the table.
+        const LOADS: [([u8; 2], [u8; 4]); 6] = [
+            ([0x48, 0xbf], [0x49, 0x8b, 0xbc, 0x24]),
+            ([0x48, 0xbe], [0x49, 0x8b, 0xb4, 0x24]),
+            ([0x48, 0xba], [0x49, 0x8b, 0x94, 0x24]),
+            ([0x49, 0xba], [0x4d, 0x8b, 0x94, 0x24]),
+            ([0x49, 0xb8], [0x4d, 0x8b, 0x84, 0x24]),
+            ([0x49, 0xb9], [0x4d, 0x8b, 0x8c, 0x24]),
+        ];
+        for (argument, (with_number, from_table)) in arguments.iter().zip(LOADS) {
+            match argument {
+                Argument::Value(value) => {
+                    code.extend(with_number);
+                    code.extend(value.to_le_bytes());
+                }
+                Argument::Earlier(offset) => {
+                    code.extend(from_table);
+                    code.extend(offset.to_le_bytes());
+                }
+            }
+        }
+        code.extend([0x48, 0xb8]);
+        code.extend(number.to_le_bytes());
+        code.extend([0x0f, 0x05]);
+        code.extend([0x49, 0x89, 0x84, 0x24]);
+        code.extend(result.to_le_bytes());
+        if must_succeed {
+            // test rax, rax; jns over the trap
+            code.extend([0x48, 0x85, 0xc0, 0x79, 0x01]);
+            trap(code);
+        }
+    }
+
+    pub(crate) fn trap(code: &mut Vec<u8>) {
+        code.push(0xcc);
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+mod aarch64 {
+    use super::{Argument, Registers};
+
+    pub(crate) const COUNT: usize = 34;
+    pub(super) const INSTRUCTION: usize = 32;
+    pub(super) const RESULT: usize = 0;
+    pub(super) const NUMBER: usize = 8;
+    pub(super) const ARGUMENTS: [usize; 6] = [0, 1, 2, 3, 4, 5];
+    pub(crate) const ENTER: u64 = 4;
+    pub(crate) const TRAP_MOVES: u64 = 0;
+    /// The set of floating-point registers (NT_PRFPREG).
+    pub(crate) const EXTENDED: i32 = 2;
+    /// The set that holds the number of the call being entered (NT_ARM_SYSTEM_CALL).
+    const CALL_NUMBER: i32 = 0x404;
+    /// The table of results is in x19, which system calls leave alone.
+    const TABLE: u32 = 19;
+
+    impl Registers {
+        pub(super) fn outside_calls(self) -> Registers {
+            self
+        }
+    }
+
+    /// Makes a process that is about to enter a system call enter another one, which has no arguments.
+    pub(crate) fn exchange_call(
+        process: rustix::process::Pid,
+        _entering: Registers,
+        number: u64,
+    ) -> std::io::Result<()> {
+        crate::sys::write_registers(process, CALL_NUMBER, &(number as i32).to_ne_bytes())
+    }
+
+    fn load(code: &mut Vec<u8>, register: u32, value: u64) {
+        // movz, then movk for the upper three quarters.
+        for (quarter, base) in [0xd280_0000_u32, 0xf2a0_0000, 0xf2c0_0000, 0xf2e0_0000].into_iter().enumerate() {
+            let part = (value >> (16 * quarter)) as u32 & 0xffff;
+            code.extend((base | part << 5 | register).to_le_bytes());
+        }
+    }
+
+    pub(crate) fn begin(code: &mut Vec<u8>, results: u64) {
+        load(code, TABLE, results);
+    }
+
+    pub(crate) fn call(code: &mut Vec<u8>, number: u64, arguments: &[Argument; 6], result: u32, must_succeed: bool) {
+        for (register, argument) in (0..).zip(arguments) {
+            match argument {
+                Argument::Value(value) => load(code, register, *value),
+                // ldr from the table
+                Argument::Earlier(offset) => {
+                    code.extend((0xf940_0000 | (offset / 8) << 10 | TABLE << 5 | register).to_le_bytes());
+                }
+            }
+        }
+        load(code, 8, number);
+        // svc 0; str to the table
+        code.extend(0xd400_0001_u32.to_le_bytes());
+        code.extend((0xf900_0000 | (result / 8) << 10 | TABLE << 5).to_le_bytes());
+        if must_succeed {
+            // tbz x0, 63: over the trap
+            code.extend((0xb6f8_0000_u32 | 2 << 5).to_le_bytes());
+            trap(code);
+        }
+    }
+
+    pub(crate) fn trap(code: &mut Vec<u8>) {
+        code.extend(0xd420_0000_u32.to_le_bytes());
+    }
+}

@@ -1,0 +1,544 @@
+//! Twins: stopped processes from which interpreters are made.
+//!
+//! A twin has the memory of an interpreter and the rights of the warden. It is always stopped under the warden's hand and never runs an
+//! instruction that its memory could have prepared for it, because that memory belongs to a user's code. There are three kinds, and they are all the same:
+//!
+//! - the zygote, warm and parked at the moment from which all fresh sessions go on;
+//! - the twin of a live interpreter, which shares its memory and its table of descriptors. A copy of this twin is a copy of the interpreter;
+//! - a checkpoint: such a copy, kept.
+//!
+//! ```text
+//!  copy     twin ──clone──► another twin, with memory of its own from then on
+//!  spawn    twin ──clone(memory shared)──► a process that enters a sandbox, gives up every right, and is an interpreter
+//! ```
+//!
+//! How a twin is used without trusting its memory: it is given registers for one system call and let go until it enters the kernel. There
+//! the kernel tells which call with which arguments it is about to make, and from where. Anything but what was asked for ends the twin. A fresh copy has memory that nobody else can
+//! write, except where it is shared by mapping; so a whole program of calls is put into a private page made for it, and run there.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::process::{Pid, Signal, WaitOptions};
+
+use crate::program::{Assembled, Program};
+use crate::registers::{self, Argument, Registers};
+use crate::sys::{self, RestartableSequences, Resume};
+use crate::wire::ResourceLimit;
+
+/// Where an interpreter finds its end of the channel.
+pub const CHANNEL: u64 = 1000;
+/// Where a process on its way into a sandbox has its landlock rules, and from where on the namespaces it will enter.
+const RULES: u64 = 1001;
+const NAMESPACES: u64 = 1002;
+/// Where a twin has the pid namespace that it comes back to.
+const OWN_PID_NAMESPACE: u64 = 1010;
+
+/// How long a twin may take for one step. It only makes system calls; a memory of many gigabytes takes a second to copy.
+const STEP_LIMIT: Duration = Duration::from_secs(10);
+/// How long a twin whose memory is not ours alone may compute before it enters the kernel.
+const HESITATION: Duration = Duration::from_millis(50);
+/// How long this process looks again and again before it sleeps: most steps take less than waking up does.
+const LOOKING: Duration = Duration::from_micros(60);
+
+/// Room for a program and its data in a process that makes it. Only pages that are used exist.
+const SCRATCH: u64 = 64 * 1024;
+/// Where in it the data begins.
+const DATA: u64 = 32 * 1024;
+/// Where in it the program that enters the sandbox begins.
+const SECOND: u64 = 8 * 1024;
+
+/// A moment of a process from which a copy can go on: it is entering the `clone` of a fork.
+#[derive(Clone)]
+pub(crate) struct Moment {
+    general: Registers,
+    extended: Vec<u8>,
+    blocked: u64,
+    sequences: RestartableSequences,
+    /// Where the C library keeps the number of the thread.
+    thread_number: Option<u64>,
+}
+
+/// A stopped process.
+pub(crate) struct Twin {
+    pub(crate) pid: Pid,
+    moment: Moment,
+}
+
+/// How an interpreter enters a sandbox, the same for all of a jail.
+pub(crate) struct Entry {
+    pub(crate) rlimits: Vec<ResourceLimit>,
+    pub(crate) id: u32,
+    /// Without a block of ids the kernel does not let a process give up its groups.
+    pub(crate) drop_groups: bool,
+    /// As the kernel reads it; empty in a test that leaves it out.
+    pub(crate) closing_filter: Vec<u8>,
+    pub(crate) last_capability: u64,
+    /// Steps that a test leaves out.
+    pub(crate) skipped_steps: Vec<String>,
+}
+
+/// What one interpreter gets.
+pub(crate) struct Way<'a> {
+    pub(crate) channel: &'a OwnedFd,
+    /// The ways into the control group.
+    pub(crate) doors: &'a [OwnedFd],
+    /// The pid namespace of the warden and all twins, and that of the sandbox.
+    pub(crate) own_pid_namespace: &'a OwnedFd,
+    pub(crate) pid_namespace: &'a OwnedFd,
+    /// The others, the user namespace last: entering the others needs rights that this one takes away.
+    pub(crate) namespaces: &'a [OwnedFd],
+    pub(crate) rules: Option<&'a OwnedFd>,
+}
+
+/// Waits for traced processes to stop, without waiting for ever.
+pub(crate) struct Watch<'a> {
+    /// Becomes readable when any child or traced process changes state.
+    pub(crate) changes: &'a OwnedFd,
+}
+
+/// Why a traced process stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stopped {
+    /// At the beginning or the end of a system call.
+    SystemCall,
+    /// A process was made.
+    Forked,
+    /// It begins its life, or was asked to stop.
+    Still,
+    /// A signal is about to reach it.
+    Signal(i32),
+    Ended,
+}
+
+impl Stopped {
+    pub(crate) fn from_status(status: i32) -> Stopped {
+        if !libc::WIFSTOPPED(status) {
+            return Stopped::Ended;
+        }
+        match (status >> 16, libc::WSTOPSIG(status)) {
+            (libc::PTRACE_EVENT_FORK | libc::PTRACE_EVENT_VFORK | libc::PTRACE_EVENT_CLONE, _) => Stopped::Forked,
+            (libc::PTRACE_EVENT_STOP, _) => Stopped::Still,
+            (_, signal) if signal == libc::SIGTRAP | 0x80 => Stopped::SystemCall,
+            (_, signal) => Stopped::Signal(signal),
+        }
+    }
+}
+
+impl Watch<'_> {
+    fn stop_of(&self, process: Pid, limit: Duration) -> io::Result<Stopped> {
+        let begun = Instant::now();
+        loop {
+            match rustix::process::waitpid(Some(process), WaitOptions::NOHANG) {
+                Ok(Some((_, status))) => return Ok(Stopped::from_status(status.as_raw())),
+                Ok(None) => {}
+                Err(error) => return Err(error.into()),
+            }
+            let spent = begun.elapsed();
+            if spent < LOOKING {
+                std::hint::spin_loop();
+                continue;
+            }
+            if spent >= limit {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            let left = limit - spent;
+            let pause = rustix::event::Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+            let mut events = [PollFd::new(self.changes, PollFlags::IN)];
+            let _ = rustix::event::poll(&mut events, Some(&pause));
+            // Whoever else changed state is looked for by the caller afterwards, in any case.
+            let mut note = [0_u8; 128];
+            while rustix::io::read(self.changes, &mut note).is_ok() {}
+        }
+    }
+
+    fn expect(&self, process: Pid, wanted: Stopped, limit: Duration) -> io::Result<()> {
+        let stopped = self.stop_of(process, limit)?;
+        if stopped == wanted {
+            Ok(())
+        } else {
+            Err(io::Error::other(format!("a stopped process did something else: {stopped:?} instead of {wanted:?}")))
+        }
+    }
+}
+
+/// The options under which twins are traced: they end with the warden, and what they make is traced like them.
+pub(crate) const TWIN_OPTIONS: i32 = libc::PTRACE_O_TRACESYSGOOD
+    | libc::PTRACE_O_EXITKILL
+    | libc::PTRACE_O_TRACEFORK
+    | libc::PTRACE_O_TRACEVFORK
+    | libc::PTRACE_O_TRACECLONE;
+
+/// The way of a process to its moment: it stops itself, and enters the `clone` of a fork soon afterwards.
+pub(crate) struct Approach {
+    process: Pid,
+    stood_still: bool,
+    steps: u32,
+    given_up: bool,
+}
+
+/// System calls that a process may make between stopping itself and the `clone`. The handlers of a fork make some.
+const MOST_STEPS: u32 = 400;
+
+impl Approach {
+    /// Begins to watch a process, which does not notice.
+    pub(crate) fn begin(process: Pid, options: i32) -> io::Result<Approach> {
+        sys::trace(process, options)?;
+        Ok(Approach { process, stood_still: false, steps: 0, given_up: false })
+    }
+
+    /// Judges one stop of the process and lets it go on, unless its moment has come. An error means that it will not come.
+    pub(crate) fn step(&mut self, stopped: Stopped) -> io::Result<Option<Moment>> {
+        self.steps += 1;
+        if self.steps > MOST_STEPS || self.given_up {
+            return Err(io::Error::other("it did not come to its branch point"));
+        }
+        let mut signal = 0;
+        match stopped {
+            Stopped::Ended => return Err(io::Error::other("it ended")),
+            Stopped::SystemCall => {
+                if let Some(moment) = Moment::of(self.process)? {
+                    return Ok(Some(moment));
+                }
+            }
+            Stopped::Signal(libc::SIGSTOP) => self.stood_still = true,
+            Stopped::Signal(other) => signal = other,
+            Stopped::Still | Stopped::Forked => {}
+        }
+        sys::resume(self.process, if self.stood_still { Resume::ToSystemCall } else { Resume::Freely }, signal)?;
+        Ok(None)
+    }
+
+    /// The next stop, wherever it is, is the last.
+    pub(crate) fn give_up(&mut self) {
+        self.given_up = true;
+    }
+
+    /// Waits for the moment of a process that is trusted to come to it.
+    pub(crate) fn finish(mut self, watch: &Watch<'_>) -> io::Result<Moment> {
+        loop {
+            let stopped = watch.stop_of(self.process, STEP_LIMIT)?;
+            if let Some(moment) = self.step(stopped)? {
+                return Ok(moment);
+            }
+        }
+    }
+}
+
+impl Moment {
+    /// Reads the moment of a process that is entering a system call, if that call is the one of a fork.
+    pub(crate) fn of(process: Pid) -> io::Result<Option<Moment>> {
+        let Some(call) = sys::system_call(process)? else { return Ok(None) };
+        if call.number.cast_signed() != libc::SYS_clone {
+            return Ok(None);
+        }
+        let mut extended = vec![0; 16 * 1024];
+        let length = sys::read_registers(process, registers::EXTENDED, &mut extended)?;
+        extended.truncate(length);
+        let sets_number = call.arguments[0] & libc::CLONE_CHILD_SETTID as u64 != 0;
+        Ok(Some(Moment {
+            general: general_of(process)?,
+            extended,
+            blocked: sys::blocked_signals(process)?,
+            // An older kernel does not tell; then the C library goes without.
+            sequences: sys::restartable_sequences(process).unwrap_or_default(),
+            thread_number: sets_number.then_some(call.arguments[if cfg!(target_arch = "x86_64") { 3 } else { 4 }]),
+        }))
+    }
+
+    /// The address of an instruction that enters the kernel, unless somebody has written over it.
+    fn enter(&self) -> u64 {
+        self.general.instruction() - registers::ENTER
+    }
+
+    /// Lets the process whose moment this is go on as the parent of a fork, and traces it no longer.
+    pub(crate) fn let_parent_go(&self, process: Pid) -> io::Result<()> {
+        // The parent's `fork` returns a positive number: its own.
+        registers::exchange_call(process, self.general, libc::SYS_getpid as u64)?;
+        sys::let_go(process)
+    }
+}
+
+fn general_of(process: Pid) -> io::Result<Registers> {
+    let mut bytes = [0; registers::SIZE];
+    sys::read_registers(process, registers::GENERAL, &mut bytes)?;
+    Ok(Registers::from_bytes(&bytes))
+}
+
+fn set_general(process: Pid, registers: Registers) -> io::Result<()> {
+    sys::write_registers(process, registers::GENERAL, &registers.to_bytes())
+}
+
+impl Twin {
+    /// Parks the zygote, which is entering the `clone` of a fork: from now on it is a twin.
+    pub(crate) fn park(watch: &Watch<'_>, process: Pid, moment: Moment) -> io::Result<Twin> {
+        registers::exchange_call(process, moment.general, libc::SYS_getpid as u64)?;
+        sys::resume(process, Resume::ToSystemCall, 0)?;
+        watch.expect(process, Stopped::SystemCall, STEP_LIMIT)?;
+        Ok(Twin { pid: process, moment })
+    }
+
+    /// Makes a copy that goes on from `moment`, or from where this one would. With `shared` the copy uses the same table of descriptors
+    /// as long as it is only kept.
+    pub(crate) fn copy(&self, watch: &Watch<'_>, moment: Option<Moment>, shared: bool) -> io::Result<Twin> {
+        let flags = libc::SIGCHLD | if shared { libc::CLONE_FILES } else { 0 };
+        let copied = self.call(watch, libc::SYS_clone, [flags as u64, 0, 0, 0, 0, 0], HESITATION)?;
+        let pid = Pid::from_raw(i32::try_from(copied).unwrap_or(0)).ok_or(io::ErrorKind::NotFound)?;
+        watch.expect(pid, Stopped::Still, STEP_LIMIT)?;
+        Ok(Twin { pid, moment: moment.unwrap_or_else(|| self.moment.clone()) })
+    }
+
+    /// Has the twin make one system call. The number of a process that it makes is the call's result.
+    fn call(&self, watch: &Watch<'_>, number: i64, arguments: [u64; 6], hesitation: Duration) -> io::Result<i64> {
+        call(watch, self.pid, &self.moment, number, arguments, hesitation)
+    }
+
+    /// Makes an interpreter out of this twin, which becomes the interpreter's. It is complete, locked down, and stopped until it is let go.
+    ///
+    /// Fails with the twin in an unknown state; it must be ended then.
+    pub(crate) fn spawn(&self, watch: &Watch<'_>, entry: &Entry, way: &Way<'_>) -> io::Result<Pid> {
+        let protection = (libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC) as u64;
+        let mapping = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64;
+        let scratch = self
+            .call(watch, libc::SYS_mmap, [0, SCRATCH, protection, mapping, u64::MAX, 0], HESITATION)?
+            .cast_unsigned();
+        let memory = File::options().write(true).open(format!("/proc/{}/mem", self.pid.as_raw_pid()))?;
+        let mut data = Data { memory: &memory, next: scratch + DATA };
+
+        let first = self.leave_program(&mut data, way)?;
+        let first_results = data.reserve(first.results());
+        let first = first.assemble(first_results);
+        memory.write_all_at(&first.code, scratch)?;
+        let second = self.enter_program(&mut data, entry, way)?;
+        let second_results = data.reserve(second.results());
+        let second = second.assemble(second_results);
+        memory.write_all_at(&second.code, scratch + SECOND)?;
+        debug_assert!(first.code.len() as u64 <= SECOND && SECOND + second.code.len() as u64 <= DATA);
+
+        set_general(self.pid, self.moment.general.at(scratch))?;
+        sys::resume(self.pid, Resume::Freely, 0)?;
+        match watch.stop_of(self.pid, STEP_LIMIT)? {
+            Stopped::Forked => {}
+            Stopped::Signal(libc::SIGTRAP) => {
+                let ended = general_of(self.pid)?;
+                first.ended(ended.instruction().wrapping_sub(scratch), ended.result())?;
+                return Err(io::Error::other("a twin made no process"));
+            }
+            other => return Err(io::Error::other(format!("a twin stopped for another reason: {other:?}"))),
+        }
+        let number = i32::try_from(sys::event_message(self.pid)?).unwrap_or(0);
+        let child = Pid::from_raw(number).ok_or(io::ErrorKind::NotFound)?;
+        let entered = self.come_back(watch, scratch, &first).and_then(|()| self.enter(watch, child, scratch, &second));
+        if entered.is_err() {
+            let _ = rustix::process::kill_process(child, Signal::KILL);
+        }
+        entered.map(|()| child)
+    }
+
+    /// Lets the twin finish its program after it has made a process.
+    fn come_back(&self, watch: &Watch<'_>, scratch: u64, program: &Assembled) -> io::Result<()> {
+        sys::resume(self.pid, Resume::Freely, 0)?;
+        watch.expect(self.pid, Stopped::Signal(libc::SIGTRAP), STEP_LIMIT)?;
+        let ended = general_of(self.pid)?;
+        program.ended(ended.instruction().wrapping_sub(scratch), ended.result())
+    }
+
+    /// Has a new process run the program that locks it down, and sets it to go on from the moment.
+    fn enter(&self, watch: &Watch<'_>, child: Pid, scratch: u64, program: &Assembled) -> io::Result<()> {
+        watch.expect(child, Stopped::Still, STEP_LIMIT)?;
+        set_general(child, self.moment.general.at(scratch + SECOND))?;
+        sys::resume(child, Resume::Freely, 0)?;
+        watch.expect(child, Stopped::Signal(libc::SIGTRAP), STEP_LIMIT)?;
+        let ended = general_of(child)?;
+        program.ended(ended.instruction().wrapping_sub(scratch + SECOND), ended.result())?;
+        call(watch, child, &self.moment, libc::SYS_munmap, [scratch, SCRATCH, 0, 0, 0, 0], STEP_LIMIT)?;
+        set_general(child, self.moment.general.returning(0))?;
+        sys::write_registers(child, registers::EXTENDED, &self.moment.extended)?;
+        sys::block_signals(child, self.moment.blocked)
+    }
+
+    /// The program of the twin itself: it enters the control group, takes the descriptors of the new interpreter, closes all others, and makes the
+    /// process, which shares its memory.
+    fn leave_program(&self, data: &mut Data<'_>, way: &Way<'_>) -> io::Result<Program> {
+        let mut program = Program::default();
+        let zero = data.put(b"0")?;
+        // Nothing of the session's own descriptors may come along, and nothing of them may be in the way.
+        program.call("close_range", libc::SYS_close_range, &[0.into(), u64::from(u32::MAX).into()]);
+        let name = data.put(b"cb-twin\0")?;
+        program.call("name", libc::SYS_prctl, &[(libc::PR_SET_NAME as u64).into(), name.into()]);
+        let warden = program.call("pidfd_open", libc::SYS_pidfd_open, &[Argument::Value(std::process::id().into())]);
+        let take = |program: &mut Program, descriptor: &OwnedFd| {
+            let number = Argument::Value(descriptor.as_raw_fd() as u64);
+            program.call("pidfd_getfd", libc::SYS_pidfd_getfd, &[warden.into(), number])
+        };
+        for door in way.doors {
+            let door = take(&mut program, door);
+            // A zero stands for the writer.
+            program.call("enter the control group", libc::SYS_write, &[door.into(), zero.into(), 1.into()]);
+        }
+        let place = |program: &mut Program, descriptor: &OwnedFd, place: u64| {
+            let taken = take(program, descriptor);
+            let flags = Argument::Value(libc::O_CLOEXEC as u64);
+            program.call("dup3", libc::SYS_dup3, &[taken.into(), place.into(), flags]);
+        };
+        place(&mut program, way.channel, CHANNEL);
+        if let Some(rules) = way.rules {
+            place(&mut program, rules, RULES);
+        }
+        for (namespace, number) in way.namespaces.iter().zip(NAMESPACES..) {
+            place(&mut program, namespace, number);
+        }
+        place(&mut program, way.own_pid_namespace, OWN_PID_NAMESPACE);
+        let children = take(&mut program, way.pid_namespace);
+        program.call("setns", libc::SYS_setns, &[children.into()]);
+        program.call("close_range", libc::SYS_close_range, &[0.into(), (CHANNEL - 1).into()]);
+        let shared = (libc::CLONE_VM | libc::CLONE_FILES) as u64;
+        match self.moment.thread_number {
+            Some(place) => {
+                let flags = shared | (libc::CLONE_CHILD_SETTID | libc::CLONE_CHILD_CLEARTID) as u64;
+                // The order of the last two arguments differs between processors; the other one is not used.
+                let arguments = [flags.into(), 0.into(), 0.into(), place.into(), place.into()];
+                program.call("clone", libc::SYS_clone, &arguments)
+            }
+            None => program.call("clone", libc::SYS_clone, &[shared.into()]),
+        };
+        // Later copies of this twin are no business of the sandbox.
+        program.call("setns", libc::SYS_setns, &[OWN_PID_NAMESPACE.into()]);
+        program.call("close", libc::SYS_close, &[OWN_PID_NAMESPACE.into()]);
+        Ok(program)
+    }
+
+    /// The program of the new process: into the namespaces of the sandbox, then out of every right.
+    fn enter_program(&self, data: &mut Data<'_>, entry: &Entry, way: &Way<'_>) -> io::Result<Program> {
+        let mut program = Program::without(&entry.skipped_steps);
+        let name = data.put(b"python\0")?;
+        program.call("name", libc::SYS_prctl, &[(libc::PR_SET_NAME as u64).into(), name.into()]);
+        // Leaves the process group of the jail: signals to a group reach across namespaces.
+        program.call("setsid", libc::SYS_setsid, &[]);
+        for (number, name) in (NAMESPACES..).zip(ENTERED).take(way.namespaces.len()) {
+            program.call(name, libc::SYS_setns, &[number.into()]);
+            program.call("close", libc::SYS_close, &[number.into()]);
+        }
+        for limit in &entry.rlimits {
+            let both = data.put(&[limit.value.to_ne_bytes(), limit.value.to_ne_bytes()].concat())?;
+            let resource = u64::from(limit.resource);
+            program.call("prlimit64", libc::SYS_prlimit64, &[0.into(), resource.into(), both.into()]);
+        }
+        if entry.drop_groups {
+            program.call("setgroups", libc::SYS_setgroups, &[]);
+        }
+        let id = Argument::Value(entry.id.into());
+        program.call("setresgid", libc::SYS_setresgid, &[id, id, id]);
+        program.call("setresuid", libc::SYS_setresuid, &[id, id, id]);
+        // The bounding set needs a capability to be emptied, so it goes before the capabilities.
+        for capability in 0..=entry.last_capability {
+            let drop = Argument::Value(libc::PR_CAPBSET_DROP as u64);
+            program.call("bounding set", libc::SYS_prctl, &[drop, capability.into()]);
+        }
+        let header = data.put(&[CAPABILITY_VERSION_3.to_ne_bytes(), [0; 4]].concat())?;
+        let nothing = data.put(&[0; 24])?;
+        program.call("capset", libc::SYS_capset, &[header.into(), nothing.into()]);
+        // The change of user made /proc/self belong to the host's root; give it back.
+        program.call("prctl", libc::SYS_prctl, &[(libc::PR_SET_DUMPABLE as u64).into(), 1.into()]);
+        program.call("prctl", libc::SYS_prctl, &[(libc::PR_SET_NO_NEW_PRIVS as u64).into(), 1.into()]);
+        if way.rules.is_some() {
+            program.call("landlock_restrict_self", libc::SYS_landlock_restrict_self, &[RULES.into()]);
+            program.call("close", libc::SYS_close, &[RULES.into()]);
+        }
+        let path = data.put(b"/dev/null\0")?;
+        let flags = Argument::Value(libc::O_RDWR as u64);
+        // The lowest number is free, so this is 0.
+        let null = program.call("open", libc::SYS_openat, &[(libc::AT_FDCWD as u64).into(), path.into(), flags]);
+        program.call("dup", libc::SYS_dup, &[null.into()]);
+        program.call("dup", libc::SYS_dup, &[null.into()]);
+        let sequences = &self.moment.sequences;
+        if sequences.address != 0 {
+            let (size, signature) = (u64::from(sequences.size), u64::from(sequences.signature));
+            program.attempt(
+                "rseq",
+                libc::SYS_rseq,
+                &[sequences.address.into(), size.into(), 0.into(), signature.into()],
+            );
+        }
+        // Last: the filter closes the very calls used above.
+        if !entry.closing_filter.is_empty() {
+            let steps = data.put(&entry.closing_filter)?;
+            let count = (entry.closing_filter.len() / 8) as u64;
+            // struct sock_fprog: the number of steps, padding, their address.
+            let filter = data.put(&[count.to_ne_bytes(), steps.to_ne_bytes()].concat())?;
+            let mode = Argument::Value(libc::SECCOMP_SET_MODE_FILTER.into());
+            program.call("seccomp", libc::SYS_seccomp, &[mode, 0.into(), filter.into()]);
+        }
+        Ok(program)
+    }
+
+    /// Ends the twin. Its end is told like that of any traced process.
+    pub(crate) fn end(&self) {
+        let _ = rustix::process::kill_process(self.pid, Signal::KILL);
+    }
+}
+
+/// What the steps into the namespaces are called, in their order.
+const ENTERED: [&str; 6] = ["setns mnt", "setns net", "setns ipc", "setns uts", "setns cgroup", "setns user"];
+
+const CAPABILITY_VERSION_3: u32 = 0x2008_0522;
+
+/// Has a stopped process make one system call at the instruction of its moment, and makes sure that it is that call.
+fn call(
+    watch: &Watch<'_>,
+    process: Pid,
+    moment: &Moment,
+    number: i64,
+    arguments: [u64; 6],
+    hesitation: Duration,
+) -> io::Result<i64> {
+    set_general(process, moment.general.calling(moment.enter(), number.cast_unsigned(), arguments))?;
+    sys::resume(process, Resume::ToSystemCall, 0)?;
+    watch.expect(process, Stopped::SystemCall, hesitation)?;
+    let wanted =
+        sys::SystemCall { number: number.cast_unsigned(), arguments, returns_to: moment.general.instruction() };
+    if sys::system_call(process)? != Some(wanted) {
+        return Err(io::Error::other("the memory of the session is not what it was: it entered the kernel elsewhere"));
+    }
+    sys::resume(process, Resume::ToSystemCall, 0)?;
+    let mut made = None;
+    match watch.stop_of(process, STEP_LIMIT)? {
+        Stopped::SystemCall => {}
+        Stopped::Forked => {
+            made = Some(sys::event_message(process)?.cast_signed());
+            sys::resume(process, Resume::ToSystemCall, 0)?;
+            watch.expect(process, Stopped::SystemCall, STEP_LIMIT)?;
+        }
+        other => return Err(io::Error::other(format!("a stopped process did something else: {other:?}"))),
+    }
+    let result = general_of(process)?.result();
+    if result < 0 && result > -4096 {
+        return Err(io::Error::from_raw_os_error(-(result as i32)));
+    }
+    // The process itself sees another number when its pid namespace is another one.
+    Ok(made.unwrap_or(result))
+}
+
+/// Data of a program, put one after another into the memory of the process.
+struct Data<'a> {
+    memory: &'a File,
+    next: u64,
+}
+
+impl Data<'_> {
+    fn reserve(&mut self, size: usize) -> u64 {
+        let place = self.next;
+        self.next += size.next_multiple_of(8) as u64;
+        place
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> io::Result<u64> {
+        let place = self.reserve(bytes.len());
+        self.memory.write_all_at(bytes, place)?;
+        Ok(place)
+    }
+}

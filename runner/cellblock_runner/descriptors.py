@@ -1,0 +1,329 @@
+"""Descriptors: what a session has open, and how a copy of it gets that back.
+
+A copy begins with every descriptor closed but the standard ones and its channel. Its objects still hold the old numbers, so each
+number must lead to the right thing again, or to nothing: a number that stayed free would be given to the next file that is
+opened, and an old object would read and write there.
+
+    regular files, folders, devices    opened again by their path, at the same place; locks are taken again
+    files without a name               made anew from the content, if it was small enough to keep
+    what leads to our own pipes        leads to the new ones
+    everything else                    is dead: reading and writing fail, and the loss is told
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import stat
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+# The content of files without a name is kept up to so many bytes, together.
+LARGEST_KEPT = 8 * 1024 * 1024
+
+_KEPT_FLAGS = os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK | os.O_SYNC | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_PATH
+_PIECE = 1024 * 1024
+
+Identity = tuple[int, int]
+
+
+class Lock(NamedTuple):
+    """A lock on a file. Locks belong to a process or to an open file; a copy has none of them."""
+
+    of_whole_file: bool
+    is_exclusive: bool
+    start: int
+    length: int
+
+
+class Opened(NamedTuple):
+    """One descriptor as it was before the copy."""
+
+    number: int
+    # What a report calls it. "file" is what can be opened again.
+    kind: str
+    identity: Identity
+    path: str = ""
+    flags: int = 0
+    offset: int = 0
+    # What a file without a name holds.
+    content: bytes | None = None
+    # An earlier descriptor of the same file without a name.
+    namesake: int | None = None
+    # An earlier descriptor with the same offset: one is a duplicate of the other.
+    twin: int | None = None
+    locks: tuple[Lock, ...] = ()
+    # 0 or 1: it leads to the pipe for standard output or for standard error.
+    lane: int | None = None
+
+
+def look(lanes: tuple[int, int], ours: Collection[int]) -> list[Opened]:
+    """Returns what is open, lowest number first. `lanes` are the private write ends, `ours` what the runner keeps for itself."""
+    pipes = [_identity(os.fstat(number)) for number in lanes]
+    found: list[Opened] = []
+    nameless: dict[Identity, int] = {}
+    room = LARGEST_KEPT
+    for number in sorted(map(int, os.listdir("/proc/self/fd"))):
+        if number in ours or number in lanes:
+            continue
+        try:
+            opened = _describe(number, pipes, nameless, room)
+        except OSError:
+            continue  # Closed meanwhile, such as the one that listed the folder.
+        if opened is None:
+            continue
+        if opened.content is not None:
+            room -= len(opened.content)
+            nameless[opened.identity] = number
+        if opened.kind == "file":
+            opened = opened._replace(twin=_find_twin(opened, found))
+        found.append(opened)
+    return found
+
+
+def bring_back(opened: Iterable[Opened], is_known: Callable[[str], bool]) -> list[Opened]:
+    """Puts every number to what it was, or to something dead. Returns those that are dead.
+
+    `is_known` tells of a path whether the file there is the one that was open even if it is another inode by now.
+    """
+    dead: list[Opened] = []
+    for item in opened:
+        try:
+            if item.kind != "file":
+                raise OSError(errno.EBADF, "cannot be opened again")
+            _open_again(item, is_known)
+        except OSError:
+            _put_nothing(item.number)
+            if item.lane is None:
+                dead.append(item)
+    return dead
+
+
+def lead_to_lanes(opened: Iterable[Opened], lanes: tuple[int, int]) -> None:
+    """Makes the numbers that led to the old pipes lead to the new ones."""
+    for item in opened:
+        if item.lane is not None:
+            os.dup2(lanes[item.lane], item.number, inheritable=not item.flags & os.O_CLOEXEC)
+
+
+def describe_losses(dead: Iterable[Opened]) -> list[str]:
+    """Returns short texts, such as "2 connections"."""
+    kinds: Counter[str] = Counter()
+    ends: set[Identity] = set()
+    files: list[str] = []
+    for item in dead:
+        if item.kind == "pipe" and item.identity in ends:
+            continue  # The other end of a pipe.
+        ends.add(item.identity)
+        if item.kind == "file":
+            files.append(os.path.basename(item.path))
+        else:
+            kinds[item.kind] += 1
+    texts = [counted(count, kind) for kind, count in kinds.items()]
+    if files:
+        names = ", ".join(name if len(name) <= 40 else name[:39] + "…" for name in files[:3])
+        texts.append(f"{counted(len(files), 'open file')} ({names}{', …' if len(files) > 3 else ''})")
+    return texts
+
+
+def counted(count: int, thing: str) -> str:
+    """Returns "1 thread" or "2 threads"."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def content_of(number: int, size: int) -> bytes:
+    """Returns what a file holds, without moving its offset."""
+    parts = []
+    position = 0
+    while position < size:
+        part = os.pread(number, min(_PIECE, size - position), position)
+        if not part:
+            break
+        parts.append(part)
+        position += len(part)
+    return b"".join(parts)
+
+
+def file_without_name(content: bytes) -> int:
+    """Returns a new file in memory."""
+    number = os.memfd_create("restored")
+    try:
+        write_all(number, content)
+    except BaseException:
+        os.close(number)
+        raise
+    return number
+
+
+def write_all(number: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(number, view) :]
+
+
+def _describe(number: int, pipes: list[Identity], nameless: dict[Identity, int], room: int) -> Opened | None:
+    status = os.fstat(number)
+    identity, kind = _identity(status), stat.S_IFMT(status.st_mode)
+    if kind == stat.S_IFIFO:
+        lane = pipes.index(identity) if identity in pipes else None
+        if lane is not None and number == lane + 1:
+            return None  # Standard output and standard error themselves.
+        flags = 0 if os.get_inheritable(number) else os.O_CLOEXEC
+        path = os.readlink(f"/proc/self/fd/{number}")
+        # A pipe with a name can be opened by it, but what was in it and who is at its other end cannot be brought back.
+        return Opened(number, "pipe", identity, path, flags, lane=lane)
+    if kind == stat.S_IFSOCK:
+        return Opened(number, *_kind_of_socket(number, identity))
+    path = os.readlink(f"/proc/self/fd/{number}")
+    if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFCHR):
+        return Opened(number, _kind_of_special(path), identity, path)
+    if number == 0 and path == os.devnull:
+        return None
+    flags, offset, locks = _ask_kernel(number)
+    if kind == stat.S_IFREG:
+        flags &= ~os.O_DIRECTORY  # It is part of O_TMPFILE.
+    item = Opened(number, "file", identity, path, flags, offset, locks=locks)
+    if kind != stat.S_IFREG or _is_at(path, identity):
+        return item
+    if identity in nameless:
+        return item._replace(namesake=nameless[identity])
+    is_readable = flags & os.O_ACCMODE != os.O_WRONLY or path.startswith("/memfd:")
+    if not is_readable or status.st_size > room:
+        return item._replace(kind="deleted file")
+    try:
+        return item._replace(content=content_of(number, status.st_size))
+    except OSError:
+        return item._replace(kind="deleted file")
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_dev, status.st_ino
+
+
+def _is_at(path: str, identity: Identity) -> bool:
+    try:
+        return _identity(os.stat(path)) == identity
+    except OSError:
+        return False
+
+
+def _kind_of_socket(number: int, identity: Identity) -> tuple[str, Identity, str]:
+    """Returns kind, identity and family."""
+    view = socket.socket(fileno=number)
+    family = "unix" if view.family == socket.AF_UNIX else "network"
+    try:
+        if view.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return "listening socket", identity, family
+        return "connection" if view.type == socket.SOCK_STREAM else "socket", identity, family
+    except OSError:
+        return "socket", identity, family
+    finally:
+        view.detach()
+
+
+def _kind_of_special(path: str) -> str:
+    name = path.removeprefix("anon_inode:").strip("[]")
+    return {"eventpoll": "epoll", "": "special descriptor"}.get(name, name[:30])
+
+
+def _ask_kernel(number: int) -> tuple[int, int, tuple[Lock, ...]]:
+    """Returns flags, offset and locks of a descriptor."""
+    with open(f"/proc/self/fdinfo/{number}", "rb", 0) as file:
+        lines = file.read().decode("ascii", "replace").splitlines()
+    flags = offset = 0
+    locks = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "flags":
+            flags = int(value, 8)
+        elif name == "pos":
+            offset = int(value)
+        elif name == "lock":
+            locks.append(_read_lock(value.split()))
+    return flags, offset, tuple(lock for lock in locks if lock is not None)
+
+
+def _read_lock(words: list[str]) -> Lock | None:
+    """Reads a lock as the kernel writes it: `1: POSIX ADVISORY WRITE 123 00:2b:15 0 EOF`."""
+    try:
+        _, family, _, mode, _, _, start, end = words
+        if family not in ("POSIX", "FLOCK"):
+            return None
+        length = 0 if end == "EOF" else int(end) - int(start) + 1
+        return Lock(family == "FLOCK", mode == "WRITE", int(start), length)
+    except ValueError:
+        return None
+
+
+def _find_twin(item: Opened, found: list[Opened]) -> int | None:
+    """Returns a descriptor that moves together with this one. Only moving one of them tells."""
+    for other in found:
+        alike = other.identity == item.identity and other.offset == item.offset
+        if not alike or other.kind != "file" or (other.flags ^ item.flags) & ~os.O_CLOEXEC or item.flags & os.O_PATH:
+            continue
+        try:
+            os.lseek(item.number, item.offset + 1, os.SEEK_SET)
+            moved = os.lseek(other.number, 0, os.SEEK_CUR) != other.offset
+            os.lseek(item.number, item.offset, os.SEEK_SET)
+        except OSError:
+            continue
+        if moved:
+            return other.number
+    return None
+
+
+def _open_again(item: Opened, is_known: Callable[[str], bool]) -> None:
+    keeps = not item.flags & os.O_CLOEXEC
+    if item.twin is not None:
+        os.dup2(item.twin, item.number, inheritable=keeps)
+        return
+    flags = item.flags & _KEPT_FLAGS
+    is_nameless = item.content is not None or item.namesake is not None
+    if item.content is not None:
+        new = file_without_name(item.content)
+        try:
+            # Through its number, so that it can be read only if it could only be read.
+            number = os.open(f"/proc/self/fd/{new}", flags & ~os.O_NOFOLLOW)
+        finally:
+            os.close(new)
+    elif item.namesake is not None:
+        number = os.open(f"/proc/self/fd/{item.namesake}", flags & ~os.O_NOFOLLOW)
+    else:
+        number = os.open(_present_path(item.path), flags)
+    try:
+        if not is_nameless and not is_known(item.path) and _identity(os.fstat(number)) != item.identity:
+            raise OSError(errno.ENOENT, "another file is in its place")
+        if not flags & os.O_PATH and item.offset:
+            os.lseek(number, item.offset, os.SEEK_SET)
+        if number != item.number:
+            os.dup2(number, item.number, inheritable=keeps)
+        else:
+            os.set_inheritable(number, keeps)
+    finally:
+        if number != item.number:
+            os.close(number)
+    for lock in item.locks:
+        kind = fcntl.LOCK_EX if lock.is_exclusive else fcntl.LOCK_SH
+        if lock.of_whole_file:
+            fcntl.flock(item.number, kind | fcntl.LOCK_NB)
+        else:
+            fcntl.lockf(item.number, kind | fcntl.LOCK_NB, lock.length, lock.start)
+
+
+def _present_path(path: str) -> str:
+    """Returns the path under which a file of /proc about this process is found now: the process has another number."""
+    parts = path.split("/", 3)
+    if len(parts) == 4 and parts[1] == "proc" and parts[2].isdigit():
+        return f"/proc/self/{parts[3]}"
+    return path
+
+
+def _put_nothing(number: int) -> None:
+    """Puts something under the number that can neither be read nor written."""
+    nothing = os.open(os.devnull, os.O_PATH | os.O_CLOEXEC)
+    if nothing != number:
+        os.dup2(nothing, number, inheritable=False)
+        os.close(nothing)

@@ -1,0 +1,296 @@
+"""Folders: what the session's folders hold, kept in memory, and put back.
+
+A copy of a session needs the files as they were when it was made, perhaps minutes later, when they have changed (undo) or in a sandbox
+where there are none (fork). So their content is kept in this process's memory, which every copy shares until it is written to. Only what
+changed since the last time is read. Large files of a session that is about to be forked are not read but mapped.
+
+Kept are regular files, folders and symbolic links with their modes and times; hard links become files of their own. What is mounted
+below a folder is another one's, and is never entered, saved or removed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Collection
+from typing import NamedTuple, Union
+
+from . import mappings
+from .descriptors import Identity, content_of, write_all
+
+# The most entries that are kept for undo, and for a fork.
+MOST_KEPT = 10_000
+MOST_CARRIED = 100_000
+
+# Files up to this size are read for a fork, larger ones mapped: a mapping costs two system calls and a page fault at least.
+_SMALL = 64 * 1024
+# A file that changed so short before it was read may have changed again without a new time. Kernels count time in steps of up to 10 ms.
+_UNSETTLED = 20_000_000
+
+_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_PERMISSIONS = 0o1777  # Without setuid and setgid, which a session may not set.
+
+Content = Union[bytes, str, mappings.View, None]
+
+
+class Node(NamedTuple):
+    """One file, folder or link."""
+
+    kind: int
+    mode: int
+    modified: int
+    # What tells one state of it from another.
+    signature: tuple[int, int, int, int]
+    # False when the state may change without a new signature.
+    settled: bool = True
+    # The bytes of a file or the target of a link.
+    content: Content = None
+
+
+# Path below the folder to what is there. Parents come before their children.
+Tree = dict[str, Node]
+
+
+class NotKept(Exception):
+    """The folder cannot be kept as a whole, and so not at all. The text says why, for the user."""
+
+
+def keep(root: str, previous: Tree | None, budget: int, mapped: Collection[Identity]) -> Tree:
+    """Returns what is below `root`, with the content of all files. Raises NotKept when that is more than `budget` bytes.
+
+    `previous` is what was kept the last time. `mapped` are files that change without a word because they are mapped as memory.
+    """
+    tree = _walk(root, MOST_KEPT, is_strict=True)
+    size = sum(node.signature[1] for node in tree.values() if node.kind == stat.S_IFREG)
+    if size > budget:
+        raise NotKept(f"the work folder holds {_mebibytes(size)}, and {_mebibytes(budget)} are kept for undo")
+    previous = previous or {}
+    now = time.time_ns()
+    for path, node in tree.items():
+        before = previous.get(path)
+        if before is not None and before.signature == node.signature and before.settled:
+            tree[path] = before
+        elif node.kind == stat.S_IFREG:
+            tree[path] = _read(f"{root}/{path}", node, now, mapped)
+        elif node.kind == stat.S_IFLNK:
+            tree[path] = _read_link(f"{root}/{path}", node)
+    return tree
+
+
+def carry(root: str, kept: Tree | None) -> Tree:
+    """Returns what is below `root` for a fork that happens soon: small files are read, large ones mapped. `kept` saves work."""
+    tree = _walk(root, MOST_CARRIED, is_strict=False)
+    for path, node in tree.items():
+        known = kept.get(path) if kept else None
+        if known is not None and known.signature == node.signature:
+            tree[path] = known
+        elif node.kind == stat.S_IFREG:
+            tree[path] = _read_or_map(f"{root}/{path}", node)
+        elif node.kind == stat.S_IFLNK:
+            tree[path] = _read_link(f"{root}/{path}", node)
+    return tree
+
+
+def put_down(tree: Tree) -> None:
+    """Gives up what `carry` mapped."""
+    for node in tree.values():
+        if isinstance(node.content, mappings.View):
+            mappings.drop(node.content)
+
+
+def put_back(root: str, tree: Tree, removing: bool) -> tuple[Tree, int]:
+    """Makes the folder hold what the tree holds, and nothing else if `removing`. Changes only what differs.
+
+    An existing file keeps its inode. Returns the tree as it is now, and how many entries could not be made right.
+    """
+    # Without a limit: a folder that a cell has filled beyond it could not be undone.
+    present = _walk(root, None, is_strict=False)
+    failures = _remove_new(root, tree, present) if removing else 0
+    now: Tree = {}
+    touched = []
+    for path, node in tree.items():
+        there = present.get(path)
+        if there is not None and there.kind == node.kind and there.signature == node.signature and node.settled:
+            now[path] = node
+            continue
+        if there is None and node.kind == stat.S_IFSOCK:
+            continue  # The end of a connection that does not come along either.
+        try:
+            _put(f"{root}/{path}", node, there if there is not None and there.kind == node.kind else None)
+        except OSError:
+            failures += 1
+        else:
+            now[path] = node
+            touched.append(path)
+    # Children before parents: the work above has changed the times of folders, and a folder may be closed to its owner.
+    for path in reversed([path for path, node in now.items() if node.kind == stat.S_IFDIR]):
+        try:
+            _settle_folder(f"{root}/{path}", now[path])
+        except OSError:
+            failures += 1
+    for path in touched:
+        try:
+            now[path] = now[path]._replace(signature=_signature(os.lstat(f"{root}/{path}")), settled=False)
+        except OSError:
+            del now[path]
+    return now, failures
+
+
+def _walk(root: str, most: int | None, is_strict: bool) -> Tree:
+    """Returns what is below `root`, parents first. Raises NotKept when that are more than `most` entries.
+
+    If strict, it does so too when something cannot be seen: undo would take it for new, and remove it.
+    """
+    tree: Tree = {}
+    device = os.lstat(root).st_dev
+    pending = [""]
+    for prefix in pending:
+        try:
+            with os.scandir(f"{root}/{prefix}") as entries:
+                for entry in entries:
+                    status = entry.stat(follow_symlinks=False)
+                    if status.st_dev != device:
+                        continue
+                    path = prefix + entry.name
+                    mode = status.st_mode
+                    kind = stat.S_IFMT(mode)
+                    tree[path] = Node(
+                        kind,
+                        mode & _PERMISSIONS,
+                        status.st_mtime_ns,
+                        (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns),
+                    )
+                    if kind == stat.S_IFDIR:
+                        pending.append(path + "/")
+        except FileNotFoundError:
+            continue  # Removed while we looked.
+        except PermissionError as cause:
+            if is_strict:
+                raise NotKept(f"the folder {prefix.rstrip('/')} cannot be read") from cause
+            continue
+        if most is not None and len(tree) > most:
+            raise NotKept(f"the work folder holds more than {most:,} entries")
+    return tree
+
+
+def _read(path: str, node: Node, now: int, mapped: Collection[Identity]) -> Node:
+    try:
+        number = os.open(path, _READING)
+    except OSError:
+        return node  # Without content: it can be recognized, and not brought back.
+    try:
+        status = os.fstat(number)
+        content = content_of(number, status.st_size)
+    except OSError:
+        return node
+    finally:
+        os.close(number)
+    changed = max(status.st_mtime_ns, status.st_ctime_ns)
+    settled = now - changed > _UNSETTLED and (status.st_dev, status.st_ino) not in mapped
+    return node._replace(signature=_signature(status), content=content, settled=settled)
+
+
+def _read_or_map(path: str, node: Node) -> Node:
+    if node.signature[1] <= _SMALL:
+        return _read(path, node, 0, ())
+    try:
+        number = os.open(path, _READING)
+    except OSError:
+        return node
+    try:
+        return node._replace(content=mappings.view(number, os.fstat(number).st_size))
+    except OSError:
+        return node
+    finally:
+        os.close(number)
+
+
+def _read_link(path: str, node: Node) -> Node:
+    try:
+        return node._replace(content=os.readlink(path))
+    except OSError:
+        return node
+
+
+def _remove_new(root: str, tree: Tree, present: Tree) -> int:
+    """Removes what the tree does not hold, children first. Returns how much could not be removed."""
+    failures = 0
+    for path in reversed(list(present)):
+        node, wanted = present[path], tree.get(path)
+        if wanted is not None and wanted.kind == node.kind:
+            continue
+        full = f"{root}/{path}"
+        try:
+            _open_up(os.path.dirname(full))
+            if node.kind == stat.S_IFDIR:
+                os.rmdir(full)
+            else:
+                os.unlink(full)
+        except OSError:
+            failures += 1
+    return failures
+
+
+def _put(path: str, node: Node, there: Node | None) -> None:
+    if there is None:
+        _open_up(os.path.dirname(path))
+    if node.kind == stat.S_IFDIR:
+        if there is None:
+            try:
+                os.mkdir(path, 0o700)
+            except FileExistsError:
+                pass  # Such as the home folder of a new sandbox.
+    elif node.kind == stat.S_IFLNK:
+        if there is not None:
+            if os.readlink(path) == node.content:
+                return
+            os.unlink(path)
+        if not isinstance(node.content, str):
+            raise OSError("the link's target is unknown")
+        os.symlink(node.content, path)
+        os.utime(path, ns=(node.modified, node.modified), follow_symlinks=False)
+    elif node.kind == stat.S_IFREG:
+        _put_file(path, node, there)
+    elif node.kind == stat.S_IFIFO and there is None:
+        os.mkfifo(path, node.mode)
+
+
+def _put_file(path: str, node: Node, there: Node | None) -> None:
+    content = node.content.bytes() if isinstance(node.content, mappings.View) else node.content
+    if not isinstance(content, (bytes, memoryview)):
+        raise OSError("the file's content is unknown")
+    if there is not None and there.mode & 0o600 != 0o600:
+        os.chmod(path, 0o600)
+    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        if there is None or there.signature[1] != len(content) or content_of(number, len(content)) != content:
+            write_all(number, content)
+            os.ftruncate(number, len(content))
+        os.fchmod(number, node.mode)
+        os.utime(number, ns=(node.modified, node.modified))
+    finally:
+        os.close(number)
+
+
+def _settle_folder(path: str, node: Node) -> None:
+    status = os.lstat(path)
+    if status.st_mode & _PERMISSIONS != node.mode:
+        os.chmod(path, node.mode)
+    if status.st_mtime_ns != node.modified:
+        os.utime(path, ns=(node.modified, node.modified))
+
+
+def _open_up(folder: str) -> None:
+    """Makes sure that we can work in a folder of our own."""
+    mode = os.lstat(folder).st_mode & _PERMISSIONS
+    if mode & 0o700 != 0o700:
+        os.chmod(folder, mode | 0o700)
+
+
+def _signature(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / (1024 * 1024):,.1f} MiB"

@@ -1,0 +1,367 @@
+"""Luggage: what a copy of a session takes along besides its memory, and what it must leave behind.
+
+    pack       in the original, before it stands still: looks at descriptors, shared memory, folders, threads, loops
+    put_down   in the original, afterwards: gives up what was held for the copy, and counts what only now can be counted
+    unpack     in a copy: brings back what can be, and tells the rest
+
+Packing happens before nearly every cell, so it is cheap when there is little: a few dozen system calls. Whatever cannot be right in a
+copy is told in a short text such as "2 threads"; nothing is silently wrong.
+"""
+
+from __future__ import annotations
+
+import _thread
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from . import descriptors, folders, interrupts, mappings
+from .channel import CHANNEL_DESCRIPTOR
+from .descriptors import Opened, counted
+from .reseed import reseed
+
+# Libraries that keep threads of their own through a fork. Named in a report if they are loaded.
+_KEEP_THREADS = ("polars", "torch", "tensorflow", "pyarrow", "duckdb", "sklearn", "numba", "jax")
+_LARGEST_THREAD_COUNT = 64
+_EXITING = 0x4  # A flag of the kernel's tasks.
+
+_SQLITE = b"SQLite format 3\0"
+
+
+class Request(NamedTuple):
+    """What the host wants of a copy, from the `branch` frame."""
+
+    undo_files: int
+    fork: bool
+    work_is_shared: bool
+
+
+class Surroundings(NamedTuple):
+    """What of the session stays the same."""
+
+    work: str
+    # Folders beside it that a fork takes along, and that undo leaves alone.
+    scratch: Sequence[str]
+    lanes: tuple[int, int]
+
+
+class Luggage(NamedTuple):
+    request: Request
+    folder: str | None
+    mask: int
+    blocked: set[int]
+    opened: list[Opened]
+    # Numbers that belong to the runner itself; their loss is none.
+    own: frozenset[int]
+    areas: list[mappings.Area]
+    # The work folder as undo brings it back, or why it cannot.
+    kept: folders.Tree | None
+    why: str | None
+    # All folders as a fork needs them.
+    carried: dict[str, folders.Tree]
+    losses: list[str]
+    loop: Any
+    reports_faults: bool
+
+
+class Arrival(NamedTuple):
+    """How a copy arrived, for its `hello`, and what it knows of its work folder from now on."""
+
+    lost: list[str]
+    files: str
+    why: str | None
+    kept: folders.Tree | None
+
+
+def pack(request: Request, around: Surroundings, loop: Any, kept: folders.Tree | None) -> Luggage:
+    """Gathers all that a copy will need. `loop` is the event loop of the shell, `kept` what the last packing found."""
+    own = frozenset(_descriptors_of(loop)) | frozenset(_descriptors_of_tracker())
+    opened = descriptors.look(around.lanes, (CHANNEL_DESCRIPTOR,))
+    nameless = {item.identity for item in opened if item.content is not None}
+    areas = mappings.look((around.work, *around.scratch))
+    why = None
+    try:
+        if not request.undo_files:
+            raise folders.NotKept("files are not kept for undo here")
+        kept = folders.keep(around.work, kept, request.undo_files, {area.identity for area in areas})
+    except folders.NotKept as cause:
+        kept, why = None, str(cause)
+    except OSError as cause:
+        kept, why = None, f"the work folder cannot be read: {cause.strerror}"
+    areas = mappings.keep(areas, nameless, around.work)
+    carried: dict[str, folders.Tree] = {}
+    losses = list(_losses(loop))
+    if request.fork:
+        for root in around.scratch if request.work_is_shared else (around.work, *around.scratch):
+            try:
+                carried[root] = folders.carry(root, kept if root == around.work else None)
+            except (folders.NotKept, OSError):
+                losses.append(f"the files of {root}")
+    return Luggage(
+        request,
+        _current_folder(),
+        _mask(),
+        interrupts.blocked(),
+        opened,
+        own,
+        areas,
+        kept,
+        why,
+        carried,
+        losses,
+        loop,
+        faulthandler.is_enabled(),
+    )
+
+
+def put_down(luggage: Luggage) -> list[str]:
+    """In the original, right after the copy was made. Returns losses of the copy that only the original can see."""
+    for tree in luggage.carried.values():
+        folders.put_down(tree)
+    native = _native_threads()
+    if not native:
+        return []
+    names = ", ".join(name for name in _KEEP_THREADS if name in sys.modules)
+    return [counted(native, "native thread") + (f" ({names})" if names else "")]
+
+
+def unpack(luggage: Luggage, around: Surroundings, is_fork: bool) -> Arrival:
+    """In a copy: brings everything back. What fails is told, and ends nothing."""
+    reseed()
+    lost = list(luggage.losses)
+    files, why, kept, known = _unpack_folders(luggage, around, is_fork, lost)
+    _go_to(luggage.folder, around.work, lost)
+    os.umask(luggage.mask)
+
+    def is_known(path: str) -> bool:
+        return any(path.startswith(root + "/") and path[len(root) + 1 :] in tree for root, tree in known.items())
+
+    dead = descriptors.bring_back(luggage.opened, is_known)
+    lost += descriptors.describe_losses(_with_loops(item for item in dead if item.number not in luggage.own))
+    if is_fork and "_sqlite3" in sys.modules:
+        lost += _describe_databases(luggage.opened, known)
+    numbers = {item.identity: item.number for item in luggage.opened if item.content is not None}
+    lost += mappings.bring_back(luggage.areas, numbers.get)
+    _renew_loop(luggage.loop)
+    _forget_tracker()
+    if luggage.reports_faults:
+        faulthandler.disable()
+        faulthandler.enable()
+    return Arrival(lost, files, why, kept)
+
+
+def _unpack_folders(
+    luggage: Luggage, around: Surroundings, is_fork: bool, lost: list[str]
+) -> tuple[str, str | None, folders.Tree | None, dict[str, folders.Tree]]:
+    """Returns `files` and `why` of the hello, what is kept of the work folder now, and which files are what they were."""
+    request, kept, failures = luggage.request, luggage.kept, 0
+    known: dict[str, folders.Tree] = {}
+    if is_fork:
+        trees = dict(luggage.carried)
+        if kept is not None and not request.work_is_shared:
+            trees.setdefault(around.work, kept)
+        for root, tree in trees.items():
+            known[root], missed = folders.put_back(root, tree, removing=False)
+            failures += missed
+            folders.put_down(tree)
+    else:
+        for tree in luggage.carried.values():
+            folders.put_down(tree)
+        if kept is not None:
+            known[around.work], failures = folders.put_back(around.work, kept, removing=True)
+    luggage.carried.clear()
+    if failures:
+        lost.append(counted(failures, "file") + " could not be brought back")
+    if kept is not None and around.work in known:
+        now = known[around.work]
+        kept = {path: now[path] for path in kept if path in now}
+    if is_fork and request.work_is_shared:
+        return "shared", None, kept, known
+    if around.work in known:
+        return "restored", None, kept, known
+    return "left alone", luggage.why or "the work folder was not saved", None, known
+
+
+def _current_folder() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+def _mask() -> int:
+    if _thread._count():
+        # Asking the usual way changes it for a moment, and another thread may make a file just then.
+        with open("/proc/self/status", "rb", 0) as file:
+            return int(file.read().partition(b"\nUmask:")[2].split(None, 1)[0], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _go_to(folder: str | None, work: str, lost: list[str]) -> None:
+    for place in (folder, work, "/"):
+        try:
+            if place is not None:
+                os.chdir(place)
+                break
+        except OSError:
+            continue
+    else:
+        place = None
+    if place != folder or folder is None:
+        lost.append(f"the current folder, which is {place} now")
+
+
+def _losses(loop: Any) -> Iterator[str]:
+    """Tells what cannot come along, apart from descriptors."""
+    threads = _thread._count()
+    if threads:
+        yield counted(threads, "thread")
+    children = _count_children()
+    if children:
+        yield counted(children, "subprocess").replace("processs", "processes")
+    tasks = _count_lost_tasks(loop)
+    if tasks:
+        yield counted(tasks, "asyncio task")
+    if any(signal.getitimer(which)[0] for which in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)):
+        yield "1 timer"
+    gpu = sys.modules.get("torch.cuda")
+    if gpu is not None and gpu.is_initialized():
+        yield "the GPU's memory"
+
+
+def _count_children() -> int:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except OSError:
+        return 0
+    tracker = _tracker()
+    ours = {getattr(tracker, "_pid", None)}
+    count = 0
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/children", "rb", 0) as file:
+                count += sum(1 for child in file.read().split() if int(child) not in ours)
+    except OSError:
+        return 1  # A kernel that does not tell how many.
+    return count
+
+
+def _native_threads() -> int:
+    """Counts threads that Python did not start and that the handlers of the fork did not stop."""
+    threads = os.listdir("/proc/self/task")
+    if len(threads) - 1 <= _thread._count():
+        return 0
+    exiting = 0
+    for thread in threads[:_LARGEST_THREAD_COUNT]:
+        # A thread that was joined is visible until the kernel has taken it down.
+        try:
+            with open(f"/proc/self/task/{thread}/stat", "rb", 0) as file:
+                exiting += bool(int(file.read().rpartition(b")")[2].split()[6]) & _EXITING)
+        except (OSError, ValueError, IndexError):
+            exiting += 1
+    return max(0, len(threads) - 1 - exiting - _thread._count())
+
+
+def _count_lost_tasks(loop: Any) -> int:
+    """Counts the tasks that cannot go on: those of other loops that we know, and those of ours if they wait for more than time."""
+    events, tasks = sys.modules.get("asyncio.events"), sys.modules.get("asyncio.tasks")
+    if events is None or tasks is None:
+        return 0
+    lost = 0
+    policy = getattr(events, "_event_loop_policy", None)
+    current = getattr(getattr(policy, "_local", None), "_loop", None)
+    for other in {id(each): each for each in (loop, current) if each is not None}.values():
+        try:
+            if other.is_closed() or (other is loop and _waits_for_time_only(loop)):
+                continue
+            lost += len(tasks.all_tasks(other))
+        except Exception:
+            continue
+    return lost
+
+
+def _waits_for_time_only(loop: Any) -> bool:
+    executor = getattr(loop, "_default_executor", None)
+    return len(loop._selector.get_map()) <= 1 and (executor is None or not getattr(executor, "_threads", ()))
+
+
+def _descriptors_of(loop: Any) -> Iterator[int]:
+    """Returns the numbers that an event loop of the standard library uses for itself."""
+    try:
+        if loop is not None and not loop.is_closed():
+            yield loop._selector.fileno()
+            yield loop._ssock.fileno()
+            yield loop._csock.fileno()
+    except (AttributeError, ValueError):
+        return
+
+
+def _renew_loop(loop: Any) -> None:
+    """Makes the shell's loop work again. What waits in it for time goes on; what waits for a connection or a thread never does."""
+    try:
+        if loop is None or loop.is_closed():
+            return
+        selector = type(loop._selector)()
+        loop._selector.close()
+        loop._ssock.close()
+        loop._csock.close()
+        loop._selector = selector
+        loop._internal_fds = 0
+        loop._default_executor = None
+        loop._make_self_pipe()
+    except (AttributeError, OSError):
+        return
+
+
+def _tracker() -> Any:
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    return getattr(module, "_resource_tracker", None)
+
+
+def _descriptors_of_tracker() -> Iterator[int]:
+    number = getattr(_tracker(), "_fd", None)
+    if number is not None:
+        yield number
+
+
+def _forget_tracker() -> None:
+    """Lets multiprocessing start a new process that cleans up after this one; the old one is the original's."""
+    tracker = _tracker()
+    number = getattr(tracker, "_fd", None)
+    if number is not None:
+        os.close(number)
+        tracker._fd = tracker._pid = None
+
+
+def _with_loops(dead: Iterator[Opened]) -> list[Opened]:
+    """Calls an epoll what it is for its user: an event loop, which has a pair of sockets of its own."""
+    items = list(dead)
+    pairs = [item for item in items if item.kind == "connection" and item.path == "unix"]
+    polls = [item for item in items if item.kind == "epoll"]
+    if "asyncio.events" not in sys.modules:
+        return items
+    for poll in polls[: len(pairs) // 2]:
+        items[items.index(poll)] = poll._replace(kind="event loop")
+        items.remove(pairs.pop())
+        items.remove(pairs.pop())
+    return items
+
+
+def _describe_databases(opened: Sequence[Opened], known: dict[str, folders.Tree]) -> list[str]:
+    """Tells of sqlite connections: without a write-ahead log they refuse to write to a file that is not the one they opened."""
+    paths = {item.path for item in opened}
+    count = 0
+    for item in opened:
+        can_write = item.kind == "file" and item.content is None and item.flags & os.O_ACCMODE == os.O_RDWR
+        if not can_write or f"{item.path}-wal" in paths or not any(item.path.startswith(f"{root}/") for root in known):
+            continue
+        try:
+            count += os.pread(item.number, len(_SQLITE), 0) == _SQLITE
+        except OSError:
+            continue
+    return [f"writing to {counted(count, 'sqlite connection')}"] if count else []

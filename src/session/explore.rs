@@ -1,0 +1,279 @@
+//! Exploration: several cells tried side by side, each in a fork of its own.
+//!
+//! All forks are made of one copy, so that every variant begins with the same state, and the source is free again before the first variant runs. A
+//! fork has a driver like any session, but nobody else can find it. When the variants are over, those to be kept give their sandbox and
+//! interpreter away: to a new session, or to the source itself. Whatever is not kept is destroyed, also when the caller goes away.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tokio::sync::{Semaphore, oneshot};
+use tokio_util::sync::CancellationToken;
+
+use super::driver::{Command, Fork, Forked, Job, all};
+use super::manager::{Entry, leave};
+use super::{
+    ExecuteRequest, ExploreProgress, ExploreReport, ExploreRequest, Keep, LARGEST_CODE, MOST_VARIANTS, Outcome, Part,
+    Principal, ProgressSink, Refused, SessionId, Sessions, Status, Stream, Variant, VariantReport,
+};
+
+/// Characters of a score's text, and of the reason why there is none.
+const LONGEST_SCORE: usize = 200;
+
+impl Sessions {
+    /// Runs each variant in a fork of its own, at most so many at the same time as the settings say, and keeps what is asked for.
+    ///
+    /// A cancelled token interrupts the variants, and nothing is kept. Dropping the future ends them too.
+    pub async fn explore(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ExploreRequest,
+        cancel: CancellationToken,
+        progress: ProgressSink,
+    ) -> Result<ExploreReport, Refused> {
+        check(&request)?;
+        if cancel.is_cancelled() {
+            return Err(Refused::CancelledWhileWaiting);
+        }
+        let source = self.find(owner, id)?;
+        self.has_room_for(owner, sessions_made(&request))?;
+        let total = request.variants.len();
+        progress.send_replace(ExploreProgress { finished: 0, total });
+        let Forked { forks, lost, .. } = self.fork_of(owner, id, &source, total, &cancel).await?;
+        let named = request.variants.iter().map(|variant| variant.name.as_str());
+        let hidden = named.zip(forks).map(|(name, fork)| self.hide(id, name, fork));
+        let entries = hidden.collect::<Result<Vec<_>, _>>()?;
+
+        let exploration = Exploration {
+            sessions: self,
+            owner,
+            id,
+            source,
+            request: &request,
+            turns: Semaphore::new(self.settings().explore_parallel.max(1)),
+            cancel: &cancel,
+            finished: AtomicUsize::new(0),
+            progress,
+        };
+        let runs = request.variants.iter().zip(&entries);
+        let variants = all(runs.map(|(variant, entry)| exploration.run(variant, entry)).collect()).await;
+
+        let mut report = ExploreReport { variants, kept: Vec::new(), replaced: false, notes: Vec::new(), lost };
+        if cancel.is_cancelled() {
+            report.notes.push("The exploration was cancelled; nothing is kept.".to_owned());
+        } else {
+            for place in chosen(&request.keep, &mut report) {
+                exploration.keep(&request.variants[place].name, &entries[place], &mut report).await;
+            }
+        }
+        all(entries.iter().map(leave).collect()).await;
+        Ok(report)
+    }
+}
+
+/// What the runs of one exploration share.
+struct Exploration<'a> {
+    sessions: &'a Sessions,
+    owner: &'a Principal,
+    id: &'a SessionId,
+    source: Entry,
+    request: &'a ExploreRequest,
+    turns: Semaphore,
+    cancel: &'a CancellationToken,
+    finished: AtomicUsize,
+    progress: ProgressSink,
+}
+
+impl Exploration<'_> {
+    /// Runs one variant when it is its turn, and weighs it.
+    async fn run(&self, variant: &Variant, entry: &Entry) -> VariantReport {
+        let turn = tokio::select! {
+            turn = self.turns.acquire() => turn.ok(),
+            () = self.cancel.cancelled() => None,
+        };
+        let ended = match &turn {
+            Some(_) => self.execute(entry, variant.code.clone(), self.request.max_output_chars).await,
+            None => Err(Refused::CancelledWhileWaiting),
+        };
+        let score = match &self.request.keep {
+            Keep::Best { by } => Some(match &ended {
+                Ok(Outcome { status: Status::Completed, .. }) => self.score(entry, by).await,
+                _ => Err("the variant did not complete".to_owned()),
+            }),
+            _ => None,
+        };
+        drop(turn);
+        if !may_be_kept(&self.request.keep, &variant.name) {
+            leave(entry).await;
+        }
+        let finished = self.finished.fetch_add(1, Ordering::Relaxed) + 1;
+        self.progress.send_modify(|progress| progress.finished = finished);
+        VariantReport { name: variant.name.clone(), ended, score }
+    }
+
+    async fn execute(&self, entry: &Entry, code: String, max_output_chars: usize) -> Result<Outcome, Refused> {
+        let (reply, answer) = oneshot::channel();
+        let request = ExecuteRequest { code, timeout: self.request.timeout, max_output_chars };
+        let asked = self.sessions.ask(entry, Job::Execute { request, reply }, answer, self.cancel).await;
+        asked.unwrap_or(Err(Refused::ClosedWhileWaiting))
+    }
+
+    /// Evaluates the expression that variants are compared by.
+    async fn score(&self, entry: &Entry, by: &str) -> Result<f64, String> {
+        // The line's end also ends a comment.
+        let outcome = self.execute(entry, format!("float({by}\n)"), LONGEST_SCORE).await;
+        score_of(&outcome.map_err(|refused| refused.to_string())?)
+    }
+
+    /// Makes a variant's fork a session, or puts it in the source's place.
+    async fn keep(&self, name: &str, entry: &Entry, report: &mut ExploreReport) {
+        let id = self.id;
+        let Some(mut fork) = surrendered(entry).await else {
+            report.notes.push(format!("Variant `{name}` is not kept, because its Python has ended."));
+            return;
+        };
+        if self.request.replace {
+            match adopted(&self.source, fork, name).await {
+                Ok(()) => {
+                    self.source.shared.take_over(&entry.shared);
+                    report.notes.push(format!(
+                        "`{id}` goes on as the variant `{name}`; cells that ran in it before cannot be undone any more."
+                    ));
+                    report.replaced = true;
+                    report.kept.push((name.to_owned(), id.clone()));
+                    return;
+                }
+                Err(Some(back)) => {
+                    report.notes.push(format!(
+                        "`{id}` is in use or gone, so variant `{name}` did not take its place and is a session of its own."
+                    ));
+                    fork = back;
+                }
+                Err(None) => {
+                    report.notes.push(format!("`{id}` ended while variant `{name}` took its place; neither is left."));
+                    return;
+                }
+            }
+        }
+        let note = format!("This session is the variant `{name}` of a cell explored in `{id}`.");
+        match self.sessions.seat_for(self.owner, id, name, note, entry.shared.clone()) {
+            Ok(seat) => report.kept.push((name.to_owned(), seat.take(fork))),
+            Err(refused) => report.notes.push(format!("Variant `{name}` is not kept: {refused}.")),
+        }
+    }
+}
+
+fn check(request: &ExploreRequest) -> Result<(), Refused> {
+    let wrong = |why: String| Err(Refused::Explore { why });
+    let ExploreRequest { variants, keep, replace, .. } = request;
+    if variants.is_empty() || variants.len() > MOST_VARIANTS {
+        return wrong(format!(
+            "{} variants were given, and between 1 and {MOST_VARIANTS} can be tried",
+            variants.len()
+        ));
+    }
+    for (place, variant) in variants.iter().enumerate() {
+        if variant.code.len() > LARGEST_CODE {
+            return Err(Refused::CodeTooLarge { size: variant.code.len() });
+        }
+        if variants[..place].iter().any(|earlier| earlier.name == variant.name) {
+            return wrong(format!("two variants are called `{}`; give each a name of its own", variant.name));
+        }
+    }
+    match keep {
+        Keep::Named(name) if !variants.iter().any(|variant| variant.name == *name) => {
+            wrong(format!("`{name}` is to be kept, and no variant is called so"))
+        }
+        Keep::Best { by } if by.trim().is_empty() => {
+            wrong("the expression that variants are compared by is empty".to_owned())
+        }
+        Keep::Nothing | Keep::All if *replace => {
+            wrong("only one variant can take the place of the session; keep the best one or a named one".to_owned())
+        }
+        _ => Ok(()),
+    }
+}
+
+fn sessions_made(request: &ExploreRequest) -> usize {
+    match request.keep {
+        Keep::Nothing => 0,
+        _ if request.replace => 0,
+        Keep::All => request.variants.len(),
+        Keep::Named(_) | Keep::Best { .. } => 1,
+    }
+}
+
+fn may_be_kept(keep: &Keep, variant: &str) -> bool {
+    match keep {
+        Keep::Nothing => false,
+        Keep::All | Keep::Best { .. } => true,
+        Keep::Named(name) => name == variant,
+    }
+}
+
+/// Returns the places of the variants to be kept. Says when there is no best one.
+fn chosen(keep: &Keep, report: &mut ExploreReport) -> Vec<usize> {
+    let variants = report.variants.iter().enumerate();
+    match keep {
+        Keep::Nothing => Vec::new(),
+        Keep::All => (0..report.variants.len()).collect(),
+        Keep::Named(name) => variants.filter(|(_, variant)| variant.name == *name).map(|(place, _)| place).collect(),
+        Keep::Best { .. } => {
+            let scores = variants.filter_map(|(place, variant)| match variant.score {
+                Some(Ok(score)) => Some((place, score)),
+                _ => None,
+            });
+            // Of equals, the one that was named first.
+            let best = scores.reduce(|best, next| if next.1 > best.1 { next } else { best });
+            if best.is_none() {
+                report.notes.push("No variant has a score, so none is kept.".to_owned());
+            }
+            best.map(|(place, _)| place).into_iter().collect()
+        }
+    }
+}
+
+/// Reads the score from the outcome of its cell.
+fn score_of(outcome: &Outcome) -> Result<f64, String> {
+    match &outcome.status {
+        Status::Completed => {}
+        Status::Raised(error) => {
+            let text = format!("the expression raised {}: {}", error.name, error.message);
+            return Err(text.chars().take(LONGEST_SCORE).collect());
+        }
+        other => return Err(format!("the expression did not complete ({})", other.name())),
+    }
+    let value = outcome.output.parts.iter().rev().find_map(|part| match part {
+        Part::Text { stream: Stream::Value, text } => text.trim().parse::<f64>().ok(),
+        _ => None,
+    });
+    match value {
+        Some(value) if value.is_nan() => Err("the expression is not a number (nan)".to_owned()),
+        Some(value) => Ok(value),
+        None => Err("the expression gave no number".to_owned()),
+    }
+}
+
+async fn surrendered(entry: &Entry) -> Option<Box<Fork>> {
+    let (reply, answer) = oneshot::channel();
+    entry.commands.send(Command::Surrender(reply)).await.ok()?;
+    answer.await.ok().flatten()
+}
+
+/// Puts a fork in the source's place. It comes back when that cannot be done; nothing comes back when it is lost with the source.
+async fn adopted(source: &Entry, fork: Box<Fork>, name: &str) -> Result<(), Option<Box<Fork>>> {
+    let (reply, answer) = oneshot::channel();
+    let note =
+        format!("This session goes on as the variant `{name}` that was explored; cells before that cannot be undone.");
+    if let Err(back) = source.commands.send(Command::Adopt { fork, note, reply }).await {
+        return match back.0 {
+            Command::Adopt { fork, .. } => Err(Some(fork)),
+            _ => Err(None),
+        };
+    }
+    match answer.await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(fork)) => Err(Some(fork)),
+        Err(_) => Err(None),
+    }
+}
