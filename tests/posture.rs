@@ -16,6 +16,7 @@ use cellblock_jail::wire::Bind;
 use serde_json::{Value, json};
 
 use crate::support::native::{self, Builder, HostProcess, Session, run};
+use crate::support::server::{Era, Server};
 use crate::support::{PROGRAM, data_folder, is_root, skipped};
 
 const PROBE: &str = include_str!("posture/probe.py");
@@ -117,6 +118,35 @@ fn a_member_of_the_pool_has_the_same_posture() {
 }
 
 #[test]
+fn a_copy_of_a_session_has_the_same_posture() {
+    run(async {
+        let source = native::shared().session();
+        let first = source.execute(PROBE).await.unwrap();
+        let mut expected = expected();
+        adapt(&mut expected, &mut json!({"threads": []}), has_control_groups(&first), !is_root());
+        let compare = |when, mut found: Value| {
+            adapt(&mut json!({"limits": {}}), &mut found, true, !is_root());
+            compare(when, &found, &expected);
+        };
+        let fork = source.fork().await;
+        compare("in a fork", probe(&fork).await);
+        let grandchild = fork.fork().await;
+        compare("in a fork of a fork", probe(&grandchild).await);
+        grandchild.undo(1).await;
+        compare("in a fork of a fork after undo", probe(&grandchild).await);
+        compare("in the source of forks", probe(&source).await);
+        source.undo(1).await;
+        compare("after undo", probe(&source).await);
+        source.execute("import os; os._exit(3)").await.unwrap();
+        assert!(source.undo(1).await.revived);
+        compare("after undo of a crash", probe(&source).await);
+        for session in [&source, &fork, &grandchild] {
+            session.assert_locked_down().await;
+        }
+    });
+}
+
+#[test]
 fn before_its_first_cell_a_session_is_locked_down_as_the_host_sees_it() {
     run(async {
         let mark = tempfile::Builder::new().prefix("cellblock-mark-").tempdir().unwrap();
@@ -169,8 +199,11 @@ fn limits_are_set(pid: u32) {
         fs::read_to_string(path.unwrap_or_else(|| panic!("{names:?} in {folders:?}"))).unwrap().trim().to_owned()
     };
     assert_eq!(value(&["memory.limit_in_bytes", "memory.max"]), native::ROOMY.memory.to_string());
-    // Init counts too.
-    assert_eq!(value(&["pids.max"]), (native::ROOMY.processes + 1).to_string());
+    // Init, the twin and checkpoints count too; what the session may have is limited by number as well.
+    assert_eq!(value(&["pids.max"]), (native::ROOMY.processes + 128).to_string());
+    let limits = fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
+    let processes = limits.lines().find_map(|line| line.strip_prefix("Max processes")).unwrap();
+    assert_eq!(processes.split_whitespace().next(), Some(native::ROOMY.processes.to_string().as_str()));
     let quota = value(&["cpu.cfs_quota_us", "cpu.max"]);
     assert_eq!(quota.split(' ').next(), Some("200000"), "two CPUs of a period of 100,000");
     assert_eq!(fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap().trim(), "500");
@@ -202,7 +235,7 @@ fn the_warm_interpreter_has_one_thread_known_descriptors_and_nothing_of_the_host
             .collect();
         kinds.sort();
         kinds.dedup();
-        assert_eq!(kinds, ["/dev/null", "anon_inode", "pid", "pipe", "socket"]);
+        assert_eq!(kinds, ["/dev/null", "pipe", "socket"]);
         let environment = fs::read(folder.join("environ")).unwrap();
         let environment = String::from_utf8_lossy(&environment).into_owned();
         let names: Vec<&str> = environment.split('\0').filter_map(|pair| Some(pair.split_once('=')?.0)).collect();
@@ -227,8 +260,9 @@ fn the_memory_of_python_inside_holds_no_path_and_no_variable_of_the_host() {
         // Where the environment really lies, and where this checkout does, which is in the server's environment too.
         let words = [data_folder().display().to_string(), env!("CARGO_MANIFEST_DIR").to_owned() + "/"];
         let all = native::marked_processes(mark.path());
-        let pythons: Vec<_> = all.iter().filter(|process| !process.name.starts_with("cb-")).collect();
-        assert_eq!(pythons.len(), 2, "the warm interpreter and a session: {all:?}");
+        let has_python = |process: &&HostProcess| !process.name.starts_with("cb-") || process.name == "cb-twin";
+        let pythons: Vec<_> = all.iter().filter(has_python).collect();
+        assert!(pythons.len() >= 3, "the warm interpreter, a session, its twin: {all:?}");
         for process in pythons {
             for word in &words {
                 assert!(!memory_holds(process.pid, word), "{process:?} holds {word}");
@@ -272,49 +306,9 @@ fn kind_of(link: &Path) -> String {
 
 #[test]
 fn an_ordinary_user_gets_the_same_posture() {
-    if !is_root() {
-        // The other tests of this file have run as one.
-        skipped("root (to become another user)");
-        return;
-    }
-    let python = native::host_python("minimal");
-    if !others_can_reach(&python) {
-        skipped("a Python that other users may run");
-        return;
-    }
-    let home = tempfile::Builder::new().prefix("cellblock-ordinary-").tempdir().unwrap();
-    fs::set_permissions(home.path(), fs::Permissions::from_mode(0o755)).unwrap();
-    // The checkout may lie where the other user cannot go, so it gets copies of the program and of the environment.
-    let (program, data, script) = (home.path().join("program"), home.path().join("data"), home.path().join("probe.py"));
-    fs::copy(PROGRAM, &program).unwrap();
-    fs::write(&script, PROBE).unwrap();
-    fs::create_dir_all(data.join("environments")).unwrap();
-    for entry in fs::read_dir(data_folder().join("environments")).unwrap().flatten() {
-        if entry.file_name().to_string_lossy().starts_with("minimal-") {
-            let copied = Command::new("cp").arg("-a").arg(entry.path()).arg(data.join("environments")).status();
-            assert!(copied.unwrap().success());
-        }
-    }
-    let owned = Command::new("chown").arg("-R").arg(format!("{ORDINARY}:{ORDINARY}")).arg(home.path()).status();
-    assert!(owned.unwrap().success());
-    chown(home.path(), Some(ORDINARY), Some(ORDINARY)).unwrap();
-    let output = Command::new(&program)
-        .args(["run", "--environment", "minimal", "--env-var", "GIVEN=by the operator"])
-        .arg(&script)
-        .env_clear()
-        .env("PATH", "/usr/local/bin:/usr/bin:/bin")
-        .env("HOME", home.path())
-        .env("XDG_RUNTIME_DIR", home.path())
-        .env("CELLBLOCK_DATA_DIR", &data)
-        .env("CELLBLOCK_MEMORY", native::ROOMY.memory.to_string())
-        .env("CELLBLOCK_PROCESSES", native::ROOMY.processes.to_string())
-        .env("CELLBLOCK_DISK", native::ROOMY.disk.to_string())
-        .env("CELLBLOCK_FILES", native::ROOMY.files.to_string())
-        .current_dir(home.path())
-        .uid(ORDINARY)
-        .gid(ORDINARY)
-        .output()
-        .unwrap();
+    let Some(ordinary) = Ordinary::new() else { return };
+    let script = ordinary.home.path().join("probe.py");
+    let output = ordinary.command("run").arg(&script).output().unwrap();
     let complaint = String::from_utf8_lossy(&output.stderr);
     if complaint.contains("user namespaces") || complaint.contains("AppArmor") {
         skipped("user namespaces for ordinary users");
@@ -326,6 +320,84 @@ fn an_ordinary_user_gets_the_same_posture() {
     let mut expected = expected();
     adapt(&mut expected, &mut found, false, true);
     compare("as an ordinary user", &found, &expected);
+
+    // Where that works, so do forks and undo.
+    let server = Server::spawn(&mut ordinary.command("mcp"), Era::Initialize);
+    server.greet();
+    let session = server.session();
+    let probe = |when: &str, id: &str| {
+        let code = json!({"session_id": id, "code": PROBE, "max_output_chars": 1_000_000});
+        let answer = server.call("execute_ipython_cell", code);
+        let text = answer.structured()["stdout"].as_str().unwrap_or(answer.text());
+        let mut found: Value = serde_json::from_str(text.trim()).unwrap_or_else(|error| panic!("{error}: {text}"));
+        adapt(&mut json!({"limits": {}}), &mut found, true, true);
+        compare(when, &found, &expected);
+    };
+    session.text("x = 1");
+    let forked = session.call("fork_session", json!({"names": ["copy"]}));
+    assert!(!forked.is_error(), "{}", forked.text());
+    probe("in an ordinary user's fork", "copy");
+    let undone = session.call("undo", json!({}));
+    assert!(!undone.is_error(), "{}", undone.text());
+    probe("after an ordinary user's undo", &session.id);
+    drop(session);
+    server.finish();
+}
+
+/// A user who owns nothing but a folder with copies of the program and of an environment: the checkout may lie where such a user cannot go.
+struct Ordinary {
+    home: tempfile::TempDir,
+}
+
+impl Ordinary {
+    fn new() -> Option<Ordinary> {
+        if !is_root() {
+            // The other tests of this file have run as one.
+            skipped("root (to become another user)");
+            return None;
+        }
+        if !others_can_reach(&native::host_python("minimal")) {
+            skipped("a Python that other users may run");
+            return None;
+        }
+        let home = tempfile::Builder::new().prefix("cellblock-ordinary-").tempdir().unwrap();
+        fs::set_permissions(home.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let environments = home.path().join("data/environments");
+        fs::copy(PROGRAM, home.path().join("program")).unwrap();
+        fs::write(home.path().join("probe.py"), PROBE).unwrap();
+        fs::create_dir_all(&environments).unwrap();
+        for entry in fs::read_dir(data_folder().join("environments")).unwrap().flatten() {
+            if entry.file_name().to_string_lossy().starts_with("minimal-") {
+                let copied = Command::new("cp").arg("-a").arg(entry.path()).arg(&environments).status();
+                assert!(copied.unwrap().success());
+            }
+        }
+        let owned = Command::new("chown").arg("-R").arg(format!("{ORDINARY}:{ORDINARY}")).arg(home.path()).status();
+        assert!(owned.unwrap().success());
+        chown(home.path(), Some(ORDINARY), Some(ORDINARY)).unwrap();
+        Some(Ordinary { home })
+    }
+
+    /// The program as this user runs it, with the limits that the expectation is written for.
+    fn command(&self, name: &str) -> Command {
+        let home = self.home.path();
+        let mut command = Command::new(home.join("program"));
+        command
+            .args([name, "--environment", "minimal", "--env-var", "GIVEN=by the operator"])
+            .env_clear()
+            .env("PATH", "/usr/local/bin:/usr/bin:/bin")
+            .env("HOME", home)
+            .env("XDG_RUNTIME_DIR", home)
+            .env("CELLBLOCK_DATA_DIR", home.join("data"))
+            .env("CELLBLOCK_MEMORY", native::ROOMY.memory.to_string())
+            .env("CELLBLOCK_PROCESSES", native::ROOMY.processes.to_string())
+            .env("CELLBLOCK_DISK", native::ROOMY.disk.to_string())
+            .env("CELLBLOCK_FILES", native::ROOMY.files.to_string())
+            .current_dir(home)
+            .uid(ORDINARY)
+            .gid(ORDINARY);
+        command
+    }
 }
 
 fn others_can_reach(path: &Path) -> bool {

@@ -3,15 +3,17 @@
 //! ```text
 //! cargo bench --bench sessions                          all rows
 //! cargo bench --bench sessions -- cell run              the rows whose names contain one of these words
+//! cargo bench --bench sessions -- cycles                ten thousand forks and checkpoints, in minutes
 //! IPYBOX_PYTHON=venv/bin/python cargo bench …           also the same calls to ipybox, if that Python has it
 //! ```
 //!
 //! Every row starts servers of its own and speaks MCP over their standard input and output, as a client does. Where a plain `python -c` does
 //! comparable work, it is measured in turn with ours, with the same interpreter and packages. `statistics` computes, `server` is the
-//! client, `peers` finds what we compare with, `memory` asks the kernel.
+//! client, `peers` finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of sessions.
 //!
 //! Nothing is asserted: a missed target is printed as such. Machines differ, and a busy one misses everything.
 
+mod branching;
 mod memory;
 mod peers;
 mod server;
@@ -51,7 +53,7 @@ struct Peers {
 
 type Row = fn(&Peers) -> anyhow::Result<()>;
 
-const ROWS: [(&str, Row); 7] = [
+const ROWS: [(&str, Row); 12] = [
     ("initialize", process_start_to_initialize),
     ("new-session", new_session_to_first_result),
     ("cell", cell_round_trip),
@@ -59,7 +61,15 @@ const ROWS: [(&str, Row); 7] = [
     ("idle-memory", memory_of_an_idle_session),
     ("throughput", sessions_in_a_row),
     ("live", live_sessions_in_a_gibibyte),
+    ("fork", branching::fork_to_first_answer),
+    ("fork-16", branching::many_forks_at_once),
+    ("checkpoint", branching::cost_of_checkpoints),
+    ("undo", branching::undo_to_next_answer),
+    ("fork-memory", branching::private_memory_of_a_fork),
 ];
+
+/// Rows that take minutes and are measured only when they are named.
+const LONG_ROWS: [(&str, Row); 1] = [("cycles", branching::cycles_leave_nothing)];
 
 fn main() -> anyhow::Result<()> {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -79,6 +89,11 @@ fn main() -> anyhow::Result<()> {
     }
     for (name, measure) in ROWS {
         if wanted.is_empty() || wanted.iter().any(|word| name.contains(word.as_str())) {
+            measure(&peers).with_context(|| format!("the row \"{name}\" could not be measured"))?;
+        }
+    }
+    for (name, measure) in LONG_ROWS {
+        if wanted.iter().any(|word| *word == name) {
             measure(&peers).with_context(|| format!("the row \"{name}\" could not be measured"))?;
         }
     }

@@ -61,6 +61,32 @@ impl Server {
         Ok((result, elapsed))
     }
 
+    /// Calls a tool several times at once; returns the results in the order of the calls.
+    pub(crate) fn call_all(&mut self, tool: &str, calls: &[Value]) -> anyhow::Result<Vec<Value>> {
+        let first = self.calls + 1;
+        for arguments in calls {
+            self.calls += 1;
+            let parameters = json!({ "name": tool, "arguments": arguments });
+            self.send(&json!({ "jsonrpc": "2.0", "id": self.calls, "method": "tools/call", "params": parameters }))?;
+        }
+        let mut results = BTreeMap::new();
+        while results.len() < calls.len() {
+            let mut line = String::new();
+            if self.answers.read_line(&mut line).context("could not read from the server")? == 0 {
+                bail!("the server ended instead of answering {tool}");
+            }
+            let mut message: Value = serde_json::from_str(&line).context("the server said what is not JSON")?;
+            if let Some(id) = message["id"].as_u64().filter(|id| *id >= first) {
+                results.insert(id, message["result"].take());
+            }
+        }
+        Ok(results.into_values().collect())
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     pub(crate) fn execute(&mut self, session: &str, code: &str) -> anyhow::Result<(Value, Duration)> {
         self.call("execute_ipython_cell", &json!({ "code": code, "session_id": session }))
     }

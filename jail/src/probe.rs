@@ -53,6 +53,18 @@ pub fn user_namespaces() -> Finding {
     Finding::works("user namespaces can be made")
 }
 
+/// Whether the jail may trace its own processes, which is how interpreters enter their sandboxes.
+pub fn tracing() -> Finding {
+    // The other values of this switch restrict whom one may trace; the jail has the rights that they ask for.
+    match fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope") {
+        Ok(scope) if scope.trim() == "3" => Finding::missing(
+            "tracing is switched off until the next start of the machine (kernel.yama.ptrace_scope=3)",
+            "start the machine with kernel.yama.ptrace_scope=2 or less",
+        ),
+        _ => Finding::works("processes can be traced"),
+    }
+}
+
 /// Whether the kernel has landlock, and a version that covers what we need.
 pub fn landlock() -> Finding {
     let supported = |abi: ABI| {

@@ -107,3 +107,71 @@ impl Assembled {
         Err(io::Error::new(cause.kind(), format!("{step}: {cause}")))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where the trap of a step that failed leaves the next instruction: at the end of the step, or at its last instruction.
+    fn trap_of(assembled: &Assembled, place: usize) -> u64 {
+        assembled.traps[place].0 - if cfg!(target_arch = "x86_64") { 0 } else { 4 }
+    }
+
+    fn three_steps() -> Program {
+        let mut program = Program::default();
+        let first = program.call("first", libc::SYS_getpid, &[]);
+        program.call("second", libc::SYS_close, &[first.into()]);
+        program.call("third", libc::SYS_close, &[7.into()]);
+        program
+    }
+
+    #[test]
+    fn the_step_that_failed_is_named_with_its_cause() {
+        let assembled = three_steps().assemble(0x1000);
+        for (place, name) in ["first", "second", "third"].into_iter().enumerate() {
+            let error = assembled.ended(trap_of(&assembled, place), -i64::from(libc::EACCES)).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
+            assert!(error.to_string().starts_with(&format!("{name}: ")), "{error}");
+        }
+        // Control: the trap at the end is no failure, whatever the last call gave.
+        let end = assembled.code.len() as u64 - if cfg!(target_arch = "x86_64") { 0 } else { 4 };
+        assert!(assembled.ended(end, -i64::from(libc::EACCES)).is_ok());
+        // Somewhere else is one.
+        assert!(assembled.ended(end + 100, 0).is_err());
+    }
+
+    #[test]
+    fn steps_are_written_one_after_another_and_each_has_a_result() {
+        let program = three_steps();
+        assert_eq!(program.results(), 24);
+        let assembled = program.assemble(0x1000);
+        let ends: Vec<u64> = assembled.traps.iter().map(|(end, _)| *end).collect();
+        assert!(ends.is_sorted() && ends[0] > 0 && assembled.end == ends[2], "{ends:?}");
+        assert_eq!(Argument::from(Outcome(2)), Argument::Earlier(16));
+    }
+
+    #[test]
+    fn a_step_that_is_left_out_leaves_the_others_where_they_were() {
+        let whole = three_steps();
+        let mut without = Program::without(&["second".to_owned()]);
+        let first = without.call("first", libc::SYS_getpid, &[]);
+        without.call("second", libc::SYS_close, &[first.into()]);
+        without.call("third", libc::SYS_close, &[7.into()]);
+        assert_eq!(without.results(), whole.results());
+        let numbers = |program: &Program| program.steps.iter().map(|step| step.number).collect::<Vec<_>>();
+        assert_eq!(numbers(&whole), [libc::SYS_getpid, libc::SYS_close, libc::SYS_close]);
+        assert_eq!(numbers(&without), [libc::SYS_getpid, libc::SYS_getpid, libc::SYS_close]);
+    }
+
+    #[test]
+    fn only_a_call_that_must_succeed_has_a_trap_of_its_own() {
+        let length = |add: fn(&mut Program) -> Outcome| {
+            let mut program = Program::default();
+            add(&mut program);
+            program.assemble(0).code.len()
+        };
+        let called = length(|program| program.call("step", libc::SYS_getpid, &[]));
+        let attempted = length(|program| program.attempt("step", libc::SYS_getpid, &[]));
+        assert!(attempted < called, "{attempted} {called}");
+    }
+}

@@ -227,3 +227,44 @@ mod aarch64 {
         code.extend(0xd420_0000_u32.to_le_bytes());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbered() -> Registers {
+        let mut values = [0; COUNT];
+        for (value, number) in values.iter_mut().zip(0x1000_0000_0001_u64..) {
+            *value = number;
+        }
+        Registers(values)
+    }
+
+    #[test]
+    fn registers_are_the_same_after_a_way_through_bytes() {
+        let registers = numbered();
+        assert_eq!(Registers::from_bytes(&registers.to_bytes()), registers);
+        assert_eq!(registers.to_bytes().len(), SIZE);
+        // Control: another value is another set.
+        assert_ne!(Registers::from_bytes(&registers.at(7).to_bytes()), registers);
+    }
+
+    #[test]
+    fn a_call_has_its_number_its_arguments_and_its_place() {
+        let calling = numbered().calling(0xabc, 42, [1, 2, 3, 4, 5, 6]);
+        assert_eq!(calling.instruction(), 0xabc);
+        assert_eq!(ARGUMENTS.map(|register| calling.0[register]), [1, 2, 3, 4, 5, 6]);
+        assert_eq!(calling.0[NUMBER], 42);
+        // What it does not concern stays, such as the stack.
+        let changed = calling.0.iter().zip(numbered().0).filter(|(now, before)| **now != *before).count();
+        let expected = if cfg!(target_arch = "x86_64") { 9 } else { 8 };
+        assert_eq!(changed, expected, "number, six arguments, place, and on some processors the mark of a call");
+    }
+
+    #[test]
+    fn a_return_changes_the_result_alone() {
+        let returning = numbered().returning(u64::MAX);
+        assert_eq!(returning.result(), -1);
+        assert_eq!(returning.instruction(), numbered().instruction());
+    }
+}

@@ -263,6 +263,12 @@ pub(crate) struct SystemCall {
     pub(crate) returns_to: u64,
 }
 
+/// The kernel's number for calls of this architecture.
+#[cfg(target_arch = "x86_64")]
+const OWN_ARCHITECTURE: u32 = 0xc000_003e;
+#[cfg(target_arch = "aarch64")]
+const OWN_ARCHITECTURE: u32 = 0xc000_00b7;
+
 /// Reads which system call a process is about to make; `None` when it stopped at the end of one.
 pub(crate) fn system_call(process: Pid) -> io::Result<Option<SystemCall>> {
     let mut info = std::mem::MaybeUninit::<libc::ptrace_syscall_info>::zeroed();
@@ -281,7 +287,8 @@ pub(crate) fn system_call(process: Pid) -> io::Result<Option<SystemCall>> {
     }
     // SAFETY: all zeros are a valid value, and the kernel has filled in the rest.
     let info = unsafe { info.assume_init() };
-    if info.op != libc::PTRACE_SYSCALL_INFO_ENTRY {
+    // A call of another architecture has other numbers.
+    if info.op != libc::PTRACE_SYSCALL_INFO_ENTRY || info.arch != OWN_ARCHITECTURE {
         return Ok(None);
     }
     // SAFETY: at the beginning of a call the kernel fills in this member of the union.

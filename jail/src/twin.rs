@@ -18,11 +18,13 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::{Pid, Signal, WaitOptions};
 
 use crate::program::{Assembled, Program};
@@ -40,15 +42,16 @@ const OWN_PID_NAMESPACE: u64 = 1010;
 
 /// How long a twin may take for one step. It only makes system calls; a memory of many gigabytes takes a second to copy.
 const STEP_LIMIT: Duration = Duration::from_secs(10);
-/// How long a twin whose memory is not ours alone may compute before it enters the kernel.
-const HESITATION: Duration = Duration::from_millis(50);
+/// How long a twin may compute before it enters the kernel. Its memory is not ours, so it may not come there at all; it cannot do anything meanwhile, and is
+/// ended afterwards.
+const HESITATION: Duration = Duration::from_millis(500);
 /// How long this process looks again and again before it sleeps: most steps take less than waking up does.
 const LOOKING: Duration = Duration::from_micros(60);
 
 /// Room for a program and its data in a process that makes it. Only pages that are used exist.
-const SCRATCH: u64 = 64 * 1024;
+const SCRATCH: u64 = 128 * 1024;
 /// Where in it the data begins.
-const DATA: u64 = 32 * 1024;
+const DATA: u64 = 96 * 1024;
 /// Where in it the program that enters the sandbox begins.
 const SECOND: u64 = 8 * 1024;
 
@@ -67,6 +70,12 @@ pub(crate) struct Moment {
 pub(crate) struct Twin {
     pub(crate) pid: Pid,
     moment: Moment,
+}
+
+/// A part of a process's memory.
+pub(crate) struct Part {
+    pub(crate) range: Range<u64>,
+    pub(crate) writable: bool,
 }
 
 /// How an interpreter enters a sandbox, the same for all of a jail.
@@ -173,22 +182,22 @@ pub(crate) const TWIN_OPTIONS: i32 = libc::PTRACE_O_TRACESYSGOOD
     | libc::PTRACE_O_TRACEVFORK
     | libc::PTRACE_O_TRACECLONE;
 
-/// The way of a process to its moment: it stops itself, and enters the `clone` of a fork soon afterwards.
+/// The way of a process to its moment: it gives a sign (SIGCONT, which has no other effect), and enters the `clone` of a fork soon afterwards.
 pub(crate) struct Approach {
     process: Pid,
-    stood_still: bool,
+    gave_sign: bool,
     steps: u32,
     given_up: bool,
 }
 
-/// System calls that a process may make between stopping itself and the `clone`. The handlers of a fork make some.
+/// Stops of a process between its sign and the `clone`, two for each system call. The handlers of a fork make some.
 const MOST_STEPS: u32 = 400;
 
 impl Approach {
     /// Begins to watch a process, which does not notice.
     pub(crate) fn begin(process: Pid, options: i32) -> io::Result<Approach> {
         sys::trace(process, options)?;
-        Ok(Approach { process, stood_still: false, steps: 0, given_up: false })
+        Ok(Approach { process, gave_sign: false, steps: 0, given_up: false })
     }
 
     /// Judges one stop of the process and lets it go on, unless its moment has come. An error means that it will not come.
@@ -205,17 +214,20 @@ impl Approach {
                     return Ok(Some(moment));
                 }
             }
-            Stopped::Signal(libc::SIGSTOP) => self.stood_still = true,
+            Stopped::Signal(libc::SIGCONT) => self.gave_sign = true,
+            // One that really stops could not be let go.
+            Stopped::Signal(libc::SIGSTOP) => {}
             Stopped::Signal(other) => signal = other,
             Stopped::Still | Stopped::Forked => {}
         }
-        sys::resume(self.process, if self.stood_still { Resume::ToSystemCall } else { Resume::Freely }, signal)?;
+        sys::resume(self.process, if self.gave_sign { Resume::ToSystemCall } else { Resume::Freely }, signal)?;
         Ok(None)
     }
 
-    /// The next stop, wherever it is, is the last.
-    pub(crate) fn give_up(&mut self) {
+    /// Nobody wants the copy any more: its next stop, which is soon, is the last.
+    pub(crate) fn give_up(&mut self) -> io::Result<()> {
         self.given_up = true;
+        sys::stop_traced(self.process)
     }
 
     /// Waits for the moment of a process that is trusted to come to it.
@@ -282,8 +294,62 @@ impl Twin {
         Ok(Twin { pid: process, moment })
     }
 
+    /// Moves large parts of the twin's own memory into a file in memory, mapped privately in the same place.
+    ///
+    /// For anonymous memory the kernel copies one entry per page whenever a process is copied; for a private mapping of a file it copies only the
+    /// entries of pages that this process has touched, and the others are found in the file. The zygote's copies touch little of what it holds.
+    /// Each part must be private and readable, and nobody may resize it later.
+    pub(crate) fn settle(&self, watch: &Watch<'_>, parts: &[Part]) -> io::Result<()> {
+        let name = c"cellblock-zygote";
+        let file = File::from(rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
+        let memory = File::open(format!("/proc/{}/mem", self.pid.as_raw_pid()))?;
+        let mut length = 0;
+        let mut places = Vec::new();
+        for part in parts {
+            copy_pages(&memory, &part.range, &file, length)?;
+            places.push((part, length));
+            length += part.range.end - part.range.start;
+        }
+        file.set_len(length)?;
+        // From now on the file is the same for everybody who has it mapped.
+        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL)?;
+
+        let file = OwnedFd::from(file);
+        let mut program = Program::default();
+        let own = Argument::Value(std::process::id().into());
+        let warden = program.call("pidfd_open", libc::SYS_pidfd_open, &[own]);
+        let number = Argument::Value(file.as_raw_fd() as u64);
+        let taken = program.call("pidfd_getfd", libc::SYS_pidfd_getfd, &[warden.into(), number]);
+        let flags = Argument::Value((libc::MAP_PRIVATE | libc::MAP_FIXED) as u64);
+        for (Part { range, writable }, offset) in places {
+            let size = range.end - range.start;
+            let protection = (libc::PROT_READ | if *writable { libc::PROT_WRITE } else { 0 }) as u64;
+            let arguments = [range.start.into(), size.into(), protection.into(), flags, taken.into(), offset.into()];
+            program.call("mmap", libc::SYS_mmap, &arguments);
+        }
+        program.call("close", libc::SYS_close, &[taken.into()]);
+        program.call("close", libc::SYS_close, &[warden.into()]);
+        let scratch = self.scratch(watch)?;
+        let memory = File::options().write(true).open(format!("/proc/{}/mem", self.pid.as_raw_pid()))?;
+        let program = program.assemble(scratch + DATA);
+        memory.write_all_at(&program.code, scratch)?;
+        set_general(self.pid, self.moment.general.at(scratch))?;
+        self.come_back(watch, scratch, &program)?;
+        self.call(watch, libc::SYS_munmap, [scratch, SCRATCH, 0, 0, 0, 0], HESITATION).map(drop)
+    }
+
+    /// Maps memory for a program and its data.
+    fn scratch(&self, watch: &Watch<'_>) -> io::Result<u64> {
+        let protection = (libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC) as u64;
+        let mapping = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64;
+        let place = self.call(watch, libc::SYS_mmap, [0, SCRATCH, protection, mapping, u64::MAX, 0], HESITATION)?;
+        Ok(place.cast_unsigned())
+    }
+
     /// Makes a copy that goes on from `moment`, or from where this one would. With `shared` the copy uses the same table of descriptors
     /// as long as it is only kept.
+    ///
+    /// After a failure the twin may be running what its memory holds, and must be ended.
     pub(crate) fn copy(&self, watch: &Watch<'_>, moment: Option<Moment>, shared: bool) -> io::Result<Twin> {
         let flags = libc::SIGCHLD | if shared { libc::CLONE_FILES } else { 0 };
         let copied = self.call(watch, libc::SYS_clone, [flags as u64, 0, 0, 0, 0, 0], HESITATION)?;
@@ -301,22 +367,19 @@ impl Twin {
     ///
     /// Fails with the twin in an unknown state; it must be ended then.
     pub(crate) fn spawn(&self, watch: &Watch<'_>, entry: &Entry, way: &Way<'_>) -> io::Result<Pid> {
-        let protection = (libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC) as u64;
-        let mapping = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64;
-        let scratch = self
-            .call(watch, libc::SYS_mmap, [0, SCRATCH, protection, mapping, u64::MAX, 0], HESITATION)?
-            .cast_unsigned();
+        let scratch = self.scratch(watch)?;
         let memory = File::options().write(true).open(format!("/proc/{}/mem", self.pid.as_raw_pid()))?;
-        let mut data = Data { memory: &memory, next: scratch + DATA };
+        let mut data = Data { base: scratch + DATA, bytes: Vec::new() };
 
-        let first = self.leave_program(&mut data, way)?;
+        let first = self.leave_program(&mut data, way);
         let first_results = data.reserve(first.results());
         let first = first.assemble(first_results);
         memory.write_all_at(&first.code, scratch)?;
-        let second = self.enter_program(&mut data, entry, way)?;
+        let second = self.enter_program(&mut data, entry, way);
         let second_results = data.reserve(second.results());
         let second = second.assemble(second_results);
         memory.write_all_at(&second.code, scratch + SECOND)?;
+        memory.write_all_at(&data.bytes, scratch + DATA)?;
         debug_assert!(first.code.len() as u64 <= SECOND && SECOND + second.code.len() as u64 <= DATA);
 
         set_general(self.pid, self.moment.general.at(scratch))?;
@@ -339,7 +402,7 @@ impl Twin {
         entered.map(|()| child)
     }
 
-    /// Lets the twin finish its program after it has made a process.
+    /// Lets the twin run its program to the end.
     fn come_back(&self, watch: &Watch<'_>, scratch: u64, program: &Assembled) -> io::Result<()> {
         sys::resume(self.pid, Resume::Freely, 0)?;
         watch.expect(self.pid, Stopped::Signal(libc::SIGTRAP), STEP_LIMIT)?;
@@ -363,12 +426,12 @@ impl Twin {
 
     /// The program of the twin itself: it enters the control group, takes the descriptors of the new interpreter, closes all others, and makes the
     /// process, which shares its memory.
-    fn leave_program(&self, data: &mut Data<'_>, way: &Way<'_>) -> io::Result<Program> {
+    fn leave_program(&self, data: &mut Data, way: &Way<'_>) -> Program {
         let mut program = Program::default();
-        let zero = data.put(b"0")?;
+        let zero = data.put(b"0");
         // Nothing of the session's own descriptors may come along, and nothing of them may be in the way.
         program.call("close_range", libc::SYS_close_range, &[0.into(), u64::from(u32::MAX).into()]);
-        let name = data.put(b"cb-twin\0")?;
+        let name = data.put(b"cb-twin\0");
         program.call("name", libc::SYS_prctl, &[(libc::PR_SET_NAME as u64).into(), name.into()]);
         let warden = program.call("pidfd_open", libc::SYS_pidfd_open, &[Argument::Value(std::process::id().into())]);
         let take = |program: &mut Program, descriptor: &OwnedFd| {
@@ -409,22 +472,24 @@ impl Twin {
         // Later copies of this twin are no business of the sandbox.
         program.call("setns", libc::SYS_setns, &[OWN_PID_NAMESPACE.into()]);
         program.call("close", libc::SYS_close, &[OWN_PID_NAMESPACE.into()]);
-        Ok(program)
+        program
     }
 
     /// The program of the new process: into the namespaces of the sandbox, then out of every right.
-    fn enter_program(&self, data: &mut Data<'_>, entry: &Entry, way: &Way<'_>) -> io::Result<Program> {
+    fn enter_program(&self, data: &mut Data, entry: &Entry, way: &Way<'_>) -> Program {
         let mut program = Program::without(&entry.skipped_steps);
-        let name = data.put(b"python\0")?;
+        let name = data.put(b"python\0");
         program.call("name", libc::SYS_prctl, &[(libc::PR_SET_NAME as u64).into(), name.into()]);
         // Leaves the process group of the jail: signals to a group reach across namespaces.
         program.call("setsid", libc::SYS_setsid, &[]);
+        let cgroup = Argument::Value(libc::CLONE_NEWCGROUP as u64);
+        program.call("unshare cgroup", libc::SYS_unshare, &[cgroup]);
         for (number, name) in (NAMESPACES..).zip(ENTERED).take(way.namespaces.len()) {
             program.call(name, libc::SYS_setns, &[number.into()]);
             program.call("close", libc::SYS_close, &[number.into()]);
         }
         for limit in &entry.rlimits {
-            let both = data.put(&[limit.value.to_ne_bytes(), limit.value.to_ne_bytes()].concat())?;
+            let both = data.put(&[limit.value.to_ne_bytes(), limit.value.to_ne_bytes()].concat());
             let resource = u64::from(limit.resource);
             program.call("prlimit64", libc::SYS_prlimit64, &[0.into(), resource.into(), both.into()]);
         }
@@ -439,8 +504,8 @@ impl Twin {
             let drop = Argument::Value(libc::PR_CAPBSET_DROP as u64);
             program.call("bounding set", libc::SYS_prctl, &[drop, capability.into()]);
         }
-        let header = data.put(&[CAPABILITY_VERSION_3.to_ne_bytes(), [0; 4]].concat())?;
-        let nothing = data.put(&[0; 24])?;
+        let header = data.put(&[CAPABILITY_VERSION_3.to_ne_bytes(), [0; 4]].concat());
+        let nothing = data.put(&[0; 24]);
         program.call("capset", libc::SYS_capset, &[header.into(), nothing.into()]);
         // The change of user made /proc/self belong to the host's root; give it back.
         program.call("prctl", libc::SYS_prctl, &[(libc::PR_SET_DUMPABLE as u64).into(), 1.into()]);
@@ -449,7 +514,7 @@ impl Twin {
             program.call("landlock_restrict_self", libc::SYS_landlock_restrict_self, &[RULES.into()]);
             program.call("close", libc::SYS_close, &[RULES.into()]);
         }
-        let path = data.put(b"/dev/null\0")?;
+        let path = data.put(b"/dev/null\0");
         let flags = Argument::Value(libc::O_RDWR as u64);
         // The lowest number is free, so this is 0.
         let null = program.call("open", libc::SYS_openat, &[(libc::AT_FDCWD as u64).into(), path.into(), flags]);
@@ -466,14 +531,14 @@ impl Twin {
         }
         // Last: the filter closes the very calls used above.
         if !entry.closing_filter.is_empty() {
-            let steps = data.put(&entry.closing_filter)?;
+            let steps = data.put(&entry.closing_filter);
             let count = (entry.closing_filter.len() / 8) as u64;
             // struct sock_fprog: the number of steps, padding, their address.
-            let filter = data.put(&[count.to_ne_bytes(), steps.to_ne_bytes()].concat())?;
+            let filter = data.put(&[count.to_ne_bytes(), steps.to_ne_bytes()].concat());
             let mode = Argument::Value(libc::SECCOMP_SET_MODE_FILTER.into());
             program.call("seccomp", libc::SYS_seccomp, &[mode, 0.into(), filter.into()]);
         }
-        Ok(program)
+        program
     }
 
     /// Ends the twin. Its end is told like that of any traced process.
@@ -483,7 +548,7 @@ impl Twin {
 }
 
 /// What the steps into the namespaces are called, in their order.
-const ENTERED: [&str; 6] = ["setns mnt", "setns net", "setns ipc", "setns uts", "setns cgroup", "setns user"];
+const ENTERED: [&str; 5] = ["setns mnt", "setns net", "setns ipc", "setns uts", "setns user"];
 
 const CAPABILITY_VERSION_3: u32 = 0x2008_0522;
 
@@ -523,22 +588,215 @@ fn call(
     Ok(made.unwrap_or(result))
 }
 
-/// Data of a program, put one after another into the memory of the process.
-struct Data<'a> {
-    memory: &'a File,
-    next: u64,
+/// Copies the pages of a range that hold anything to a file.
+fn copy_pages(memory: &File, range: &Range<u64>, file: &File, at: u64) -> io::Result<()> {
+    const PAGE: usize = 4096;
+    let mut buffer = vec![0; 256 * PAGE];
+    let mut done = 0;
+    while range.start + done < range.end {
+        let size = buffer.len().min((range.end - range.start - done) as usize);
+        memory.read_exact_at(&mut buffer[..size], range.start + done)?;
+        for (index, page) in buffer[..size].chunks(PAGE).enumerate() {
+            if page.iter().any(|byte| *byte != 0) {
+                file.write_all_at(page, at + done + (index * PAGE) as u64)?;
+            }
+        }
+        done += size as u64;
+    }
+    Ok(())
 }
 
-impl Data<'_> {
+/// Data of a program, put one after another into the memory of the process.
+struct Data {
+    base: u64,
+    bytes: Vec<u8>,
+}
+
+impl Data {
     fn reserve(&mut self, size: usize) -> u64 {
-        let place = self.next;
-        self.next += size.next_multiple_of(8) as u64;
+        let place = self.base + self.bytes.len() as u64;
+        self.bytes.resize(self.bytes.len() + size.next_multiple_of(8), 0);
         place
     }
 
-    fn put(&mut self, bytes: &[u8]) -> io::Result<u64> {
+    fn put(&mut self, bytes: &[u8]) -> u64 {
         let place = self.reserve(bytes.len());
-        self.memory.write_all_at(bytes, place)?;
-        Ok(place)
+        let offset = (place - self.base) as usize;
+        self.bytes[offset..offset + bytes.len()].copy_from_slice(bytes);
+        place
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::Forked;
+
+    /// A twin of a process that does nothing but come to its branch point. It ends with the test's thread, which traces it.
+    struct Parked {
+        /// A folder: there is always something to look at, and nothing to read. The signal about children may go to another thread here.
+        changes: OwnedFd,
+        twin: Twin,
+    }
+
+    impl Parked {
+        fn new() -> Parked {
+            let changes = OwnedFd::from(File::open("/").unwrap());
+            let (reader, writer) = rustix::pipe::pipe().unwrap();
+            let process = match sys::clone_process(0).unwrap() {
+                Forked::Parent(process) => process,
+                Forked::Child => {
+                    // Other threads of the tests may have held any lock, so there are only system calls here.
+                    let _ = rustix::io::read(&reader, &mut [0]);
+                    let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::CONT);
+                    let _ = sys::clone_process(0);
+                    sys::exit_now(1);
+                }
+            };
+            let approach = Approach::begin(process, TWIN_OPTIONS).unwrap();
+            rustix::io::write(&writer, b"x").unwrap();
+            let watch = Watch { changes: &changes };
+            let moment = approach.finish(&watch).unwrap();
+            let twin = Twin::park(&watch, process, moment).unwrap();
+            Parked { changes, twin }
+        }
+
+        fn watch(&self) -> Watch<'_> {
+            Watch { changes: &self.changes }
+        }
+
+        fn memory(&self) -> File {
+            let path = format!("/proc/{}/mem", self.twin.pid.as_raw_pid());
+            File::options().read(true).write(true).open(path).unwrap()
+        }
+
+        /// Runs a program in the twin and returns the results of its steps.
+        fn run(&self, program: &Program) -> io::Result<Vec<i64>> {
+            let scratch = self.twin.scratch(&self.watch())?;
+            let assembled = program.assemble(scratch + DATA);
+            self.memory().write_all_at(&assembled.code, scratch)?;
+            set_general(self.twin.pid, self.twin.moment.general.at(scratch))?;
+            self.twin.come_back(&self.watch(), scratch, &assembled)?;
+            let mut bytes = vec![0; program.results()];
+            self.memory().read_exact_at(&mut bytes, scratch + DATA)?;
+            Ok(bytes.chunks_exact(8).map(|eight| i64::from_ne_bytes(eight.try_into().unwrap())).collect())
+        }
+    }
+
+    impl Drop for Parked {
+        fn drop(&mut self) {
+            self.twin.end();
+        }
+    }
+
+    fn state_of(process: Pid) -> char {
+        let status = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid())).unwrap();
+        status.rsplit_once(") ").unwrap().1.chars().next().unwrap()
+    }
+
+    #[test]
+    fn a_twin_makes_the_call_that_it_is_asked_for_and_stands_still_again() {
+        let parked = Parked::new();
+        let ask = |number, arguments| parked.twin.call(&parked.watch(), number, arguments, HESITATION);
+        let number = parked.twin.pid.as_raw_pid();
+        assert_eq!(ask(libc::SYS_getpid, [0; 6]).unwrap(), i64::from(number));
+        assert_eq!(ask(libc::SYS_getppid, [0; 6]).unwrap(), i64::from(std::process::id()));
+        let refused = ask(libc::SYS_close, [99_999, 0, 0, 0, 0, 0]).unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(libc::EBADF));
+        assert_eq!(ask(libc::SYS_getpid, [0; 6]).unwrap(), i64::from(number), "a call that failed is no harm");
+        assert_eq!(state_of(parked.twin.pid), 't');
+    }
+
+    #[test]
+    fn a_copy_has_memory_of_its_own_and_can_be_copied() {
+        let parked = Parked::new();
+        let scratch = parked.twin.scratch(&parked.watch()).unwrap();
+        parked.memory().write_all_at(b"before", scratch).unwrap();
+        let copy = parked.twin.copy(&parked.watch(), None, false).unwrap();
+        parked.memory().write_all_at(b"after!", scratch).unwrap();
+        let again = copy.copy(&parked.watch(), None, true).unwrap();
+        for twin in [&copy, &again] {
+            let mut held = [0; 6];
+            File::open(format!("/proc/{}/mem", twin.pid.as_raw_pid()))
+                .unwrap()
+                .read_exact_at(&mut held, scratch)
+                .unwrap();
+            assert_eq!(&held, b"before");
+            assert_eq!(state_of(twin.pid), 't');
+            let number = twin.call(&parked.watch(), libc::SYS_getpid, [0; 6], HESITATION).unwrap();
+            assert_eq!(number, i64::from(twin.pid.as_raw_pid()));
+            twin.end();
+        }
+    }
+
+    #[test]
+    fn a_program_runs_in_order_with_earlier_results_as_arguments() {
+        let parked = Parked::new();
+        let mut program = Program::default();
+        let scratch = parked.twin.scratch(&parked.watch()).unwrap();
+        parked.memory().write_all_at(b"name\0", scratch).unwrap();
+        let file = program.call("memfd_create", libc::SYS_memfd_create, &[scratch.into()]);
+        let written = program.call("write", libc::SYS_write, &[file.into(), scratch.into(), 4.into()]);
+        let moved = program.call("lseek", libc::SYS_lseek, &[file.into(), 0.into(), (libc::SEEK_CUR as u64).into()]);
+        // As many bytes as were written are cut off again.
+        program.call("ftruncate", libc::SYS_ftruncate, &[file.into(), written.into()]);
+        program.call("close", libc::SYS_close, &[file.into()]);
+        let failed = program.attempt("close again", libc::SYS_close, &[file.into()]);
+        let results = parked.run(&program).unwrap();
+        assert_eq!((results[1], results[2], results[4]), (4, 4, 0), "{moved:?}");
+        assert_eq!(results[5], -i64::from(libc::EBADF), "what is only attempted may fail: {failed:?}");
+        assert_eq!(state_of(parked.twin.pid), 't');
+    }
+
+    #[test]
+    fn a_program_stops_at_the_first_step_that_fails() {
+        let parked = Parked::new();
+        let mut program = Program::default();
+        program.call("umask", libc::SYS_umask, &[0o77.into()]);
+        program.call("close nothing", libc::SYS_close, &[99_999.into()]);
+        program.call("umask", libc::SYS_umask, &[0o22.into()]);
+        let error = parked.run(&program).unwrap_err();
+        assert!(error.to_string().starts_with("close nothing: "), "{error}");
+        let mask = parked.twin.call(&parked.watch(), libc::SYS_umask, [0; 6], HESITATION).unwrap();
+        assert_eq!(mask, 0o77, "the first step was made and the last one was not");
+    }
+
+    #[test]
+    fn a_twin_whose_instruction_was_written_over_makes_no_other_call() {
+        if !cfg!(target_arch = "x86_64") {
+            return;
+        }
+        // A loop, the gate of 32-bit calls, a break point, no instruction, nothing.
+        for bytes in [[0xeb, 0xfe], [0xcd, 0x80], [0xcc, 0x90], [0x0f, 0x0b], [0x90, 0x90]] {
+            let parked = Parked::new();
+            let number = i64::from(parked.twin.pid.as_raw_pid());
+            // Control: it is the instruction that is used.
+            assert_eq!(parked.twin.call(&parked.watch(), libc::SYS_getpid, [0; 6], HESITATION).unwrap(), number);
+            parked.memory().write_all_at(&bytes, parked.twin.moment.enter()).unwrap();
+            let arguments =
+                [0, 4096, libc::PROT_READ as u64, (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64, u64::MAX, 0];
+            assert!(parked.twin.call(&parked.watch(), libc::SYS_mmap, arguments, HESITATION).is_err(), "{bytes:?}");
+        }
+    }
+
+    #[test]
+    fn a_process_that_makes_too_many_calls_on_its_way_is_given_up() {
+        let changes = OwnedFd::from(File::open("/").unwrap());
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        let process = match sys::clone_process(0).unwrap() {
+            Forked::Parent(process) => process,
+            Forked::Child => {
+                let _ = rustix::io::read(&reader, &mut [0]);
+                let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::CONT);
+                loop {
+                    let _ = rustix::process::getppid();
+                }
+            }
+        };
+        let approach = Approach::begin(process, TWIN_OPTIONS).unwrap();
+        rustix::io::write(&writer, b"x").unwrap();
+        let ended = approach.finish(&Watch { changes: &changes });
+        let _ = rustix::process::kill_process(process, Signal::KILL);
+        assert!(ended.is_err_and(|error| error.to_string().contains("branch point")));
     }
 }

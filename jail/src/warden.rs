@@ -26,8 +26,9 @@ use crate::twin::{Approach, Entry, Moment, Stopped, Twin, Watch, Way};
 use crate::wire::{self, Command, Event, Generation, LeftOut, Origin, Setup, Slot};
 use crate::zygote::{Word as ZygoteWord, Zygote};
 
-/// The namespaces an interpreter joins: the pid namespace for its children, then the others, the user namespace last.
-const JOINED: [&str; 7] = ["pid", "mnt", "net", "ipc", "uts", "cgroup", "user"];
+/// The namespaces an interpreter joins: the pid namespace for its children, then the others, the user namespace last. It makes a cgroup namespace of its
+/// own, because a fork is in another control group than the init of its sandbox.
+const JOINED: [&str; 6] = ["pid", "mnt", "net", "ipc", "uts", "user"];
 
 /// Chosen first when memory runs out: checkpoints that are not the newest, then live sessions, then anything else. The newest checkpoint is what is left of a
 /// session that used too much.
@@ -66,7 +67,8 @@ struct Live {
     generation: Generation,
     /// Readable when it has ended.
     handle: OwnedFd,
-    twin: Twin,
+    /// `None` once a copy failed: then it may have been running what is in its memory, and was ended.
+    twin: Option<Twin>,
     /// It stands still until the server has checked it.
     waits: bool,
     /// On its way to the branch point where this checkpoint is made.
@@ -365,8 +367,14 @@ impl Warden {
                 self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.checkpoints.get_mut(&number))
             }
         };
-        let origin = origin.ok_or(ForkError::NoOrigin)?;
-        let twin = origin.copy(&watch, None, false).map_err(ForkError::Copy)?;
+        let copied = origin.ok_or(ForkError::NoOrigin)?.copy(&watch, None, false);
+        let twin = match copied {
+            Ok(twin) => twin,
+            Err(error) => {
+                self.end_origin(from);
+                return Err(ForkError::Copy(error));
+            }
+        };
         let spawned = match self.sandboxes.get(&slot) {
             Some(sandbox) if sandbox.interpreter.is_none() && sandbox.standing => {
                 let (Some((channel, doors)), Some((pid_namespace, namespaces))) =
@@ -396,7 +404,8 @@ impl Warden {
         match made {
             Ok((pid, theirs, handle)) => {
                 score(pid, SCORE_OF_LIVE);
-                let live = Live { pid, generation, handle, twin, waits: true, approach: None, ended: false };
+                let live =
+                    Live { pid, generation, handle, twin: Some(twin), waits: true, approach: None, ended: false };
                 let sandbox = self.sandboxes.get_mut(&slot).ok_or(ForkError::NotReady)?;
                 sandbox.interpreter = Some(live);
                 Ok(theirs)
@@ -422,6 +431,9 @@ impl Warden {
     fn watch(&mut self, slot: Slot, number: u32) -> Result<(), String> {
         let live = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut());
         let live = live.filter(|live| !live.waits && !live.ended).ok_or("it has no interpreter")?;
+        if live.twin.is_none() {
+            return Err("an earlier copy of it failed".to_owned());
+        }
         if live.approach.is_some() {
             return Err("it is being copied already".to_owned());
         }
@@ -433,10 +445,9 @@ impl Warden {
     fn look_away(&mut self, slot: Slot, number: u32) -> io::Result<()> {
         let live = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut());
         match live {
-            Some(Live { pid, approach: Some((watched, approach)), .. }) if *watched == number => {
-                approach.give_up();
-                // It can only be let go while it is stopped.
-                let _ = sys::stop_traced(*pid);
+            Some(Live { approach: Some((watched, approach)), .. }) if *watched == number => {
+                // One that has just ended is told by its end.
+                let _ = approach.give_up();
                 Ok(())
             }
             _ => Ok(()),
@@ -453,8 +464,14 @@ impl Warden {
             Ok(None) => return Ok(()),
             Ok(Some(moment)) => {
                 let watch = Watch { changes: &self.children };
-                let copied = copy_at(live, &watch, moment);
-                copied.map_err(|error| format!("its memory could not be copied: {error}"))
+                copy_at(live, &watch, moment).map_err(|error| {
+                    // It may be running what is in its memory.
+                    if let Some(twin) = live.twin.take() {
+                        twin.end();
+                        self.ending.insert(twin.pid, slot);
+                    }
+                    format!("its memory could not be copied: {error}")
+                })
             }
             Err(error) => {
                 let _ = sys::let_go(live.pid);
@@ -485,8 +502,29 @@ impl Warden {
         let live = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut());
         if let Some(live) = live.filter(|live| !live.ended) {
             live.ended = true;
-            live.twin.end();
-            self.ending.insert(live.twin.pid, slot);
+            if let Some(twin) = &live.twin {
+                twin.end();
+                self.ending.insert(twin.pid, slot);
+            }
+        }
+    }
+
+    /// Ends what could not be copied: it may be running what its memory holds.
+    fn end_origin(&mut self, origin: Origin) {
+        match origin {
+            // Its end is told, and another one is warmed.
+            Origin::Zygote => {
+                if let Some(zygote) = self.zygotes.iter().rev().find(|zygote| zygote.twin.is_some()) {
+                    let _ = rustix::process::kill_process(zygote.pid, Signal::KILL);
+                }
+            }
+            // Its end is told when it is collected.
+            Origin::Checkpoint { slot, number } => {
+                let twin = self.sandboxes.get(&slot).and_then(|sandbox| sandbox.checkpoints.get(&number));
+                if let Some(twin) = twin {
+                    twin.end();
+                }
+            }
         }
     }
 
@@ -516,8 +554,9 @@ impl Warden {
             }
         };
         match word {
-            ZygoteWord::Warm => {
-                if let Err(error) = self.zygotes[index].park(&Watch { changes: &self.children }) {
+            ZygoteWord::Warm { objects } => {
+                let (watch, quick) = (Watch { changes: &self.children }, self.setup.zygote.quick);
+                if let Err(error) = self.zygotes[index].park(&watch, &objects, quick) {
                     let _ = rustix::process::kill_process(pid, Signal::KILL);
                     return self.tell(
                         &Event::Broken { why: format!("the warm interpreter could not be parked: {error}") },
@@ -594,7 +633,7 @@ impl Warden {
                 }
                 self.destroy(slot)?;
                 self.tell_if_gone(slot)?;
-            } else if let Some(slot) = self.slot_where(|live| live.twin.pid == pid) {
+            } else if let Some(slot) = self.slot_where(|live| live.twin.as_ref().is_some_and(|twin| twin.pid == pid)) {
                 // The kernel took the twin for its memory, and with it everybody who shares that.
                 self.end_twin_of(slot);
                 self.ending.remove(&pid);
@@ -650,7 +689,8 @@ impl Warden {
 
 /// Copies an interpreter that is at its branch point, and lets it go on, whatever became of the copy.
 fn copy_at(live: &mut Live, watch: &Watch<'_>, moment: Moment) -> io::Result<Twin> {
-    let copied = live.twin.copy(watch, Some(moment.clone()), true);
+    let twin = live.twin.as_ref().ok_or(io::ErrorKind::NotFound)?;
+    let copied = twin.copy(watch, Some(moment.clone()), true);
     moment.let_parent_go(live.pid)?;
     copied
 }

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::root;
 use crate::seccomp::Filters;
 use crate::sys::{self, Forked};
-use crate::twin::{Approach, TWIN_OPTIONS, Twin, Watch};
+use crate::twin::{Approach, Part, TWIN_OPTIONS, Twin, Watch};
 use crate::wire::{self, LeftOut, Setup};
 
 /// The zygote finds its socket here.
@@ -42,7 +42,8 @@ enum Request {
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "say")]
 pub(crate) enum Word {
-    Warm,
+    /// Carries addresses of Python objects, one for each part of memory that holds some.
+    Warm { objects: Vec<u64> },
 }
 
 /// The warm interpreter as the warden sees it.
@@ -84,11 +85,15 @@ impl Zygote {
     }
 
     /// Parks it: from now on it is a twin, and never runs again.
-    pub(crate) fn park(&mut self, watch: &Watch<'_>) -> io::Result<()> {
+    pub(crate) fn park(&mut self, watch: &Watch<'_>, objects: &[u64], quick: bool) -> io::Result<()> {
         let approach = Approach::begin(self.pid, TWIN_OPTIONS)?;
         wire::send(&self.socket, &Request::Park, &[])?;
         let moment = approach.finish(watch)?;
-        self.twin = Some(Twin::park(watch, self.pid, moment)?);
+        let twin = Twin::park(watch, self.pid, moment)?;
+        if !quick {
+            twin.settle(watch, &settling_parts(self.pid, objects)?)?;
+        }
+        self.twin = Some(twin);
         Ok(())
     }
 }
@@ -100,6 +105,41 @@ impl Zygote {
         let length = rustix::io::read(&self.complaints, &mut words).unwrap_or(0);
         String::from_utf8_lossy(&words[..length]).trim().to_owned()
     }
+}
+
+/// The parts of the zygote's memory that may be moved: its heap, the arenas in which these objects are, and what libraries have written to their own data.
+///
+/// All of them are given back to the kernel as a whole and never resized in place, which `settle` relies on. The C library's large blocks are, and it is kept
+/// from making any while the zygote warms up.
+fn settling_parts(process: Pid, objects: &[u64]) -> io::Result<Vec<Part>> {
+    let maps = std::fs::read_to_string(format!("/proc/{}/smaps", process.as_raw_pid()))?;
+    let mut parts: Vec<Part> = Vec::new();
+    // Where the last mapping of a file ended: a library's zeroed data follows its other data without a name.
+    let mut end_of_file = 0;
+    let mut candidate: Option<Part> = None;
+    for line in maps.lines() {
+        if let Some(size) = line.strip_prefix("Anonymous:") {
+            let holds_something = size.trim() != "0 kB";
+            parts.extend(candidate.take().filter(|_| holds_something));
+            continue;
+        }
+        // The first line of a mapping: from-to permissions offset device inode path
+        let mut fields = line.split_whitespace();
+        let Some((from, to)) = fields.next().and_then(|range| range.split_once('-')) else { continue };
+        let (Ok(from), Ok(to)) = (u64::from_str_radix(from, 16), u64::from_str_radix(to, 16)) else { continue };
+        let permissions = fields.next().unwrap_or_default();
+        let path = fields.nth(3).unwrap_or_default();
+        let range = from..to;
+        let of_file = path.starts_with('/') || (path.is_empty() && from == end_of_file);
+        if of_file {
+            end_of_file = to;
+        }
+        let holds_objects = path.is_empty() && objects.iter().any(|address| range.contains(address));
+        let private = permissions.ends_with('p') && !permissions.contains('x');
+        let movable = private && (of_file || holds_objects || path == "[heap]");
+        candidate = movable.then(|| Part { range, writable: permissions.contains('w') });
+    }
+    Ok(parts)
 }
 
 /// Prepares this process and replaces it by Python. Returns only on failure.

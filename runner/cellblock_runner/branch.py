@@ -1,11 +1,14 @@
 """Branch: the one place where a session can be copied while it lives.
 
 The host asks with a `branch` request. The runner looks at what a plain copy of its memory would lose (`luggage`), then stands
-still: it stops itself, and calls the real fork. Whoever watches from outside makes the copy, and keeps it frozen:
+still: it gives a sign, and calls the real fork. Whoever watches from outside makes the copy, and keeps it frozen:
 
-    original   fork returns a number that means nothing; it puts the luggage down and answers `branched`
+    original   fork returns its own number; it puts the luggage down and answers `branched`
     copy       when it is let go, if ever, it is locked in a sandbox already and fork returns 0. All its descriptors but the
                channel are closed. It waits at its gate, unpacks, and says `hello` on a channel of its own
+
+The sign is SIGCONT: seen by whoever watches, and otherwise without effect. When nobody watches (any more), fork makes a plain child;
+it ends itself at once, and nothing has happened.
 
 The true system calls are kept here because user code may replace those of `os`. That protects nothing, it only avoids surprises: the
 copy is made and confined from outside, whatever happens in here.
@@ -19,8 +22,9 @@ import sys
 import warnings
 
 from . import lanes
+from .channel import CHANNEL_DESCRIPTOR
 
-_fork, _send_signal, _get_process = os.fork, os.kill, os.getpid
+_fork, _send_signal, _get_process, _wait_for, _look_at = os.fork, os.kill, os.getpid, os.waitpid, os.fstat
 
 # From here on Python warns in the original about a fork beside other threads. The user did not fork.
 _WARNS_ABOUT_THREADS = sys.version_info >= (3, 12)
@@ -28,10 +32,27 @@ _WARNS_ABOUT_THREADS = sys.version_info >= (3, 12)
 
 def stand_still() -> bool:
     """Lets the host copy this process. Returns True in a copy, False in the original. Raises OSError when there is no copy."""
-    process = _get_process()
+    process, channel = _get_process(), _channel()
     with lanes.fork_of_our_own(), warnings.catch_warnings():
         if _WARNS_ABOUT_THREADS:
             warnings.simplefilter("ignore")
-        # Nothing may come between these two: whoever watches looks at every system call from the stop to the copy.
-        _send_signal(process, signal.SIGSTOP)
-        return _fork() == 0
+        # Nothing may come between these two: whoever watches looks at every system call from the sign to the copy.
+        _send_signal(process, signal.SIGCONT)
+        result = _fork()
+    if result == 0:
+        if _channel() == channel:
+            os._exit(0)  # A plain child, on the original's channel.
+        return True
+    if result != process:
+        _wait_for(result, 0)
+        raise OSError("nobody watched")
+    return False
+
+
+def _channel() -> tuple[int, int] | None:
+    """Tells which socket the channel is. A copy has another one, or none yet had it."""
+    try:
+        found = _look_at(CHANNEL_DESCRIPTOR)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Sequence
 
@@ -20,6 +21,8 @@ class Channel:
         connection.setblocking(True)
         self._connection = connection
         self._decoder = Decoder()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
 
     @classmethod
     def in_its_place(cls) -> Channel:
@@ -36,6 +39,10 @@ class Channel:
             if not data:
                 return None
             self._decoder.feed(data)
+
+    def has_more(self) -> bool:
+        """Tells whether the host has said something that was not received yet."""
+        return bool(self._poll.poll(0))
 
     def send(self, header: Header, payload: bytes = b"", descriptors: Sequence[int] = ()) -> None:
         data = encode(header, payload)

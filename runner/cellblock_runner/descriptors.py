@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 # The content of files without a name is kept up to so many bytes, together.
 LARGEST_KEPT = 8 * 1024 * 1024
+# Of one file, open at the same place, so many are compared. Whoever has more of them open than that gets each opened by itself.
+_MOST_SIMILAR = 16
 
 _KEPT_FLAGS = os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK | os.O_SYNC | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_PATH
 _PIECE = 1024 * 1024
@@ -65,6 +67,7 @@ def look(lanes: tuple[int, int], ours: Collection[int]) -> list[Opened]:
     pipes = [_identity(os.fstat(number)) for number in lanes]
     found: list[Opened] = []
     nameless: dict[Identity, int] = {}
+    similar: dict[tuple[Identity, int], list[Opened]] = {}
     room = LARGEST_KEPT
     for number in sorted(map(int, os.listdir("/proc/self/fd"))):
         if number in ours or number in lanes:
@@ -79,7 +82,11 @@ def look(lanes: tuple[int, int], ours: Collection[int]) -> list[Opened]:
             room -= len(opened.content)
             nameless[opened.identity] = number
         if opened.kind == "file":
-            opened = opened._replace(twin=_find_twin(opened, found))
+            alike = similar.setdefault((opened.identity, opened.offset), [])
+            opened = opened._replace(twin=_find_twin(opened, alike))
+            # Those that have a twin move with one that is in the list already.
+            if opened.twin is None and len(alike) < _MOST_SIMILAR:
+                alike.append(opened)
         found.append(opened)
     return found
 
@@ -258,11 +265,10 @@ def _read_lock(words: list[str]) -> Lock | None:
         return None
 
 
-def _find_twin(item: Opened, found: list[Opened]) -> int | None:
-    """Returns a descriptor that moves together with this one. Only moving one of them tells."""
-    for other in found:
-        alike = other.identity == item.identity and other.offset == item.offset
-        if not alike or other.kind != "file" or (other.flags ^ item.flags) & ~os.O_CLOEXEC or item.flags & os.O_PATH:
+def _find_twin(item: Opened, similar: list[Opened]) -> int | None:
+    """Returns one of these descriptors, of the same file at the same place, if it moves together with this one. Only moving one of them tells."""
+    for other in similar:
+        if (other.flags ^ item.flags) & ~os.O_CLOEXEC or item.flags & os.O_PATH:
             continue
         try:
             os.lseek(item.number, item.offset + 1, os.SEEK_SET)

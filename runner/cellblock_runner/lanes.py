@@ -339,6 +339,13 @@ def make_pipes(redirected: Collection[int] = ()) -> tuple[tuple[int, int], tuple
     """
     write_ends = []
     read_ends = []
+    # A session with a thousand open files has no lower numbers left, and a new pipe must not get those that are ours.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for private in _PRIVATE_DESCRIPTORS:
+        if private != nothing:
+            os.dup2(nothing, private, inheritable=False)
+    if nothing not in _PRIVATE_DESCRIPTORS:
+        os.close(nothing)
     for standard, private in zip((1, 2), _PRIVATE_DESCRIPTORS):
         read_end, write_end = os.pipe()
         if standard not in redirected:

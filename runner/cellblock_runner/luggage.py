@@ -85,7 +85,7 @@ def pack(request: Request, around: Surroundings, loop: Any, kept: folders.Tree |
     why = None
     try:
         if not request.undo_files:
-            raise folders.NotKept("files are not kept for undo here")
+            raise folders.NotKept("undo_files is 0")
         kept = folders.keep(around.work, kept, request.undo_files, {area.identity for area in areas})
     except folders.NotKept as cause:
         kept, why = None, str(cause)
@@ -137,7 +137,9 @@ def unpack(luggage: Luggage, around: Surroundings, is_fork: bool) -> Arrival:
     os.umask(luggage.mask)
 
     def is_known(path: str) -> bool:
-        return any(path.startswith(root + "/") and path[len(root) + 1 :] in tree for root, tree in known.items())
+        return any(
+            path == root or (path.startswith(root + "/") and path[len(root) + 1 :] in tree) for root, tree in known.items()
+        )
 
     dead = descriptors.bring_back(luggage.opened, is_known)
     lost += descriptors.describe_losses(_with_loops(item for item in dead if item.number not in luggage.own))

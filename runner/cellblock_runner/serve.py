@@ -29,6 +29,7 @@ from .frames import BrokenFrame, Header
 from .harmless import changes_nothing, is_undisturbed
 from .interrupts import Gate
 from .lanes import Lanes, flush_c_stdout, make_pipes, watch_processes
+from .pages import Habit
 from .reseed import reseed
 from .shell import NoInput, Shell, create_shell
 
@@ -149,6 +150,7 @@ class Session:
         self._channel = channel
         self._workdir = workdir
         self._scratch = scratch
+        self._habit = Habit()
         self._kept: folders.Tree | None = None
         self._process = _own_number()
         self._execution: Any = None
@@ -212,6 +214,8 @@ class Session:
                 int(header.get("undo_files", _UNDO_FILES)), bool(header.get("fork")), bool(header.get("work_is_shared"))
             )
             around = luggage.Surroundings(self._workdir, self._scratch, self._lanes.descriptors)
+            if not request.fork:
+                self._habit.look()
             try:
                 packed = luggage.pack(request, around, self._shell.loop, self._kept)
                 self._kept = packed.kept
@@ -224,6 +228,9 @@ class Session:
                 self._begin_anew(packed, around)
             else:
                 self._channel.send({"type": "branched", "id": number, "lost": luggage.put_down(packed)})
+                if not request.fork:
+                    # Forks are on their way, which need the processor more, and no copy is made before the next cell.
+                    self._habit.renew(self._channel.has_more)
         finally:
             if collects:
                 gc.enable()

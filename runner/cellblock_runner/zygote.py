@@ -7,6 +7,7 @@ then does the copy go on, in `_become_session`. The zygote has one thread: a cop
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.util
 import json
@@ -19,6 +20,8 @@ from typing import Any, NoReturn
 
 _SOCKET = 3
 _LARGEST_PLAN = 160 * 1024
+# Objects less than so many bits apart are in the same part of memory: half an arena of Python's allocator in its smallest form.
+_PART = 17
 
 # What a session can write beside its work folder.
 _SCRATCH = ("/tmp", "/dev/shm")
@@ -32,6 +35,8 @@ def main() -> NoReturn:
     """Warms up, parks, and in each copy serves a session."""
     warden = socket.socket(fileno=_SOCKET)
     plan = json.loads(warden.recv(_LARGEST_PLAN))
+    if not plan["quick"]:
+        _keep_blocks_in_the_heap(True)
     # Nothing that is imported becomes garbage; looking for some costs a tenth of the start.
     gc.disable()
     if plan["quick"]:
@@ -40,12 +45,15 @@ def main() -> NoReturn:
 
     shell = serve.prepare(plan["preload"], rehearse=not plan["quick"])
     gc.enable()
-    warden.send(json.dumps({"say": "warm"}).encode())
+    objects = [] if plan["quick"] else _places_of_objects()
+    warden.send(json.dumps({"say": "warm", "objects": objects}).encode())
     message = warden.recv(_LARGEST_PLAN)
     if not message:
         sys.exit(0)  # The warden is gone.
     if json.loads(message).get("do") != "park":
         sys.exit("the zygote was asked for something that it cannot do")
+    if not plan["quick"]:
+        _keep_blocks_in_the_heap(False)
     # Nobody waits for what the kernel would tell about copies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if not branch.stand_still():
@@ -78,6 +86,37 @@ def _become_session(warden: socket.socket, shell: Any, plan: dict[str, Any]) -> 
             pass
     finally:
         os._exit(status)
+
+
+# Options of the C library's mallopt.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_MMAP_MAX = -4
+
+
+def _keep_blocks_in_the_heap(keep: bool) -> None:
+    """Has the C library put large blocks into its heap, or into mappings of their own as usual.
+
+    The warden moves the heap and the arenas of the warm process into a file that all copies share. A mapping that the C library could
+    resize must not be among them.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return  # Another C library; its large blocks stay where they are, and are not moved.
+    mallopt(_M_MMAP_MAX, 0 if keep else 65536)
+    if not keep:
+        # Setting an option ends the library's own adaptation; these are values in the middle of what it would adapt between.
+        mallopt(_M_MMAP_THRESHOLD, 4 * 1024 * 1024)
+        mallopt(_M_TRIM_THRESHOLD, 8 * 1024 * 1024)
+
+
+def _places_of_objects() -> list[int]:
+    """Returns addresses of objects, one for each part of memory that holds some."""
+    gc.unfreeze()  # Frozen objects are not listed.
+    parts = {id(thing) >> _PART for thing in gc.get_objects()}
+    gc.freeze()
+    return [part << _PART for part in parts]
 
 
 class _Later(types.ModuleType):

@@ -40,7 +40,7 @@ def main() -> None:
         between = _fork()
         if between:
             os.waitpid(between, 0)
-            return between
+            return os.getpid()
         if _fork():
             os._exit(0)  # So that the frozen process is no child of the session.
         return _stand_until_ordered(address, folders)

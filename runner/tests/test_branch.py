@@ -630,7 +630,7 @@ class Folders(BranchTest):
 
     def test_without_a_budget_files_are_left_alone(self) -> None:
         copy = self.undo("open('a', 'w').write('y')", undo_files=0)
-        self.assertEqual((copy.hello["files"], copy.hello["why"]), ("left alone", "files are not kept for undo here"))
+        self.assertEqual((copy.hello["files"], copy.hello["why"]), ("left alone", "undo_files is 0"))
         self.assert_shows(copy, "print(open('a').read())", "out:y\n")
 
     def test_too_many_files_are_left_alone_and_told(self) -> None:

@@ -211,7 +211,7 @@ struct BranchingArguments {
     /// States of a session that are kept for undo [default: 10]
     #[arg(long, value_name = "N")]
     undo_checkpoints: Option<String>,
-    /// How much of the working folder undo saves, such as 64M; 0 leaves files alone [default: 64M]
+    /// How much of the working folder undo saves, such as 64M; 0 leaves files alone [default: 64M; 0 with a workspace]
     #[arg(long, value_name = "SIZE")]
     undo_files: Option<String>,
     /// Variants of one explore that run at the same time, at most 16 [default: the number of cores]

@@ -117,7 +117,7 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         max_sessions,
         idle_timeout: check.duration(Key::IdleTimeout, Duration::from_secs(1)..=30 * 24 * HOUR)?.unwrap_or(HOUR),
         pool: check.number(Key::Pool, 0..=1_000)?.unwrap_or(2).min(max_sessions),
-        undo: check.undo()?,
+        undo: check.undo(workspace.is_some())?,
         explore_parallel: check
             .number(Key::ExploreParallel, 1..=MOST_VARIANTS)?
             .unwrap_or(machine.cores.clamp(1, MOST_VARIANTS)),
@@ -205,9 +205,11 @@ impl Check<'_> {
         }
     }
 
-    fn undo(&self) -> Result<Undo, ConfigError> {
+    fn undo(&self, has_workspace: bool) -> Result<Undo, ConfigError> {
         let checkpoints = self.number(Key::UndoCheckpoints, 1..=100)?.unwrap_or(10);
-        let files = self.size(Key::UndoFiles, 0..=16 * TIB)?.unwrap_or(64 * MIB);
+        // In a workspace other people write too, and undo would take their work back; the operator must want that.
+        let usual = if has_workspace { 0 } else { 64 * MIB };
+        let files = self.size(Key::UndoFiles, 0..=16 * TIB)?.unwrap_or(usual);
         // YAML has its own opinion about the bare words, so that they may arrive as true and false.
         let on = self.read(Key::Undo, "on or off", |text| match text.trim().to_ascii_lowercase().as_str() {
             "on" | "true" => Ok(true),
@@ -816,6 +818,13 @@ mod tests {
         assert_eq!(case().flag(Key::Undo, "off").settings().undo, Undo::Off);
         let on = case().yaml("undo: off\nundo_checkpoints: 3\nundo_files: 0").flag(Key::Undo, "on").settings();
         assert_eq!(on.undo, Undo::On { checkpoints: 3, files: 0 });
+        let files = |settings: Settings| match settings.undo {
+            Undo::On { files, .. } => Some(files),
+            Undo::Off => None,
+        };
+        assert_eq!(files(case().settings()), Some(64 << 20));
+        assert_eq!(files(case().flag(Key::Workspace, "work").settings()), Some(0), "a workspace is left alone");
+        assert_eq!(files(case().flag(Key::Workspace, "work").flag(Key::UndoFiles, "1M").settings()), Some(1 << 20));
         assert!(case().flag(Key::Undo, "maybe").refusal().contains("allowed: on or off"));
         assert!(case().flag(Key::UndoCheckpoints, "0").refusal().contains("from 1 to 100"));
         assert!(case().flag(Key::UndoCheckpoints, "101").refusal().contains("from 1 to 100"));

@@ -32,6 +32,7 @@ const FILES: &[(&str, &str)] = embedded![
     "lanes.py",
     "luggage.py",
     "mappings.py",
+    "pages.py",
     "processes.py",
     "reseed.py",
     "serve.py",

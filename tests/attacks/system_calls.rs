@@ -328,7 +328,8 @@ print(json.dumps(in_child(lambda: [[call({unshare}, flag) for flag in flags], [c
                 .map(|each| each.as_i64().unwrap())
                 .collect()
         };
-        assert!(all(&inside).iter().all(|answer| *answer == ENOSYS), "{inside}");
+        // One of them, the cgroup namespace, is made on the way in; the closing filter refuses it in its own words.
+        assert!(all(&inside).iter().all(|answer| [ENOSYS, EPERM].contains(answer)), "{inside}");
         // The second guard: no right to make any, and a count of zero user namespaces (ENOSPC).
         assert!(all(&without).iter().all(|answer| [EPERM, 28].contains(answer)), "{without}");
         assert_eq!(without[0][5], json!(28), "the kernel itself counts no user namespace");

@@ -82,7 +82,7 @@ fn an_interpreter_that_misses_one_step_of_its_lock_down_never_gets_a_cell() {
         "setns net",
         "setns ipc",
         "setns uts",
-        "setns cgroup",
+        "unshare cgroup",
         "setns user",
         "setsid",
     ];

@@ -8,7 +8,7 @@ use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::str::FromStr;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -17,8 +17,10 @@ use cellblock::environment::{self, EnvironmentSpec};
 use cellblock::sandbox::native::{NativeBackend, NativeSettings};
 use cellblock::sandbox::{Backend, LaunchError, Preparation, SandboxLimits};
 use cellblock::session::{
-    ExecuteRequest, InsidePath, Outcome, Part, Principal, Refused, SessionId, SessionSettings, Sessions, Status, Stream,
+    CheckpointInfo, ExecuteRequest, ExploreProgress, ExploreReport, ExploreRequest, ForkNames, ForkReport, InsidePath,
+    Outcome, Part, Principal, Refused, SessionId, SessionSettings, Sessions, Status, Stream, UndoReport,
 };
+use cellblock_jail::posture::{NAMESPACES, Posture};
 use cellblock_jail::wire::{Bind, LeftOut, OperatorMount};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
@@ -26,7 +28,7 @@ use tokio_util::sync::CancellationToken;
 
 /// The limits of `shared`: enough for every test that is not about limits.
 pub(crate) const ROOMY: SandboxLimits =
-    SandboxLimits { memory: 512 << 20, cpus: 2.0, processes: 64, disk: 64 << 20, files: 4_000 };
+    SandboxLimits { memory: 512 << 20, family_memory: 1 << 30, cpus: 2.0, processes: 64, disk: 64 << 20, files: 4_000 };
 
 /// Runs a test on the runtime that all tests share.
 pub(crate) fn run<F: Future>(test: F) -> F::Output {
@@ -50,6 +52,7 @@ pub(crate) fn shared() -> &'static Native {
 pub(crate) struct Builder {
     environment: &'static str,
     settings: NativeSettings,
+    sessions: SessionSettings,
     binds: Vec<Bind>,
     runner: Option<PathBuf>,
 }
@@ -69,20 +72,28 @@ impl Builder {
                 pool: 0,
                 empty: 0,
                 leave_out: Vec::new(),
+                skipped_steps: Vec::new(),
             },
+            sessions: SessionSettings { max_sessions: 500, ..SessionSettings::default() },
             binds: Vec::new(),
             runner: None,
         }
     }
 
-    /// Shows another folder in the place of the runner.
-    pub(crate) fn runner(mut self, folder: &Path) -> Builder {
-        self.runner = Some(folder.to_owned());
+    /// Changes how sessions are treated by the server.
+    pub(crate) fn sessions(mut self, change: impl FnOnce(&mut SessionSettings)) -> Builder {
+        change(&mut self.sessions);
         self
     }
 
     pub(crate) fn limits(mut self, limits: SandboxLimits) -> Builder {
         self.settings.limits = limits;
+        self
+    }
+
+    /// Leaves out one step of the lock-down of every interpreter.
+    pub(crate) fn skip_step(mut self, name: &str) -> Builder {
+        self.settings.skipped_steps.push(name.to_owned());
         self
     }
 
@@ -123,12 +134,11 @@ impl Builder {
             }
             Ok(warm)
         };
-        let settings = self.settings;
+        let (settings, sessions) = (self.settings, self.sessions);
         // Also outside of an async test the backend's tasks find the runtime.
         let _entered = runtime().enter();
         let backend: Arc<dyn Backend> = Arc::new(NativeBackend::start(settings, preparation, warm));
-        let many = SessionSettings { max_sessions: 500, ..SessionSettings::default() };
-        Native { sessions: Sessions::new(Arc::clone(&backend), many), backend }
+        Native { sessions: Sessions::new(Arc::clone(&backend), sessions), backend }
     }
 }
 
@@ -187,16 +197,21 @@ impl Native {
 pub(crate) struct Session {
     sessions: Sessions,
     pub(crate) id: SessionId,
-    _closed_at_the_end: Arc<Closer>,
+    closed_at_the_end: Arc<Closer>,
 }
 
 struct Closer {
     sessions: Sessions,
     id: SessionId,
+    /// A name that was given back may be another session's by now.
+    is_closed: AtomicBool,
 }
 
 impl Drop for Closer {
     fn drop(&mut self) {
+        if self.is_closed.load(Ordering::Relaxed) {
+            return;
+        }
         let (sessions, id) = (self.sessions.clone(), self.id.clone());
         runtime().spawn(async move { sessions.close(&Principal::local(), &id).await });
     }
@@ -207,8 +222,13 @@ impl Session {
     pub(crate) fn new(sessions: &Sessions) -> Session {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let id = SessionId::from_str(&format!("test-{}", NEXT.fetch_add(1, Ordering::Relaxed))).expect("a plain name");
-        let closer = Closer { sessions: sessions.clone(), id: id.clone() };
-        Session { sessions: sessions.clone(), id, _closed_at_the_end: Arc::new(closer) }
+        Session::existing(sessions, id)
+    }
+
+    /// A session that exists already, such as a fork.
+    pub(crate) fn existing(sessions: &Sessions, id: SessionId) -> Session {
+        let closer = Closer { sessions: sessions.clone(), id: id.clone(), is_closed: AtomicBool::new(false) };
+        Session { sessions: sessions.clone(), id, closed_at_the_end: Arc::new(closer) }
     }
 
     /// Runs code and returns what came of it.
@@ -254,8 +274,71 @@ impl Session {
     }
 
     pub(crate) async fn close(&self) {
+        self.closed_at_the_end.is_closed.store(true, Ordering::Relaxed);
         // Closing twice is harmless.
         let _ = self.sessions.close(&Principal::local(), &self.id).await;
+    }
+
+    /// Makes forks and tells what they lack.
+    pub(crate) async fn try_forks(&self, count: u32) -> Result<(Vec<Session>, ForkReport), Refused> {
+        let report = self.sessions.fork(&Principal::local(), &self.id, ForkNames::Count(count)).await?;
+        let forks = report.forks.iter().map(|id| Session::existing(&self.sessions, id.clone())).collect();
+        Ok((forks, report))
+    }
+
+    pub(crate) async fn forks(&self, count: u32) -> (Vec<Session>, ForkReport) {
+        self.try_forks(count).await.unwrap_or_else(|refused| panic!("no forks: {refused}"))
+    }
+
+    pub(crate) async fn fork(&self) -> Session {
+        self.forks(1).await.0.remove(0)
+    }
+
+    pub(crate) async fn try_undo(&self, cells: u32) -> Result<UndoReport, Refused> {
+        self.sessions.undo(&Principal::local(), &self.id, cells).await
+    }
+
+    pub(crate) async fn undo(&self, cells: u32) -> UndoReport {
+        self.try_undo(cells).await.unwrap_or_else(|refused| panic!("nothing is undone: {refused}"))
+    }
+
+    pub(crate) fn checkpoints(&self) -> Vec<CheckpointInfo> {
+        self.sessions.checkpoints(&Principal::local(), &self.id).expect("undo is on")
+    }
+
+    pub(crate) async fn explore(&self, request: ExploreRequest) -> Result<ExploreReport, Refused> {
+        let progress = watch::Sender::new(ExploreProgress::default());
+        self.sessions.explore(&Principal::local(), &self.id, request, CancellationToken::new(), progress).await
+    }
+
+    /// Waits until a cell runs in the session.
+    pub(crate) async fn runs(&self) {
+        let is_running = || {
+            let all = self.sessions.list(&Principal::local());
+            all.iter().any(|info| info.id == self.id && info.state == "running")
+        };
+        while !is_running() {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    /// Waits until nobody copies the session: a cell that changes nothing runs after the copy of the one before, and needs none.
+    pub(crate) async fn settle(&self) {
+        self.ok("pass").await;
+    }
+
+    /// Checks that every process in the session's pid namespace has given up everything, as the host sees it.
+    pub(crate) async fn assert_locked_down(&self) {
+        let interpreter = self.host_pid().await;
+        self.settle().await;
+        assert_locked_down(interpreter);
+    }
+
+    /// The stopped processes that keep this session's states: its twin and its checkpoints. Only root can tell whose they are.
+    pub(crate) async fn twins(&self) -> Vec<Twin> {
+        let interpreter = self.host_pid().await;
+        self.settle().await;
+        twins_of(&control_groups(interpreter))
     }
 
     /// The interpreter's number on the host, found through the kernel: a word that only this session has in its memory would be a claim,
@@ -273,6 +356,65 @@ impl Session {
             })
             .expect("the interpreter is a process of the host")
             .pid
+    }
+}
+
+/// Checks that every process in the pid namespace of `interpreter` has given up everything.
+pub(crate) fn assert_locked_down(interpreter: u32) {
+    let namespace = |pid: u32| std::fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
+    let wanted = namespace(interpreter).expect("the interpreter lives");
+    let own = Posture::read(std::process::id()).expect("this process may look at itself");
+    let members = processes().into_iter().filter(|process| namespace(process.pid).as_ref() == Some(&wanted));
+    let mut count = 0;
+    // Only root may look at all of an init, which has made itself unreadable.
+    for process in members.filter(|process| super::is_root() || process.name != "cb-init") {
+        // A child of the session may end while we look.
+        let Ok(posture) = Posture::read(process.pid) else { continue };
+        count += 1;
+        assert!(posture.uids.iter().chain(&posture.gids).all(|id| *id != 0), "{process:?}: {posture:?}");
+        assert_eq!(posture.capabilities, [0; 5], "{process:?}");
+        assert!(posture.no_new_privileges, "{process:?}");
+        assert_eq!(posture.seccomp, 2, "{process:?}");
+        assert!(posture.seccomp_filters >= 2 || process.name == "cb-init", "{process:?}: {posture:?}");
+        for name in NAMESPACES {
+            assert_ne!(posture.namespaces[name], own.namespaces[name], "{name} of {process:?}");
+        }
+    }
+    assert!(count > 0, "the interpreter at least was looked at");
+}
+
+/// A stopped process outside of all sandboxes.
+#[derive(Debug)]
+pub(crate) struct Twin {
+    pub(crate) pid: u32,
+    /// As the kernel writes it: `t` is stopped by a tracer.
+    pub(crate) state: char,
+    pub(crate) tracer: u32,
+}
+
+/// The twins in these control groups.
+pub(crate) fn twins_of(groups: &[PathBuf]) -> Vec<Twin> {
+    let members: BTreeSet<u32> = groups
+        .iter()
+        .filter_map(|group| std::fs::read_to_string(group.join("cgroup.procs")).ok())
+        .flat_map(|text| text.lines().filter_map(|line| line.parse().ok()).collect::<Vec<u32>>())
+        .collect();
+    let outside = own_depth() + 1;
+    let is_twin =
+        |process: &HostProcess| members.contains(&process.pid) && process.depth == outside && process.name == "cb-twin";
+    processes().into_iter().filter(is_twin).filter_map(|process| Twin::read(process.pid)).collect()
+}
+
+impl Twin {
+    /// Looks at a process again; there is none when it has ended.
+    pub(crate) fn read(pid: u32) -> Option<Twin> {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        Some(Twin { pid, state: field("State:")?.chars().next()?, tracer: field("TracerPid:")?.parse().ok()? })
+    }
+
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.state == 't' && self.tracer != 0
     }
 }
 
@@ -343,7 +485,7 @@ pub(crate) struct HostProcess {
 impl HostProcess {
     /// Whether it is a warm interpreter: Python in the warden's own pid namespace.
     pub(crate) fn is_zygote(&self) -> bool {
-        self.depth == own_depth() + 1 && self.name != "cb-warden"
+        self.depth == own_depth() + 1 && !self.name.starts_with("cb-")
     }
 }
 

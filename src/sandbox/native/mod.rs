@@ -37,6 +37,8 @@ pub const WORK_FOLDER: &str = root::WORK;
 const STEP_LIMIT: Duration = Duration::from_secs(10);
 /// How long a warm interpreter may take to import its packages on a slow disk.
 const WARM_LIMIT: Duration = Duration::from_secs(120);
+/// How long the pool waits before it makes up for what was taken: whoever took it needs the processor more.
+const COURTESY: Duration = Duration::from_millis(15);
 /// How long the pool rests after a sandbox could not be made.
 const REST: Duration = Duration::from_secs(1);
 
@@ -192,6 +194,7 @@ impl Inner {
                 Some(Lack::Empty) => self.make_empty().await.map(|sandbox| self.pool.add_empty(sandbox)),
                 None => {
                     self.pool.taken().await;
+                    tokio::time::sleep(COURTESY).await;
                     continue;
                 }
             };

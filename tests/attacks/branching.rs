@@ -1,0 +1,657 @@
+//! Sessions that lie, race or stand in the way while they are copied gain nothing: there is a proper copy, or a refusal.
+//!
+//! Whatever a session does to itself, the same must hold afterwards (`Scene::assert_unharmed`): its neighbours live and can be copied, every process of its
+//! family has given up everything, and no twin runs, which has more rights than a session.
+
+use std::path::PathBuf;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use cellblock::session::{ForkReport, Refused, Status};
+use cellblock_jail::wire::LeftOut;
+use serde_json::{Value, json};
+use tokio_util::sync::CancellationToken;
+
+use crate::support::native::{self, Builder, Native, Session, Twin, run};
+use crate::support::{is_root, skipped};
+
+/// A backend for sessions that do their worst.
+fn attacked() -> &'static Native {
+    static BACKEND: OnceLock<Native> = OnceLock::new();
+    BACKEND.get_or_init(|| Builder::new("minimal").start())
+}
+
+/// A hostile session and a peaceful one.
+struct Scene {
+    hostile: Session,
+    neighbour: Session,
+    /// Of the hostile session; empty where nobody can tell whose a twin is.
+    groups: Vec<PathBuf>,
+}
+
+impl Scene {
+    async fn new() -> Scene {
+        let (hostile, neighbour) = (attacked().session(), attacked().session());
+        neighbour.ok("x = 'alive'").await;
+        hostile.ok("x = 'carried'").await;
+        let groups = native::control_groups(hostile.host_pid().await);
+        Scene { hostile, neighbour, groups }
+    }
+
+    /// Runs the attack and asks for a fork. What comes of it is a fork that works, or a refusal.
+    async fn forked_after(&self, attack: &str) -> Result<(Session, ForkReport), Refused> {
+        self.hostile.ok(attack).await;
+        self.forked().await
+    }
+
+    async fn forked(&self) -> Result<(Session, ForkReport), Refused> {
+        let (mut forks, report) = self.hostile.try_forks(1).await?;
+        let fork = forks.remove(0);
+        fork.assert_locked_down().await;
+        assert_eq!(fork.ok("print(x)").await, "carried\n");
+        Ok((fork, report))
+    }
+
+    /// Checks what must hold whatever the session has done.
+    async fn assert_unharmed(&self) {
+        self.assert_twins_stopped();
+        assert_eq!(self.neighbour.ok("print(x)").await, "alive\n");
+        // Control: somebody peaceful can be copied.
+        let copy = self.neighbour.fork().await;
+        assert_eq!(copy.ok("print(x)").await, "alive\n");
+        copy.close().await;
+        assert_eq!(attacked().session().ok("print(1)").await, "1\n");
+    }
+
+    /// A twin runs while it makes a system call for the warden. One that is still running a little later runs for somebody else.
+    fn assert_twins_stopped(&self) {
+        let deadline = Instant::now() + Duration::from_secs(2);
+        for twin in native::twins_of(&self.groups) {
+            let mut now = Some(twin);
+            while let Some(twin) = now.as_ref().filter(|twin| !twin.is_stopped() && twin.state != 'Z') {
+                assert!(Instant::now() < deadline, "a twin runs: {twin:?}");
+                std::thread::yield_now();
+                now = Twin::read(twin.pid);
+            }
+        }
+    }
+
+    /// The hostile session either goes on, locked down, or has ended and says so.
+    async fn assert_alive_or_ended(&self) -> bool {
+        let limit = Duration::from_secs(1);
+        match self.hostile.execute_with("print(x)", limit, CancellationToken::new()).await {
+            Ok(outcome) if outcome.status == Status::Completed => {
+                assert_eq!(native::printed(&outcome), "carried\n");
+                true
+            }
+            Ok(outcome) => {
+                assert!(!matches!(outcome.status, Status::Raised(_)), "{}", native::everything(&outcome));
+                false
+            }
+            Err(Refused::Ended { .. }) => false,
+            Err(other) => panic!("{other}"),
+        }
+    }
+}
+
+/// What may come of a request for a fork. What must hold afterwards is the same.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Expected {
+    Fork,
+    Refusal,
+    /// Either is proper.
+    Either,
+}
+
+/// Runs cases side by side, because most of them wait for a time limit.
+async fn side_by_side(expected: Expected, cases: &'static [(&'static str, &'static str)]) {
+    let tasks: Vec<_> =
+        cases.iter().map(|(name, attack)| (name, tokio::spawn(forks_as_expected(expected, name, attack)))).collect();
+    for (name, task) in tasks {
+        task.await.unwrap_or_else(|error| panic!("{name}: {error}"));
+    }
+}
+
+async fn forks_as_expected(expected: Expected, name: &'static str, attack: &'static str) {
+    let scene = Scene::new().await;
+    match scene.forked_after(attack).await {
+        Ok((fork, _)) => {
+            assert!(expected != Expected::Refusal, "{name}: there is a fork");
+            fork.close().await;
+        }
+        Err(refused) => {
+            assert!(expected != Expected::Fork, "{name}: {refused}");
+            assert!(matches!(refused, Refused::CannotCopy { .. } | Refused::Ended { .. }), "{name}: {refused:?}");
+        }
+    }
+    let goes_on = scene.assert_alive_or_ended().await;
+    if expected == Expected::Fork {
+        assert!(goes_on, "{name}: the source goes on");
+        scene.hostile.assert_locked_down().await;
+    }
+    scene.assert_unharmed().await;
+    scene.hostile.close().await;
+    assert!(native::twins_of(&scene.groups).is_empty(), "{name}: nothing is left");
+}
+
+#[test]
+fn names_that_a_session_replaces_are_not_the_ones_that_copies_are_made_with() {
+    run(side_by_side(
+        Expected::Fork,
+        &[
+            ("the fork of os", "import os, posix; os.fork = posix.fork = lambda: 0; assert os.fork() == 0"),
+            ("the kill of os", "import os, posix; os.kill = posix.kill = lambda *_: 1/0"),
+            ("the number of the process", "import os, posix; os.getpid = posix.getpid = lambda: 1"),
+            ("the names of all modules", "import sys; sys.modules.pop('os'); sys.modules.pop('posix')"),
+        ],
+    ));
+}
+
+#[test]
+fn a_runner_whose_functions_are_replaced_gets_a_proper_copy_or_none() {
+    run(side_by_side(
+        Expected::Refusal,
+        &[
+            ("it says it is a copy", "import sys; sys.modules['cellblock_runner.branch'].stand_still = lambda: True"),
+            ("it says it was copied", "import sys; sys.modules['cellblock_runner.branch'].stand_still = lambda: False"),
+            (
+                "it gives the sign and does not fork",
+                "import sys, os\nsys.modules['cellblock_runner.branch'].stand_still = lambda: os.kill(os.getpid(), 18)",
+            ),
+            ("it packs nothing", "import sys; sys.modules['cellblock_runner.luggage'].pack = lambda *_: None"),
+            ("it never answers", "import sys; sys.modules['cellblock_runner.serve'].Session._branch = lambda *_: None"),
+            (
+                "it ends",
+                "import sys, os; sys.modules['cellblock_runner.serve'].Session._branch = lambda *_: os._exit(0)",
+            ),
+            (
+                "it kills itself",
+                "import sys, os\nsys.modules['cellblock_runner.branch'].stand_still = lambda: os.kill(os.getpid(), 9)",
+            ),
+        ],
+    ));
+}
+
+#[test]
+fn a_runner_that_answers_twice_or_stops_twice_is_copied_once() {
+    run(side_by_side(
+        Expected::Either,
+        &[
+            (
+                "it answers twice",
+                "
+import sys
+session = sys.modules['cellblock_runner.serve'].Session
+true_branch = session._branch
+def branch(self, number, header):
+    true_branch(self, number, header)
+    self._channel.send({'type': 'branched', 'id': number, 'lost': ['everything']})
+    self._channel.send({'type': 'branched', 'id': number + 1, 'lost': []})
+session._branch = branch",
+            ),
+            ("it stops twice", "import os; os.register_at_fork(before=lambda: os.kill(os.getpid(), 19))"),
+            ("it goes on twice", "import os; os.register_at_fork(before=lambda: os.kill(os.getpid(), 18))"),
+            (
+                "its tables of descriptors part",
+                "import ctypes\nassert ctypes.CDLL(None).syscall(436, 900, 900, 2) == 0",
+            ),
+            (
+                "its handlers raise",
+                "import os; os.register_at_fork(before=lambda: 1/0, after_in_child=lambda: 1/0, after_in_parent=lambda: 1/0)",
+            ),
+            ("it is a child of nobody", "import os\ntry: os.setsid()\nexcept OSError: pass"),
+            ("it cannot be read", "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)"),
+        ],
+    ));
+}
+
+#[test]
+fn fork_handlers_that_never_return_or_end_the_process_hold_nobody_up() {
+    run(side_by_side(
+        Expected::Refusal,
+        &[
+            ("before, it waits", "import os, threading; os.register_at_fork(before=lambda: threading.Event().wait())"),
+            ("before, it ends", "import os; os.register_at_fork(before=lambda: os._exit(5))"),
+            ("before, it is killed", "import os; os.register_at_fork(before=lambda: os.kill(os.getpid(), 9))"),
+            (
+                "before, it calls and calls",
+                "import os\ndef call():\n    while True: os.getppid()\nos.register_at_fork(before=call)",
+            ),
+            ("in the copy, it ends", "import os; os.register_at_fork(after_in_child=lambda: os._exit(5))"),
+        ],
+    ));
+    run(side_by_side(
+        Expected::Either,
+        &[("afterwards, it ends", "import os; os.register_at_fork(after_in_parent=lambda: os._exit(5))")],
+    ));
+}
+
+#[test]
+fn a_session_that_comes_to_its_branch_point_too_late_goes_on() {
+    run(async {
+        let scene = Scene::new().await;
+        // Longer than anybody waits, once. The state after this very cell is what cannot be kept.
+        let slow = "
+import sys, time
+luggage = sys.modules['cellblock_runner.luggage']
+true_pack, delays = luggage.pack, [5]
+def pack(*arguments):
+    if delays: time.sleep(delays.pop())
+    return true_pack(*arguments)
+luggage.pack = pack";
+        scene.hostile.ok(slow).await;
+        assert_eq!(scene.hostile.ok("print(x)").await, "carried\n", "it does not stand still with nobody looking");
+        let (fork, _) = scene.forked().await.unwrap_or_else(|refused| panic!("{refused}"));
+        assert_eq!(fork.ok("print(delays)").await, "[]\n");
+        scene.assert_unharmed().await;
+    });
+}
+
+#[test]
+fn a_copy_that_never_greets_ends_with_its_source() {
+    run(async {
+        let scene = Scene::new().await;
+        scene
+            .hostile
+            .ok("import os, threading; os.register_at_fork(after_in_child=lambda: threading.Event().wait())")
+            .await;
+        let source = scene.hostile.clone();
+        let forking = tokio::spawn(async move { source.try_forks(1).await.map(|_| ()) });
+        scene.assert_unharmed().await;
+        scene.hostile.close().await;
+        let refused = forking.await.unwrap().unwrap_err();
+        assert!(
+            matches!(refused, Refused::ClosedWhileWaiting | Refused::Unknown { .. } | Refused::CannotCopy { .. }),
+            "{refused:?}"
+        );
+        scene.assert_unharmed().await;
+    });
+}
+
+/// Has the session make its `clone` from code of its own, and knows where the C library makes its own.
+///
+/// `overwrite` puts two bytes in the place of an instruction that enters the kernel.
+const OWN_CLONE: &str = "
+import ctypes, mmap, os, sys, threading
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+def page(shared):
+    return libc.mmap(None, 4096, 7, 0x20 | (1 if shared else 2), -1, 0)
+def function(address, *arguments):
+    return ctypes.CFUNCTYPE(ctypes.c_long, *arguments)(address)
+def overwrite(address, code):
+    start = address & ~4095
+    assert libc.mprotect(ctypes.c_void_p(start), 8192, 7) == 0
+    ctypes.memmove(address, code, len(code))
+def fork_of_libc():
+    # mov eax, 56; syscall: somewhere in the text of the C library.
+    for line in open('/proc/self/maps'):
+        words = line.split()
+        if 'x' in words[1] and words[-1].rsplit('/', 1)[-1].startswith('libc.so'):
+            first, last = (int(part, 16) for part in words[0].split('-'))
+            text = ctypes.string_at(first, last - first)
+            at = text.index(b'\\xb8\\x38\\x00\\x00\\x00\\x0f\\x05')
+            found = []
+            while at >= 0:
+                found.append(first + at + 5)
+                at = text.find(b'\\xb8\\x38\\x00\\x00\\x00\\x0f\\x05', at + 1)
+            return found
+# Called with an address and two bytes: makes a process, then writes the bytes to the address, unless it is zero, in the one that made it.
+CODE = bytes.fromhex(
+    '4989f8'      # mov r8, rdi
+    '4989f1'      # mov r9, rsi
+    '4150'        # push r8
+    '4151'        # push r9
+    'bf11000000'  # mov edi, SIGCHLD
+    '31f6' '31d2' '4d31d2' '4d31c0'
+    'b838000000'  # mov eax, clone
+    '0f05'        # syscall
+    '4159'        # pop r9
+    '4158'        # pop r8
+    '4885c0'      # test rax, rax
+    '7409'        # jz over the write
+    '4d85c0'      # test r8, r8
+    '7404'        # jz over the write
+    '664589 08'.replace(' ', '') +  # mov [r8], r9w
+    'c3')
+ENTER = CODE.index(b'\\x0f\\x05')
+def own_clone(shared, target=0, word=0):
+    place = page(shared)
+    ctypes.memmove(place, CODE, len(CODE))
+    clone = function(place, ctypes.c_uint64, ctypes.c_uint64)
+    if target == 'itself': target = place + ENTER
+    def stand_still():
+        os.kill(os.getpid(), 18)
+        return clone(target, word) == 0
+    sys.modules['cellblock_runner.branch'].stand_still = stand_still
+    return place + ENTER
+";
+
+/// Two bytes in the place of `syscall`, as numbers: what a twin would run into.
+const TRAPS: &[(&str, u16)] = &[
+    ("a loop", 0xfeeb),
+    ("the gate of 32-bit calls", 0x80cd),
+    ("a break point and nothing", 0x90cc),
+    ("no instruction", 0x0b0f),
+    ("nothing: on to whatever follows", 0x9090),
+];
+
+fn has_own_clone() -> bool {
+    if !cfg!(target_arch = "x86_64") {
+        skipped("x86-64 (the attack is written in its instructions)");
+    }
+    cfg!(target_arch = "x86_64")
+}
+
+#[test]
+fn instructions_that_a_session_writes_over_make_no_twin_run() {
+    if !has_own_clone() {
+        return;
+    }
+    run(async {
+        // Control: with instructions of its own a session is copied like any other, from private and from shared memory.
+        for shared in ["False", "True"] {
+            let scene = Scene::new().await;
+            let attack = format!("{OWN_CLONE}\nwhere = own_clone({shared})");
+            let (fork, _) = scene.forked_after(&attack).await.unwrap_or_else(|refused| panic!("{shared}: {refused}"));
+            let again = fork.fork().await;
+            assert_eq!(again.ok("print(x)").await, "carried\n");
+            assert!(scene.assert_alive_or_ended().await);
+        }
+        for (name, word) in TRAPS {
+            // The instruction that the twin of the session uses, which is the one that the warm interpreter stood at.
+            let scene = Scene::new().await;
+            let code = word.to_le_bytes();
+            let attack = format!(
+                "{OWN_CLONE}\nwhere = own_clone(False)\nfor place in fork_of_libc(): overwrite(place, bytes({code:?}))"
+            );
+            scene.hostile.ok(&attack).await;
+            scene.refused(name).await;
+            // The one that copies of its next checkpoint use, which is shared by mapping and changes when the checkpoint is made.
+            let scene = Scene::new().await;
+            scene.hostile.ok(&format!("{OWN_CLONE}\nwhere = own_clone(True, 'itself', {word})")).await;
+            scene.refused(name).await;
+        }
+    });
+}
+
+impl Scene {
+    /// Asks for forks until there are none, which must be soon, and looks at what is left.
+    async fn refused(&self, name: &str) {
+        let mut refusals = 0;
+        for _ in 0..3 {
+            match self.hostile.try_forks(1).await {
+                Ok((forks, _)) => forks[0].close().await,
+                Err(refused) => {
+                    refusals += 1;
+                    assert!(
+                        matches!(refused, Refused::CannotCopy { .. } | Refused::Ended { .. }),
+                        "{name}: {refused:?}"
+                    );
+                }
+            }
+            self.assert_twins_stopped();
+        }
+        assert!(refusals >= 2, "{name}: {refusals}");
+        if self.assert_alive_or_ended().await {
+            // An undo comes from the same memory; whatever it gives, it is locked down.
+            if self.hostile.try_undo(1).await.is_ok() {
+                native::assert_locked_down(self.hostile.host_pid().await);
+            }
+        }
+        self.assert_unharmed().await;
+        self.hostile.close().await;
+        assert!(native::twins_of(&self.groups).is_empty(), "{name}: nothing is left");
+    }
+}
+
+#[test]
+fn a_thread_that_races_with_the_copying_wins_nothing() {
+    if !has_own_clone() {
+        return;
+    }
+    run(async {
+        for (name, word) in TRAPS {
+            let scene = Scene::new().await;
+            // A thread without the interpreter's lock writes the bad bytes and the good ones, over and over.
+            let attack = format!(
+                "{OWN_CLONE}
+RACE = bytes.fromhex('668937' 'f390' '668917' 'f390' '803900' '74f1' 'c3')
+place = page(False)
+ctypes.memmove(place, RACE, len(RACE))
+race = function(place, *[ctypes.c_uint64] * 4)
+stop = ctypes.c_uint8(0)
+where = fork_of_libc()
+for each in where: overwrite(each, b'\\x0f\\x05')
+racers = [threading.Thread(target=race, args=(each, {word}, 0x050f, ctypes.addressof(stop)), daemon=True) for each in where[:1]]
+for racer in racers: racer.start()"
+            );
+            scene.hostile.ok(&attack).await;
+            for _ in 0..5 {
+                match scene.hostile.try_forks(1).await {
+                    Ok((forks, _)) => {
+                        forks[0].execute("stop.value = 1").await.map(drop).unwrap_or_default();
+                        forks[0].close().await;
+                    }
+                    Err(refused) => assert!(
+                        matches!(refused, Refused::CannotCopy { .. } | Refused::Ended { .. }),
+                        "{name}: {refused:?}"
+                    ),
+                }
+                scene.assert_twins_stopped();
+            }
+            // The session may have run into its own trap; a copy of it has no thread that races.
+            let _ = scene.hostile.execute("stop.value = 1").await;
+            if scene.assert_alive_or_ended().await {
+                native::assert_locked_down(scene.hostile.host_pid().await);
+            }
+            scene.assert_unharmed().await;
+            scene.hostile.close().await;
+            assert!(native::twins_of(&scene.groups).is_empty(), "{name}: nothing is left");
+        }
+    });
+}
+
+/// A thread that makes forbidden calls all the time and notes every answer.
+const CALLER: &str = "
+import ctypes, threading
+libc = ctypes.CDLL(None, use_errno=True)
+room = ctypes.create_string_buffer(64)
+answers, stop = set(), False
+# Number, arguments: setns, unshare, pidfd_getfd, ptrace (seize), process_vm_readv.
+CALLS = [(308, -1, 0), (272, 0), (438, -1, 0, 0), (101, 0x4206, 1, 0, 0), (310, 1, room, 0, room, 0, 0)]
+def keep_calling():
+    while not stop:
+        for number, *arguments in CALLS:
+            ctypes.set_errno(0)
+            result = libc.syscall(ctypes.c_long(number), *[a if a is room else ctypes.c_long(a) for a in arguments])
+            answers.add((number, 0 if result >= 0 else ctypes.get_errno()))
+caller = threading.Thread(target=keep_calling, daemon=True)
+caller.start()
+while len(answers) < len(CALLS): pass";
+
+const ANSWERS: &str = "
+import json
+stop = True
+if caller.is_alive(): caller.join()
+print(json.dumps(sorted(answers)))";
+
+#[test]
+fn calls_that_copies_are_made_with_are_refused_to_sessions_at_all_times() {
+    if !has_own_clone() {
+        return;
+    }
+    run(async {
+        let scene = Scene::new().await;
+        scene.hostile.ok(CALLER).await;
+        for _ in 0..10 {
+            let (fork, report) = scene.forked().await.unwrap();
+            assert_eq!(report.lost, ["1 thread"]);
+            fork.close().await;
+        }
+        scene.hostile.ok("y = 1").await;
+        scene.hostile.undo(1).await;
+        let fork = scene.hostile.fork().await;
+        const ENOSYS: i64 = 38;
+        const EPERM: i64 = 1;
+        let refused = json!([[101, ENOSYS], [272, ENOSYS], [308, EPERM], [310, ENOSYS], [438, EPERM]]);
+        for session in [&scene.hostile, &fork] {
+            assert_eq!(session.json(ANSWERS).await, refused);
+            // And in the copies themselves.
+            session.ok(CALLER).await;
+            assert_eq!(session.json(ANSWERS).await, refused);
+        }
+        scene.assert_unharmed().await;
+
+        // Control: without the filter the kernel has other answers.
+        let backend = Builder::new("minimal").leave_out(&[LeftOut::Seccomp]).start();
+        let open = backend.session();
+        open.ok(CALLER).await;
+        let answers = open.json(ANSWERS).await;
+        let same =
+            answers.as_array().unwrap().iter().filter(|answer| refused.as_array().unwrap().contains(answer)).count();
+        assert_eq!((same, answers.as_array().unwrap().len()), (0, 5), "{answers}");
+        backend.end().await;
+    });
+}
+
+#[test]
+fn a_fork_holds_nothing_of_its_source_and_the_source_nothing_of_the_fork() {
+    run(async {
+        let scene = Scene::new().await;
+        let hold = "
+import os, socket
+open('mine', 'w').write('source')
+held = os.open('/work', os.O_RDONLY | os.O_DIRECTORY)
+root = os.open('/', os.O_RDONLY | os.O_DIRECTORY)
+file = os.open('mine', os.O_RDWR)
+left, right = socket.socketpair()
+reader, writer = os.pipe()
+os.write(writer, b'from the source')
+inode = os.fstat(held).st_ino, os.fstat(held).st_dev";
+        let (fork, report) = scene.forked_after(hold).await.unwrap();
+        assert_eq!(report.lost, ["2 connections", "1 pipe"]);
+        // Whatever the numbers lead to now, it is the fork's.
+        let write = |who: &str| {
+            format!(
+                "
+import os
+assert (os.fstat(held).st_ino, os.fstat(held).st_dev) == (os.stat('/work').st_ino, os.stat('/work').st_dev)
+os.pwrite(file, b'{who:6}', 0)
+os.close(os.open('new of {who}', os.O_CREAT | os.O_WRONLY, dir_fd=held))
+os.close(os.open('work/through the root of {who}', os.O_CREAT | os.O_WRONLY, dir_fd=root))"
+            )
+        };
+        fork.ok(&write("fork")).await;
+        assert_eq!(fork.ok("print(os.stat('/work').st_dev == inode[1])").await, "False\n");
+        let look = "import json; print(json.dumps([open('mine').read(), sorted(os.listdir('/work'))]))";
+        assert_eq!(scene.hostile.json(look).await, json!(["source", ["mine"]]));
+        scene.hostile.ok(&write("source")).await;
+        assert_eq!(fork.json(look).await, json!(["fork  ", ["mine", "new of fork", "through the root of fork"]]));
+        let dead = "
+import errno, json
+def tried(work):
+    try: return work()
+    except OSError as error: return errno.errorcode[error.errno]
+print(json.dumps([tried(lambda: os.read(reader, 10)), tried(lambda: os.write(writer, b'x')), tried(lambda: left.send(b'x'))]))";
+        let answers = fork.json(dead).await;
+        assert!(answers.as_array().unwrap().iter().all(Value::is_string), "{answers}");
+        // Control: in the source they live.
+        assert_eq!(scene.hostile.ok("print(os.read(reader, 4), left.send(b'x'))").await, "b'from' 1\n");
+        let sockets = "
+import json, os
+def leads_to(name):
+    try: return os.readlink(f'/proc/self/fd/{name}')
+    except OSError: return ''
+print(json.dumps([int(name) for name in os.listdir('/proc/self/fd') if leads_to(name).startswith('socket')]))";
+        assert_eq!(fork.json(sockets).await, json!([1000]), "the channel is the only socket of a fork");
+        scene.assert_unharmed().await;
+    });
+}
+
+#[test]
+fn thousands_of_descriptors_are_no_hindrance() {
+    run(async {
+        let scene = Scene::new().await;
+        let many = "
+import os
+held = [os.open('/dev/null', os.O_RDONLY) for _ in range(1500)]
+pipes = [end for _ in range(700) for end in os.pipe()]";
+        let (fork, report) = scene.forked_after(many).await.unwrap();
+        assert_eq!(report.lost, ["700 pipes"]);
+        // Its own are free to be made, up to the limit.
+        fork.ok(
+            "for each in held + pipes: os.close(each)\nmore = [os.open('/dev/null', os.O_RDONLY) for _ in range(3000)]",
+        )
+        .await;
+        // All of them: nothing can be opened for the copy itself.
+        let all = "
+try:
+    while True: held.append(os.open('/dev/null', os.O_RDONLY))
+except OSError: held.pop()";
+        scene.hostile.execute(all).await.unwrap();
+        match scene.forked().await {
+            Ok((fork, _)) => fork.close().await,
+            Err(refused) => assert!(matches!(refused, Refused::CannotCopy { .. }), "{refused:?}"),
+        }
+        scene.hostile.execute("for each in held: os.close(each)").await.unwrap();
+        assert!(scene.forked().await.is_ok(), "with descriptors to spare it works again");
+        scene.assert_unharmed().await;
+    });
+}
+
+#[test]
+fn twins_stand_still_are_not_seen_from_inside_and_get_no_signal_from_there() {
+    if !is_root() {
+        // Whose a twin is tells its control group.
+        skipped("root (control groups)");
+        return;
+    }
+    run(async {
+        let session = native::shared().session();
+        session.ok("x = 1").await;
+        session.ok("x = 2").await;
+        let before = session.twins().await;
+        assert!(before.len() >= 3, "the twin of the interpreter and a checkpoint for each cell: {before:?}");
+        assert!(before.iter().all(Twin::is_stopped), "{before:?}");
+        let look = "
+import json, os
+numbers = [name for name in os.listdir('/proc') if name.isdigit()]
+print(json.dumps(sorted(open(f'/proc/{name}/comm').read().strip() for name in numbers)))";
+        assert_eq!(session.json(look).await, json!(["cb-init", "python"]));
+        // By number they are not there either. Control: the session itself is.
+        let reach = format!(
+            "
+import json, os
+def reached(number):
+    try: os.kill(number, 0)
+    except OSError: return False
+    return True
+print(json.dumps([[reached(number) for number in {:?}], reached(os.getpid())]))",
+            before.iter().map(|twin| twin.pid).collect::<Vec<_>>()
+        );
+        let answer = session.json(&reach).await;
+        assert_eq!(answer, json!([vec![false; before.len()], true]));
+        // A signal to everybody from a child ends the session, and reaches no twin.
+        let outcome = session.execute("import os\nif os.fork() == 0: os.kill(-1, 9)\nos.wait()").await.unwrap();
+        assert!(matches!(outcome.status, Status::Died { .. }), "{:?}", outcome.status);
+        let report = session.undo(1).await;
+        assert!(report.revived);
+        assert_eq!(session.ok("print(x)").await, "2\n");
+        // From the session itself, with signals that cannot be caught.
+        for signal in [9, 19] {
+            let code = format!(
+                "import os, subprocess\nx = 3\nchild = subprocess.Popen(['sleep', '1000'])\nos.kill(-1, {signal})\nos.kill(os.getpid(), 9)"
+            );
+            let outcome = session.execute(&code).await.unwrap();
+            assert!(matches!(outcome.status, Status::Died { .. }), "{:?}", outcome.status);
+            assert!(session.undo(1).await.revived);
+            assert_eq!(session.ok("print(x)").await, "2\n");
+        }
+        let after = session.twins().await;
+        assert!(after.iter().all(Twin::is_stopped), "{after:?}");
+        session.close().await;
+        assert!(after.iter().chain(&before).all(|twin| Twin::read(twin.pid).is_none()), "twins end with their session");
+    });
+}
