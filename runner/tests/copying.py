@@ -26,7 +26,7 @@ _PRIVATE_AND_BELOW = 0x40000 | 0x4000
 _DEFAULT, _IGNORE = 0, 1
 _CHILD_SIGNAL = 17
 
-_fork = os.fork
+_fork, _get_process = os.fork, os.getpid
 _library = ctypes.CDLL(None, use_errno=True)
 _set_handler = _library.signal
 _set_handler.argtypes = (ctypes.c_int, ctypes.c_void_p)
@@ -40,7 +40,7 @@ def main() -> None:
         between = _fork()
         if between:
             os.waitpid(between, 0)
-            return os.getpid()
+            return _get_process()
         if _fork():
             os._exit(0)  # So that the frozen process is no child of the session.
         return _stand_until_ordered(address, folders)
