@@ -45,7 +45,6 @@ pub struct Group {
 #[derive(Debug)]
 pub struct Family {
     tree: Tree,
-    name: String,
     group: Group,
 }
 
@@ -132,7 +131,7 @@ impl Tree {
             Tree::One { folders } => &folders[0],
         };
         let group = Group::make(self.version(), vec![folder.join(name)])?;
-        let family = Family { tree: self.clone(), name: name.to_owned(), group };
+        let family = Family { tree: self.clone(), group };
         if self.version() == Version::Two {
             hand_on_controllers(&folder.join(name))?;
         }
@@ -149,15 +148,6 @@ impl Family {
         let group = Group::make(self.group.version, folders)?;
         group.limit(limits)?;
         Ok(group)
-    }
-
-    /// Bytes that the family holds now.
-    pub fn memory(&self) -> u64 {
-        self.group.memory().0
-    }
-
-    pub fn name(&self) -> &str {
-        &self.name
     }
 }
 

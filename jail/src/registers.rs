@@ -85,6 +85,8 @@ mod x86_64 {
     pub(super) const NUMBER: usize = RESULT;
     pub(super) const ARGUMENTS: [usize; 6] = [14, 13, 12, 7, 9, 8];
     const ORIGINAL_NUMBER: usize = 15;
+    /// Which argument of `clone` says where the number of the new thread is kept.
+    pub(crate) const THREAD_NUMBER: usize = 3;
     /// Length of the instruction that enters the kernel.
     pub(crate) const ENTER: u64 = 2;
     /// How far a trap moves the next instruction.
@@ -166,6 +168,7 @@ mod aarch64 {
     pub(super) const RESULT: usize = 0;
     pub(super) const NUMBER: usize = 8;
     pub(super) const ARGUMENTS: [usize; 6] = [0, 1, 2, 3, 4, 5];
+    pub(crate) const THREAD_NUMBER: usize = 4;
     pub(crate) const ENTER: u64 = 4;
     pub(crate) const TRAP_MOVES: u64 = 0;
     /// The set of floating-point registers (NT_PRFPREG).

@@ -258,7 +258,7 @@ impl Moment {
             blocked: sys::blocked_signals(process)?,
             // An older kernel does not tell; then the C library goes without.
             sequences: sys::restartable_sequences(process).unwrap_or_default(),
-            thread_number: sets_number.then_some(call.arguments[if cfg!(target_arch = "x86_64") { 3 } else { 4 }]),
+            thread_number: sets_number.then_some(call.arguments[registers::THREAD_NUMBER]),
         }))
     }
 
@@ -334,15 +334,15 @@ impl Twin {
         let program = program.assemble(scratch + DATA);
         memory.write_all_at(&program.code, scratch)?;
         set_general(self.pid, self.moment.general.at(scratch))?;
-        self.come_back(watch, scratch, &program)?;
-        self.call(watch, libc::SYS_munmap, [scratch, SCRATCH, 0, 0, 0, 0], HESITATION).map(drop)
+        run_to_end(watch, self.pid, scratch, &program)?;
+        self.call(watch, libc::SYS_munmap, [scratch, SCRATCH, 0, 0, 0, 0]).map(drop)
     }
 
     /// Maps memory for a program and its data.
     fn scratch(&self, watch: &Watch<'_>) -> io::Result<u64> {
         let protection = (libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC) as u64;
         let mapping = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64;
-        let place = self.call(watch, libc::SYS_mmap, [0, SCRATCH, protection, mapping, u64::MAX, 0], HESITATION)?;
+        let place = self.call(watch, libc::SYS_mmap, [0, SCRATCH, protection, mapping, u64::MAX, 0])?;
         Ok(place.cast_unsigned())
     }
 
@@ -352,15 +352,15 @@ impl Twin {
     /// After a failure the twin may be running what its memory holds, and must be ended.
     pub(crate) fn copy(&self, watch: &Watch<'_>, moment: Option<Moment>, shared: bool) -> io::Result<Twin> {
         let flags = libc::SIGCHLD | if shared { libc::CLONE_FILES } else { 0 };
-        let copied = self.call(watch, libc::SYS_clone, [flags as u64, 0, 0, 0, 0, 0], HESITATION)?;
+        let copied = self.call(watch, libc::SYS_clone, [flags as u64, 0, 0, 0, 0, 0])?;
         let pid = Pid::from_raw(i32::try_from(copied).unwrap_or(0)).ok_or(io::ErrorKind::NotFound)?;
         watch.expect(pid, Stopped::Still, STEP_LIMIT)?;
         Ok(Twin { pid, moment: moment.unwrap_or_else(|| self.moment.clone()) })
     }
 
     /// Has the twin make one system call. The number of a process that it makes is the call's result.
-    fn call(&self, watch: &Watch<'_>, number: i64, arguments: [u64; 6], hesitation: Duration) -> io::Result<i64> {
-        call(watch, self.pid, &self.moment, number, arguments, hesitation)
+    fn call(&self, watch: &Watch<'_>, number: i64, arguments: [u64; 6]) -> io::Result<i64> {
+        call(watch, self.pid, &self.moment, number, arguments)
     }
 
     /// Makes an interpreter out of this twin, which becomes the interpreter's. It is complete, locked down, and stopped until it is let go.
@@ -395,30 +395,20 @@ impl Twin {
         }
         let number = i32::try_from(sys::event_message(self.pid)?).unwrap_or(0);
         let child = Pid::from_raw(number).ok_or(io::ErrorKind::NotFound)?;
-        let entered = self.come_back(watch, scratch, &first).and_then(|()| self.enter(watch, child, scratch, &second));
+        let entered = run_to_end(watch, self.pid, scratch, &first);
+        let entered = entered.and_then(|()| self.enter(watch, child, scratch, &second));
         if entered.is_err() {
             let _ = rustix::process::kill_process(child, Signal::KILL);
         }
         entered.map(|()| child)
     }
 
-    /// Lets the twin run its program to the end.
-    fn come_back(&self, watch: &Watch<'_>, scratch: u64, program: &Assembled) -> io::Result<()> {
-        sys::resume(self.pid, Resume::Freely, 0)?;
-        watch.expect(self.pid, Stopped::Signal(libc::SIGTRAP), STEP_LIMIT)?;
-        let ended = general_of(self.pid)?;
-        program.ended(ended.instruction().wrapping_sub(scratch), ended.result())
-    }
-
     /// Has a new process run the program that locks it down, and sets it to go on from the moment.
     fn enter(&self, watch: &Watch<'_>, child: Pid, scratch: u64, program: &Assembled) -> io::Result<()> {
         watch.expect(child, Stopped::Still, STEP_LIMIT)?;
         set_general(child, self.moment.general.at(scratch + SECOND))?;
-        sys::resume(child, Resume::Freely, 0)?;
-        watch.expect(child, Stopped::Signal(libc::SIGTRAP), STEP_LIMIT)?;
-        let ended = general_of(child)?;
-        program.ended(ended.instruction().wrapping_sub(scratch + SECOND), ended.result())?;
-        call(watch, child, &self.moment, libc::SYS_munmap, [scratch, SCRATCH, 0, 0, 0, 0], STEP_LIMIT)?;
+        run_to_end(watch, child, scratch + SECOND, program)?;
+        call(watch, child, &self.moment, libc::SYS_munmap, [scratch, SCRATCH, 0, 0, 0, 0])?;
         set_general(child, self.moment.general.returning(0))?;
         sys::write_registers(child, registers::EXTENDED, &self.moment.extended)?;
         sys::block_signals(child, self.moment.blocked)
@@ -552,18 +542,19 @@ const ENTERED: [&str; 5] = ["setns mnt", "setns net", "setns ipc", "setns uts", 
 
 const CAPABILITY_VERSION_3: u32 = 0x2008_0522;
 
+/// Lets a process run its program, which begins at this address, to the end.
+fn run_to_end(watch: &Watch<'_>, process: Pid, begin: u64, program: &Assembled) -> io::Result<()> {
+    sys::resume(process, Resume::Freely, 0)?;
+    watch.expect(process, Stopped::Signal(libc::SIGTRAP), STEP_LIMIT)?;
+    let ended = general_of(process)?;
+    program.ended(ended.instruction().wrapping_sub(begin), ended.result())
+}
+
 /// Has a stopped process make one system call at the instruction of its moment, and makes sure that it is that call.
-fn call(
-    watch: &Watch<'_>,
-    process: Pid,
-    moment: &Moment,
-    number: i64,
-    arguments: [u64; 6],
-    hesitation: Duration,
-) -> io::Result<i64> {
+fn call(watch: &Watch<'_>, process: Pid, moment: &Moment, number: i64, arguments: [u64; 6]) -> io::Result<i64> {
     set_general(process, moment.general.calling(moment.enter(), number.cast_unsigned(), arguments))?;
     sys::resume(process, Resume::ToSystemCall, 0)?;
-    watch.expect(process, Stopped::SystemCall, hesitation)?;
+    watch.expect(process, Stopped::SystemCall, HESITATION)?;
     let wanted =
         sys::SystemCall { number: number.cast_unsigned(), arguments, returns_to: moment.general.instruction() };
     if sys::system_call(process)? != Some(wanted) {
@@ -639,22 +630,31 @@ mod tests {
         twin: Twin,
     }
 
+    /// Makes a process that is watched, gives its sign and then does this. Other threads of the tests may have held any lock when it was made, so it only
+    /// makes system calls.
+    fn approaching(then: fn() -> !) -> (Pid, Approach) {
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        match sys::clone_process(0).unwrap() {
+            Forked::Parent(process) => {
+                let approach = Approach::begin(process, TWIN_OPTIONS).unwrap();
+                rustix::io::write(&writer, b"x").unwrap();
+                (process, approach)
+            }
+            Forked::Child => {
+                let _ = rustix::io::read(&reader, &mut [0]);
+                let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::CONT);
+                then()
+            }
+        }
+    }
+
     impl Parked {
         fn new() -> Parked {
             let changes = OwnedFd::from(File::open("/").unwrap());
-            let (reader, writer) = rustix::pipe::pipe().unwrap();
-            let process = match sys::clone_process(0).unwrap() {
-                Forked::Parent(process) => process,
-                Forked::Child => {
-                    // Other threads of the tests may have held any lock, so there are only system calls here.
-                    let _ = rustix::io::read(&reader, &mut [0]);
-                    let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::CONT);
-                    let _ = sys::clone_process(0);
-                    sys::exit_now(1);
-                }
-            };
-            let approach = Approach::begin(process, TWIN_OPTIONS).unwrap();
-            rustix::io::write(&writer, b"x").unwrap();
+            let (process, approach) = approaching(|| {
+                let _ = sys::clone_process(0);
+                sys::exit_now(1)
+            });
             let watch = Watch { changes: &changes };
             let moment = approach.finish(&watch).unwrap();
             let twin = Twin::park(&watch, process, moment).unwrap();
@@ -676,7 +676,7 @@ mod tests {
             let assembled = program.assemble(scratch + DATA);
             self.memory().write_all_at(&assembled.code, scratch)?;
             set_general(self.twin.pid, self.twin.moment.general.at(scratch))?;
-            self.twin.come_back(&self.watch(), scratch, &assembled)?;
+            run_to_end(&self.watch(), self.twin.pid, scratch, &assembled)?;
             let mut bytes = vec![0; program.results()];
             self.memory().read_exact_at(&mut bytes, scratch + DATA)?;
             Ok(bytes.chunks_exact(8).map(|eight| i64::from_ne_bytes(eight.try_into().unwrap())).collect())
@@ -697,7 +697,7 @@ mod tests {
     #[test]
     fn a_twin_makes_the_call_that_it_is_asked_for_and_stands_still_again() {
         let parked = Parked::new();
-        let ask = |number, arguments| parked.twin.call(&parked.watch(), number, arguments, HESITATION);
+        let ask = |number, arguments| parked.twin.call(&parked.watch(), number, arguments);
         let number = parked.twin.pid.as_raw_pid();
         assert_eq!(ask(libc::SYS_getpid, [0; 6]).unwrap(), i64::from(number));
         assert_eq!(ask(libc::SYS_getppid, [0; 6]).unwrap(), i64::from(std::process::id()));
@@ -723,7 +723,7 @@ mod tests {
                 .unwrap();
             assert_eq!(&held, b"before");
             assert_eq!(state_of(twin.pid), 't');
-            let number = twin.call(&parked.watch(), libc::SYS_getpid, [0; 6], HESITATION).unwrap();
+            let number = twin.call(&parked.watch(), libc::SYS_getpid, [0; 6]).unwrap();
             assert_eq!(number, i64::from(twin.pid.as_raw_pid()));
             twin.end();
         }
@@ -757,7 +757,7 @@ mod tests {
         program.call("umask", libc::SYS_umask, &[0o22.into()]);
         let error = parked.run(&program).unwrap_err();
         assert!(error.to_string().starts_with("close nothing: "), "{error}");
-        let mask = parked.twin.call(&parked.watch(), libc::SYS_umask, [0; 6], HESITATION).unwrap();
+        let mask = parked.twin.call(&parked.watch(), libc::SYS_umask, [0; 6]).unwrap();
         assert_eq!(mask, 0o77, "the first step was made and the last one was not");
     }
 
@@ -771,30 +771,22 @@ mod tests {
             let parked = Parked::new();
             let number = i64::from(parked.twin.pid.as_raw_pid());
             // Control: it is the instruction that is used.
-            assert_eq!(parked.twin.call(&parked.watch(), libc::SYS_getpid, [0; 6], HESITATION).unwrap(), number);
+            assert_eq!(parked.twin.call(&parked.watch(), libc::SYS_getpid, [0; 6]).unwrap(), number);
             parked.memory().write_all_at(&bytes, parked.twin.moment.enter()).unwrap();
             let arguments =
                 [0, 4096, libc::PROT_READ as u64, (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64, u64::MAX, 0];
-            assert!(parked.twin.call(&parked.watch(), libc::SYS_mmap, arguments, HESITATION).is_err(), "{bytes:?}");
+            assert!(parked.twin.call(&parked.watch(), libc::SYS_mmap, arguments).is_err(), "{bytes:?}");
         }
     }
 
     #[test]
     fn a_process_that_makes_too_many_calls_on_its_way_is_given_up() {
         let changes = OwnedFd::from(File::open("/").unwrap());
-        let (reader, writer) = rustix::pipe::pipe().unwrap();
-        let process = match sys::clone_process(0).unwrap() {
-            Forked::Parent(process) => process,
-            Forked::Child => {
-                let _ = rustix::io::read(&reader, &mut [0]);
-                let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::CONT);
-                loop {
-                    let _ = rustix::process::getppid();
-                }
+        let (process, approach) = approaching(|| {
+            loop {
+                let _ = rustix::process::getppid();
             }
-        };
-        let approach = Approach::begin(process, TWIN_OPTIONS).unwrap();
-        rustix::io::write(&writer, b"x").unwrap();
+        });
         let ended = approach.finish(&Watch { changes: &changes });
         let _ = rustix::process::kill_process(process, Signal::KILL);
         assert!(ended.is_err_and(|error| error.to_string().contains("branch point")));

@@ -267,7 +267,7 @@ impl Warden {
             Command::Forget { slot, number } => {
                 let forgotten = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.checkpoints.remove(&number));
                 if let Some(twin) = forgotten {
-                    self.end_twin(slot, &twin);
+                    end_twin(&mut self.ending, slot, &twin);
                 }
                 Ok(())
             }
@@ -380,8 +380,7 @@ impl Warden {
                 let (Some((channel, doors)), Some((pid_namespace, namespaces))) =
                     (descriptors.split_first(), sandbox.namespaces.split_first())
                 else {
-                    twin.end();
-                    self.ending.insert(twin.pid, slot);
+                    end_twin(&mut self.ending, slot, &twin);
                     return Err(ForkError::NotReady);
                 };
                 let way = Way {
@@ -412,7 +411,7 @@ impl Warden {
             }
             Err(error) => {
                 // Whatever it made shares its memory and its tracer, and goes with it.
-                self.end_twin(slot, &twin);
+                end_twin(&mut self.ending, slot, &twin);
                 Err(error)
             }
         }
@@ -467,8 +466,7 @@ impl Warden {
                 copy_at(live, &watch, moment).map_err(|error| {
                     // It may be running what is in its memory.
                     if let Some(twin) = live.twin.take() {
-                        twin.end();
-                        self.ending.insert(twin.pid, slot);
+                        end_twin(&mut self.ending, slot, &twin);
                     }
                     format!("its memory could not be copied: {error}")
                 })
@@ -492,19 +490,13 @@ impl Warden {
         }
     }
 
-    fn end_twin(&mut self, slot: Slot, twin: &Twin) {
-        twin.end();
-        self.ending.insert(twin.pid, slot);
-    }
-
     /// An interpreter has ended. Its parent is its twin; with that gone, the kernel hands it over to this process, which collects it.
     fn end_twin_of(&mut self, slot: Slot) {
         let live = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut());
         if let Some(live) = live.filter(|live| !live.ended) {
             live.ended = true;
             if let Some(twin) = &live.twin {
-                twin.end();
-                self.ending.insert(twin.pid, slot);
+                end_twin(&mut self.ending, slot, twin);
             }
         }
     }
@@ -536,7 +528,7 @@ impl Warden {
             let _ = rustix::process::kill_process(live.pid, Signal::KILL);
         }
         for twin in checkpoints.into_values() {
-            self.end_twin(slot, &twin);
+            end_twin(&mut self.ending, slot, &twin);
         }
         Ok(())
     }
@@ -685,6 +677,12 @@ impl Warden {
     fn slot_of_init(&self, pid: Pid) -> Option<Slot> {
         self.sandboxes.iter().find(|(_, sandbox)| sandbox.init == pid).map(|(slot, _)| *slot)
     }
+}
+
+/// Ends a twin, and notes whose limits it counts against until it is collected.
+fn end_twin(ending: &mut HashMap<Pid, Slot>, slot: Slot, twin: &Twin) {
+    twin.end();
+    ending.insert(twin.pid, slot);
 }
 
 /// Copies an interpreter that is at its branch point, and lets it go on, whatever became of the copy.
