@@ -6,6 +6,7 @@
 use std::ffi::c_long;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::time::Duration;
 
 use rustix::process::Pid;
 use rustix::thread::UnshareFlags;
@@ -327,6 +328,22 @@ pub(crate) fn restartable_sequences(process: Pid) -> io::Result<RestartableSeque
     let size = size_of::<RestartableSequences>();
     ptrace(PTRACE_GET_RSEQ_CONFIGURATION, process, size, std::ptr::from_mut(&mut area) as usize)?;
     Ok(area)
+}
+
+/// Tells how long a process has been running on a processor.
+pub(crate) fn processor_time(process: Pid) -> io::Result<Duration> {
+    let mut clock = 0;
+    // SAFETY: the pointer is to a variable of the right type.
+    let error = unsafe { libc::clock_getcpuclockid(process.as_raw_pid(), &raw mut clock) };
+    if error != 0 {
+        return Err(io::Error::from_raw_os_error(error));
+    }
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: as above.
+    match unsafe { libc::clock_gettime(clock, &raw mut time) } {
+        0 => Ok(Duration::new(time.tv_sec.cast_unsigned(), time.tv_nsec as u32)),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// Ends this process at once, without running exit handlers copied from its parent.

@@ -42,9 +42,9 @@ const OWN_PID_NAMESPACE: u64 = 1010;
 
 /// How long a twin may take for one step. It only makes system calls; a memory of many gigabytes takes a second to copy.
 const STEP_LIMIT: Duration = Duration::from_secs(10);
-/// How long a twin may compute before it enters the kernel. Its memory is not ours, so it may not come there at all; it cannot do anything meanwhile, and is
-/// ended afterwards.
-const HESITATION: Duration = Duration::from_millis(500);
+/// How long a twin may compute before it enters the kernel, in its own time: a busy machine is no fault of it. Its memory is not ours, so it may not come
+/// there at all; it cannot do anything meanwhile, and is ended afterwards.
+const HESITATION: Duration = Duration::from_millis(200);
 /// How long this process looks again and again before it sleeps: most steps take less than waking up does.
 const LOOKING: Duration = Duration::from_micros(60);
 
@@ -162,6 +162,21 @@ impl Watch<'_> {
             // Whoever else changed state is looked for by the caller afterwards, in any case.
             let mut note = [0_u8; 128];
             while rustix::io::read(self.changes, &mut note).is_ok() {}
+        }
+    }
+
+    /// Waits for a process that is about to enter the kernel, and may compute for ever instead.
+    fn expect_entry(&self, process: Pid) -> io::Result<()> {
+        let (begun, before) = (Instant::now(), sys::processor_time(process)?);
+        loop {
+            match self.expect(process, Stopped::SystemCall, 2 * HESITATION) {
+                Err(error) if error.kind() == io::ErrorKind::TimedOut && begun.elapsed() < STEP_LIMIT => {
+                    if sys::processor_time(process)?.saturating_sub(before) >= HESITATION {
+                        return Err(error);
+                    }
+                }
+                ended => return ended,
+            }
         }
     }
 
@@ -554,7 +569,7 @@ fn run_to_end(watch: &Watch<'_>, process: Pid, begin: u64, program: &Assembled) 
 fn call(watch: &Watch<'_>, process: Pid, moment: &Moment, number: i64, arguments: [u64; 6]) -> io::Result<i64> {
     set_general(process, moment.general.calling(moment.enter(), number.cast_unsigned(), arguments))?;
     sys::resume(process, Resume::ToSystemCall, 0)?;
-    watch.expect(process, Stopped::SystemCall, HESITATION)?;
+    watch.expect_entry(process)?;
     let wanted =
         sys::SystemCall { number: number.cast_unsigned(), arguments, returns_to: moment.general.instruction() };
     if sys::system_call(process)? != Some(wanted) {

@@ -494,7 +494,10 @@ impl Driver {
 
     /// Lets the machine decide and does what it says.
     fn happen(&mut self, event: Event) {
-        for action in self.machine.next(event) {
+        let actions = self.machine.next(event);
+        // Before anybody gets an answer: who has one finds the state that it tells of.
+        self.publish();
+        for action in actions {
             match action {
                 Action::Start(id) => self.start(id),
                 Action::Copy => self.copy(None),
@@ -507,6 +510,10 @@ impl Driver {
                 Action::RefuseReplacement => self.refuse_replacement(),
             }
         }
+    }
+
+    /// Shows everybody what the session is doing.
+    fn publish(&self) {
         let state = self.machine.state();
         let mut facts = self.shared.facts();
         facts.state = state.name();

@@ -75,16 +75,28 @@ impl Drop for Instance {
 fn sweep(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
-        let Ok(file) = File::open(&path) else { continue };
-        if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
-            continue;
+        if let Ok(file) = File::open(&path) {
+            sweep_entry(&path, &file)?;
         }
-        let listed = fs::read_to_string(&path).unwrap_or_default();
-        for group in listed.lines().map(Path::new).filter(|group| is_ours(group)) {
-            cgroup::remove_tree(group);
+    }
+    Ok(())
+}
+
+fn sweep_entry(path: &Path, file: &File) -> io::Result<()> {
+    if rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive).is_err() {
+        return Ok(());
+    }
+    let listed = fs::read_to_string(path).unwrap_or_default();
+    for group in listed.lines().map(Path::new).filter(|group| is_ours(group)) {
+        cgroup::remove_tree(group);
+    }
+    match fs::remove_file(path) {
+        // Its server ended in good order a moment ago.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        result => {
+            result?;
+            info!("removed what a server that died had left");
         }
-        fs::remove_file(&path)?;
-        info!("removed what a server that died had left");
     }
     Ok(())
 }
@@ -111,6 +123,19 @@ mod tests {
         drop(live);
         drop(second);
         assert_eq!(fs::read_dir(folder.path().join("instances")).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_server_that_ends_while_another_starts_is_no_trouble() {
+        let folder = tempfile::tempdir().unwrap();
+        let ending = Instance::register(folder.path()).unwrap();
+        let (path, file) = (ending.file.clone(), File::open(&ending.file).unwrap());
+        drop(ending);
+        sweep_entry(&path, &file).unwrap();
+        // Control: what is there is removed.
+        fs::write(&path, "").unwrap();
+        sweep_entry(&path, &file).unwrap();
+        assert!(!path.exists());
     }
 
     #[test]
