@@ -227,13 +227,14 @@ impl Group {
         Ok(true)
     }
 
-    /// Bytes held now and at most since the last `forget_peak`.
+    /// Bytes held now, without cached files, which the kernel gives up when it needs to; and at most since the last `forget_peak`, with them.
     pub fn memory(&self) -> (u64, u64) {
         let (now, peak) = match self.version {
             Version::Two => ("memory.current", "memory.peak"),
             Version::One => ("memory.usage_in_bytes", "memory.max_usage_in_bytes"),
         };
-        (self.number(now), self.number(peak))
+        let cached = self.field("memory.stat", "inactive_file") + self.field("memory.stat", "active_file");
+        (self.number(now).saturating_sub(cached), self.number(peak))
     }
 
     /// Starts a new measurement of the peak, where the kernel can.
@@ -248,23 +249,25 @@ impl Group {
 
     /// Reads how often memory ran out here.
     pub fn out_of_memory(&self) -> OutOfMemory {
-        let field = |file: &str, name: &str| {
-            let text = self.find(file).and_then(|path| fs::read_to_string(path).ok()).unwrap_or_default();
-            let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-            value.and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0)
-        };
         match self.version {
             Version::Two => OutOfMemory {
-                kills: field("memory.events.local", "oom_kill"),
-                at_own_limit: field("memory.events.local", "oom") > 0,
+                kills: self.field("memory.events.local", "oom_kill"),
+                at_own_limit: self.field("memory.events.local", "oom") > 0,
             },
             Version::One => OutOfMemory {
-                kills: field("memory.oom_control", "oom_kill"),
+                kills: self.field("memory.oom_control", "oom_kill"),
                 // The counters of failures stay zero when the limit of memory and swap together is met first (seen on Linux 6.18). A group
                 // that was killed by its own limit was at it.
                 at_own_limit: self.was_full(),
             },
         }
+    }
+
+    /// Reads a line of a file that has one name and number in each. Zero when there is none.
+    fn field(&self, file: &str, name: &str) -> u64 {
+        let text = self.find(file).and_then(|path| fs::read_to_string(path).ok()).unwrap_or_default();
+        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        value.and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0)
     }
 
     /// Whether the peak of a version 1 group came within a hair of its limit.

@@ -435,7 +435,9 @@ impl Twin {
         let mut program = Program::default();
         let zero = data.put(b"0");
         // Nothing of the session's own descriptors may come along, and nothing of them may be in the way.
-        program.call("close_range", libc::SYS_close_range, &[0.into(), u64::from(u32::MAX).into()]);
+        // The table of a checkpoint is still that of its session.
+        let unshare = Argument::Value(libc::CLOSE_RANGE_UNSHARE.into());
+        program.call("close_range", libc::SYS_close_range, &[0.into(), u64::from(u32::MAX).into(), unshare]);
         let name = data.put(b"cb-twin\0");
         program.call("name", libc::SYS_prctl, &[(libc::PR_SET_NAME as u64).into(), name.into()]);
         let warden = program.call("pidfd_open", libc::SYS_pidfd_open, &[Argument::Value(std::process::id().into())]);

@@ -23,7 +23,7 @@ use crate::root::{self, RootError, Tree};
 use crate::seccomp::{self, Filters};
 use crate::sys::{self, Forked};
 use crate::twin::{Approach, Entry, Moment, Stopped, Twin, Watch, Way};
-use crate::wire::{self, Command, Event, Generation, LeftOut, Origin, Setup, Slot};
+use crate::wire::{self, BEGINNING, Command, Event, Generation, LeftOut, Origin, Setup, Slot};
 use crate::zygote::{Word as ZygoteWord, Zygote};
 
 /// The namespaces an interpreter joins: the pid namespace for its children, then the others, the user namespace last. It makes a cgroup namespace of its
@@ -254,10 +254,19 @@ impl Warden {
             },
             Command::Proceed { slot } => self.order(slot, &Order::Go),
             Command::Sweep { slot, number } => self.order(slot, &Order::Sweep { number }),
-            Command::Fork { slot, generation, from } => match self.fork(slot, generation, from, &descriptors) {
-                Ok(handle) => self.tell(&Event::Forked { slot, generation }, &[&handle]),
-                Err(error) => self.tell(&Event::Failed { slot, why: guardian::chain(&error) }, &[]),
-            },
+            Command::Fork { slot, generation, from, keep } => {
+                let forked = self.fork(slot, generation, from, &descriptors);
+                let kept = forked.and_then(|handle| {
+                    if keep {
+                        self.keep_beginning(slot).map_err(ForkError::Keep)?;
+                    }
+                    Ok(handle)
+                });
+                match kept {
+                    Ok(handle) => self.tell(&Event::Forked { slot, generation }, &[&handle]),
+                    Err(error) => self.tell(&Event::Failed { slot, why: guardian::chain(&error) }, &[]),
+                }
+            }
             Command::Release { slot, generation } => self.release(slot, generation),
             Command::Checkpoint { slot, number } => match self.watch(slot, number) {
                 Ok(()) => self.tell(&Event::Watched { slot, number }, &[]),
@@ -360,21 +369,8 @@ impl Warden {
         from: Origin,
         descriptors: &[OwnedFd],
     ) -> Result<OwnedFd, ForkError> {
+        let twin = self.twin_from(from)?;
         let watch = Watch { changes: &self.children };
-        let origin = match from {
-            Origin::Zygote => self.zygotes.iter_mut().rev().find_map(|zygote| zygote.twin.as_mut()),
-            Origin::Checkpoint { slot, number } => {
-                self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.checkpoints.get_mut(&number))
-            }
-        };
-        let copied = origin.ok_or(ForkError::NoOrigin)?.copy(&watch, None, false);
-        let twin = match copied {
-            Ok(twin) => twin,
-            Err(error) => {
-                self.end_origin(from);
-                return Err(ForkError::Copy(error));
-            }
-        };
         let spawned = match self.sandboxes.get(&slot) {
             Some(sandbox) if sandbox.interpreter.is_none() && sandbox.standing => {
                 let (Some((channel, doors)), Some((pid_namespace, namespaces))) =
@@ -412,6 +408,49 @@ impl Warden {
             Err(error) => {
                 // Whatever it made shares its memory and its tracer, and goes with it.
                 end_twin(&mut self.ending, slot, &twin);
+                Err(error)
+            }
+        }
+    }
+
+    /// Returns a twin with memory of its own that is what `from` is.
+    fn twin_from(&mut self, from: Origin) -> Result<Twin, ForkError> {
+        let origin = match from {
+            Origin::Zygote => self.zygotes.iter().rev().find_map(|zygote| zygote.twin.as_ref()),
+            Origin::Checkpoint { slot, number, last } => {
+                let checkpoints = self.sandboxes.get_mut(&slot).map(|sandbox| &mut sandbox.checkpoints);
+                let checkpoints = checkpoints.ok_or(ForkError::NoOrigin)?;
+                if last {
+                    return checkpoints.remove(&number).ok_or(ForkError::NoOrigin);
+                }
+                checkpoints.get(&number)
+            }
+        };
+        let copied = origin.ok_or(ForkError::NoOrigin)?.copy(&Watch { changes: &self.children }, None, false);
+        copied.map_err(|error| {
+            self.end_origin(from);
+            ForkError::Copy(error)
+        })
+    }
+
+    /// Keeps what a new interpreter, which has not run yet, begins with.
+    fn keep_beginning(&mut self, slot: Slot) -> io::Result<()> {
+        let watch = Watch { changes: &self.children };
+        let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
+        let twin = sandbox.interpreter.as_mut().and_then(|live| live.twin.as_ref()).ok_or(io::ErrorKind::NotFound)?;
+        match twin.copy(&watch, None, true) {
+            Ok(copy) => {
+                score(copy.pid, SCORE_OF_NEWEST);
+                sandbox.checkpoints.insert(BEGINNING, copy);
+                self.tell(&Event::Checkpointed { slot, number: BEGINNING }, &[])
+            }
+            Err(error) => {
+                if let Some(live) = &mut sandbox.interpreter
+                    && let Some(twin) = live.twin.take()
+                {
+                    let _ = rustix::process::kill_process(live.pid, Signal::KILL);
+                    end_twin(&mut self.ending, slot, &twin);
+                }
                 Err(error)
             }
         }
@@ -511,7 +550,7 @@ impl Warden {
                 }
             }
             // Its end is told when it is collected.
-            Origin::Checkpoint { slot, number } => {
+            Origin::Checkpoint { slot, number, .. } => {
                 let twin = self.sandboxes.get(&slot).and_then(|sandbox| sandbox.checkpoints.get(&number));
                 if let Some(twin) = twin {
                     twin.end();
@@ -709,6 +748,8 @@ enum ForkError {
     Copy(#[source] io::Error),
     #[error("it could not enter its sandbox")]
     Enter(#[source] io::Error),
+    #[error("its beginning could not be kept")]
+    Keep(#[source] io::Error),
 }
 
 /// Writes the id maps of an init's user namespace and opens the namespaces that interpreters will join. It must happen while the init is

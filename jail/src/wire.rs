@@ -122,8 +122,9 @@ pub enum Command {
     Prepare { slot: Slot },
     /// Lets the init go on; by now the server has put it into its cgroup.
     Proceed { slot: Slot },
-    /// Makes an interpreter; carries its end of the channel and the ways into its control group. It stands locked down and still until `Release`.
-    Fork { slot: Slot, generation: Generation, from: Origin },
+    /// Makes an interpreter; carries its end of the channel and the ways into its control group. It stands locked down and still until `Release`. With
+    /// `keep`, the state in which it begins is the checkpoint `BEGINNING` of its sandbox.
+    Fork { slot: Slot, generation: Generation, from: Origin, keep: bool },
     /// Lets a new interpreter run; by now the server has checked it.
     Release { slot: Slot, generation: Generation },
     /// Watches the interpreter until it comes to its branch point, and makes a checkpoint there.
@@ -147,8 +148,13 @@ pub enum Origin {
     Checkpoint {
         slot: Slot,
         number: u32,
+        /// Nobody needs the checkpoint afterwards.
+        last: bool,
     },
 }
+
+/// The checkpoint of the state in which an interpreter began. The numbers of others are larger.
+pub const BEGINNING: u32 = 0;
 
 /// What the warden tells the server.
 #[derive(Debug, Serialize, Deserialize)]

@@ -92,6 +92,19 @@ def carry(root: str, kept: Tree | None) -> Tree:
     return tree
 
 
+def is_untouched(root: str, home: str) -> bool:
+    """Tells whether there is nothing below `root` but the home folder, if that, and nothing in it."""
+    try:
+        return all(f"{root}/{path}" == home for path in _walk(root, 1, is_strict=True))
+    except (NotKept, OSError):
+        return False
+
+
+def is_mapped(tree: Tree) -> bool:
+    """Tells whether `carry` mapped files of it."""
+    return any(isinstance(node.content, mappings.View) for node in tree.values())
+
+
 def put_down(tree: Tree) -> None:
     """Gives up what `carry` mapped."""
     for node in tree.values():

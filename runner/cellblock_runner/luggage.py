@@ -45,6 +45,8 @@ class Surroundings(NamedTuple):
     work: str
     # Folders beside it that a fork takes along, and that undo leaves alone.
     scratch: Sequence[str]
+    # In one of them, in every sandbox.
+    home: str
     lanes: tuple[int, int]
 
 
@@ -73,6 +75,8 @@ class Arrival(NamedTuple):
     lost: list[str]
     files: str
     why: str | None
+    # Files of the original were held in memory until now.
+    mapped: bool
     kept: folders.Tree | None
 
 
@@ -117,21 +121,28 @@ def pack(request: Request, around: Surroundings, loop: Any, kept: folders.Tree |
     )
 
 
-def put_down(luggage: Luggage) -> list[str]:
-    """In the original, right after the copy was made. Returns losses of the copy that only the original can see."""
+def put_down(luggage: Luggage, around: Surroundings) -> tuple[list[str], bool]:
+    """In the original, right after the copy was made.
+
+    Returns losses of the copy that only the original can see, and whether the copy is whole: it has what a fork needs, and nothing in
+    the original goes on by itself.
+    """
     for tree in luggage.carried.values():
         folders.put_down(tree)
     native = _native_threads()
     if not native:
-        return []
+        has_files = luggage.request.work_is_shared or luggage.kept is not None
+        untouched = all(folders.is_untouched(root, around.home) for root in around.scratch)
+        return [], has_files and not luggage.losses and untouched
     names = ", ".join(name for name in _KEEP_THREADS if name in sys.modules)
-    return [counted(native, "native thread") + (f" ({names})" if names else "")]
+    return [counted(native, "native thread") + (f" ({names})" if names else "")], False
 
 
 def unpack(luggage: Luggage, around: Surroundings, is_fork: bool) -> Arrival:
     """In a copy: brings everything back. What fails is told, and ends nothing."""
     reseed()
     lost = list(luggage.losses)
+    mapped = any(map(folders.is_mapped, luggage.carried.values()))
     files, why, kept, known = _unpack_folders(luggage, around, is_fork, lost)
     _go_to(luggage.folder, around.work, lost)
     os.umask(luggage.mask)
@@ -152,7 +163,7 @@ def unpack(luggage: Luggage, around: Surroundings, is_fork: bool) -> Arrival:
     if luggage.reports_faults:
         faulthandler.disable()
         faulthandler.enable()
-    return Arrival(lost, files, why, kept)
+    return Arrival(lost, files, why, mapped, kept)
 
 
 def _unpack_folders(

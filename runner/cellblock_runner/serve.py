@@ -100,10 +100,13 @@ def prime(shell: Shell) -> None:
     _rehearse(shell, _WAITING_CELLS)
 
 
-def serve(shell: Shell, channel: Channel, workdir: str, scratch: Sequence[str] = ()) -> NoReturn:
+def serve(
+    shell: Shell, channel: Channel, workdir: str, scratch: Sequence[str] = (), empty: bool = False
+) -> NoReturn:
     """Serves one session on `channel` until the host closes it. Ends the process.
 
-    `scratch` are the folders beside the working folder that belong to the session alone.
+    `scratch` are the folders beside the working folder that belong to the session alone. With `empty`, the session goes back to
+    its beginning, when there were no files.
     """
     status = 1
     try:
@@ -117,7 +120,7 @@ def serve(shell: Shell, channel: Channel, workdir: str, scratch: Sequence[str] =
         gate.install()
         lanes = Lanes(gate, channel, bytes(16), (1, 2))
         session = Session(shell, gate, lanes, channel, os.path.abspath(workdir), scratch)
-        session.say_hello({})
+        session.say_hello(_emptied(workdir) if empty else {})
         sys.stdout = sys.__stdout__ = lanes.stdout
         sys.stderr = sys.__stderr__ = lanes.stderr
         lanes.activate()
@@ -150,6 +153,7 @@ class Session:
         self._channel = channel
         self._workdir = workdir
         self._scratch = scratch
+        self._home = os.environ.get("HOME", "")
         self._habit = Habit()
         self._kept: folders.Tree | None = None
         self._process = _own_number()
@@ -213,7 +217,7 @@ class Session:
             request = luggage.Request(
                 int(header.get("undo_files", _UNDO_FILES)), bool(header.get("fork")), bool(header.get("work_is_shared"))
             )
-            around = luggage.Surroundings(self._workdir, self._scratch, self._lanes.descriptors)
+            around = luggage.Surroundings(self._workdir, self._scratch, self._home, self._lanes.descriptors)
             if not request.fork:
                 self._habit.look()
             try:
@@ -227,7 +231,8 @@ class Session:
             if is_copy:
                 self._begin_anew(packed, around)
             else:
-                self._channel.send({"type": "branched", "id": number, "lost": luggage.put_down(packed)})
+                lost, whole = luggage.put_down(packed, around)
+                self._channel.send({"type": "branched", "id": number, "lost": lost, "whole": whole})
                 if not request.fork:
                     # Forks are on their way, which need the processor more, and no copy is made before the next cell.
                     self._habit.renew(self._channel.has_more)
@@ -246,7 +251,7 @@ class Session:
         arrival = luggage.unpack(packed, around, is_fork=gate == _FORK)
         self._kept = arrival.kept
         self._folder = files.look(self._workdir)
-        hello = {"lost": arrival.lost, "files": arrival.files, "why": arrival.why}
+        hello = {"lost": arrival.lost, "files": arrival.files, "why": arrival.why, "mapped": arrival.mapped}
         self.say_hello(hello, {item.number for item in packed.opened if item.kind == "file"})
         descriptors.lead_to_lanes(packed.opened, self._lanes.descriptors)
 
@@ -324,6 +329,13 @@ class Session:
             self._channel.send({"type": "file_data", "id": number}, piece)
             size += len(piece)
         self._channel.send({"type": "file_end", "id": number, "size": size})
+
+
+def _emptied(workdir: str) -> Header:
+    """Removes all files; returns what the hello says about it."""
+    left = folders.put_back(workdir, {}, removing=True)[1]
+    lost = [f"{descriptors.counted(left, 'file')} could not be removed"] if left else []
+    return {"lost": lost, "files": "restored", "why": None}
 
 
 def _rehearse(shell: Shell, cells: tuple[str, ...]) -> None:

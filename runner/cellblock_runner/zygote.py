@@ -29,6 +29,7 @@ _SCRATCH = ("/tmp", "/dev/shm")
 # What the host sends through the gate of a fresh session.
 _GO = b"g"
 _GO_AND_PRIME = b"p"
+_GO_AND_EMPTY = b"e"
 
 
 def main() -> NoReturn:
@@ -73,11 +74,11 @@ def _become_session(warden: socket.socket, shell: Any, plan: dict[str, Any]) -> 
         interrupts.restore_signals()
         channel = Channel.in_its_place()
         gate = channel.receive_gate()
-        if gate in (_GO, _GO_AND_PRIME):
+        if gate in (_GO, _GO_AND_PRIME, _GO_AND_EMPTY):
             os.environ.update(plan["environment"])
             if gate == _GO_AND_PRIME:
                 serve.prime(shell)
-            serve.serve(shell, channel, plan["work_folder"], _SCRATCH)
+            serve.serve(shell, channel, plan["work_folder"], _SCRATCH, empty=gate == _GO_AND_EMPTY)
         status = 0
     except BaseException as error:  # noqa: BLE001 - the process ends either way; the host sees a closed channel
         try:

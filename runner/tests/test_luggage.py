@@ -119,6 +119,24 @@ class PuttingBack(FolderTest):
         with open(path, encoding="utf-8") as file:
             self.assertEqual(file.read(), content)
 
+    def test_a_fork_knows_whether_files_are_mapped(self) -> None:
+        self.write("small", "text")
+        self.assertFalse(folders.is_mapped(folders.carry(self.root, None)))
+        self.write("large", "x" * 200_000)
+        carried = folders.carry(self.root, None)
+        self.assertTrue(folders.is_mapped(carried))
+        folders.put_down(carried)
+
+    def test_a_folder_is_untouched_as_long_as_only_an_empty_home_is_in_it(self) -> None:
+        home = os.path.join(self.root, "home")
+        self.assertTrue(folders.is_untouched(self.root, home))
+        os.mkdir(home)
+        self.assertTrue(folders.is_untouched(self.root, home))
+        self.assertFalse(folders.is_untouched(self.root, "/home"))
+        self.write("home/file", "text")
+        self.assertFalse(folders.is_untouched(self.root, home))
+        self.assertFalse(folders.is_untouched(os.path.join(self.root, "none"), home))
+
     def test_a_mapped_file_that_became_shorter_meanwhile_is_counted_and_ends_nothing(self) -> None:
         path = self.write("large", "x" * 200_000)
         carried = folders.carry(self.root, None)

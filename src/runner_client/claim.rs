@@ -72,13 +72,22 @@ pub enum Claim {
         reason: Trouble,
         message: String,
     },
-    /// The interpreter came to its branch point and goes on; a copy of it lacks what is `lost`.
+    /// The interpreter came to its branch point and goes on.
     Branched {
         id: u64,
-        lost: Vec<String>,
+        branched: Branched,
     },
     /// A type this version does not know.
     Unknown,
+}
+
+/// What is said of a copy when it was made.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Branched {
+    /// What it lacks.
+    pub lost: Vec<String>,
+    /// It has all that a fork needs, and nothing in the session goes on by itself: until something is asked of the session, it is what the session is.
+    pub whole: bool,
 }
 
 /// What a copy of an interpreter has of the original. A fresh interpreter says nothing here.
@@ -89,6 +98,8 @@ pub struct Carried {
     pub files: Option<CarriedFiles>,
     /// Why files were left alone.
     pub why: Option<String>,
+    /// It holds files of the original in its memory until it has said this.
+    pub mapped: bool,
 }
 
 /// What a copy did about the files.
@@ -216,6 +227,8 @@ struct Header {
     files: Option<Files>,
     unchanged: bool,
     lost: Vec<String>,
+    whole: bool,
+    mapped: bool,
     why: Option<String>,
     size: u64,
     reason: String,
@@ -254,6 +267,7 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
                     _ => None,
                 },
                 why: header.why.map(|why| shortened(without_controls(why), LONGEST_LOSS)),
+                mapped: header.mapped,
             },
         },
         "started" => Claim::Started { id: id()?, rotated: header.rotated },
@@ -288,7 +302,10 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             reason: Trouble::from_word(&header.reason),
             message: shortened(header.message, LONGEST_MESSAGE),
         },
-        "branched" => Claim::Branched { id: id()?, lost: bounded_losses(header.lost) },
+        "branched" => {
+            let branched = Branched { lost: bounded_losses(header.lost), whole: header.whole };
+            Claim::Branched { id: id()?, branched }
+        }
         _ => Claim::Unknown,
     };
     Ok((claim, seq))
@@ -497,8 +514,11 @@ mod tests {
         assert_eq!(carried(json!({"files": "eaten"})).files, None);
         let many = carried(json!({"lost": vec!["x".repeat(1000); 80]})).lost;
         assert!(many.len() == 50 && many.iter().all(|text| text.len() < 210));
-        let branched = claim(json!({"type": "branched", "id": 3, "lost": ["1 pipe"]}), b"");
-        assert_eq!(branched, Ok(Claim::Branched { id: 3, lost: vec!["1 pipe".to_owned()] }));
+        for whole in [false, true] {
+            let told = claim(json!({"type": "branched", "id": 3, "lost": ["1 pipe"], "whole": whole}), b"");
+            let branched = Branched { lost: vec!["1 pipe".to_owned()], whole };
+            assert_eq!(told, Ok(Claim::Branched { id: 3, branched }));
+        }
         assert!(claim(json!({"type": "branched", "lost": []}), b"").is_err(), "it must say what it answers");
     }
 

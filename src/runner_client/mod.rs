@@ -12,7 +12,8 @@ mod frame;
 mod merge;
 
 pub use claim::{
-    Bundle, Carried, CarriedFiles, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, DoneClaim, Trouble,
+    Branched, Bundle, Carried, CarriedFiles, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, DoneClaim,
+    Trouble,
 };
 pub use connection::{Connection, ConnectionError, Event};
 pub use frame::{FrameError, LARGEST_FRAME, encode};

@@ -30,7 +30,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -44,11 +44,14 @@ use tokio::net::unix::pipe::Sender;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 
 use super::{
-    Backend, CheckpointError, CheckpointId, Exit, Interpreter, Isolation, LaunchError, Layer, LayerKind, MemoryUse,
-    Preparation, Process, Sandbox,
+    Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Interpreter, Isolation, LaunchError, Layer, LayerKind,
+    MemoryUse, Preparation, Process, Sandbox,
 };
 
 const MARKER: [u8; 16] = *b"fake interpreter";
+
+/// The checkpoint of what a sandbox began with.
+const BEGINNING: CheckpointId = CheckpointId(0);
 
 /// How long an interpreter may take to come to its branch point.
 const BRANCH_PATIENCE: Duration = Duration::from_secs(5);
@@ -70,6 +73,7 @@ struct World {
     checkpoints: Mutex<BTreeMap<(u64, CheckpointId), Snapshot>>,
     made: AtomicUsize,
     memory_of_checkpoint: AtomicU64,
+    keeps_beginnings: AtomicBool,
 }
 
 /// How sessions are copied.
@@ -124,6 +128,11 @@ impl FakeBackend {
         *self.world.copying.lock().expect("nothing panics while it holds the switch") = copying;
     }
 
+    /// Has fresh sessions come with a copy of their beginning.
+    pub fn keep_beginnings(&self) {
+        self.world.keeps_beginnings.store(true, Ordering::SeqCst);
+    }
+
     /// Counts the copies that exist.
     pub fn checkpoints(&self) -> usize {
         self.world.checkpoints().len()
@@ -167,7 +176,8 @@ impl Backend for FakeBackend {
             return Err(LaunchError::Preparation { why: why.clone() });
         }
         drop(done);
-        World::sandbox(&self.world, None)
+        let keeps = self.world.keeps_beginnings.load(Ordering::SeqCst);
+        World::sandbox(&self.world, None, keeps.then(Snapshot::default))
     }
 
     async fn shut_down(&self) {}
@@ -179,7 +189,11 @@ impl World {
     }
 
     /// Makes a sandbox with a fresh interpreter, or with one that has what a copy has.
-    fn sandbox(world: &Arc<World>, copy: Option<&Snapshot>) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
+    fn sandbox(
+        world: &Arc<World>,
+        copy: Option<&Snapshot>,
+        beginning: Option<Snapshot>,
+    ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let files = tempfile::tempdir().map_err(start_failed)?;
         let mut isolation = Isolation::default();
         for kind in LayerKind::ALL {
@@ -189,11 +203,15 @@ impl World {
             Some(copy) => copy.carry_to(files.path()).map_err(start_failed)?,
             None => Birth::default(),
         };
-        let (interpreter, process) = start(files.path(), birth)?;
+        let (mut interpreter, process) = start(files.path(), birth)?;
         world.alive.fetch_add(1, Ordering::SeqCst);
         let number = world.numbers.fetch_add(1, Ordering::SeqCst);
         let sandbox =
             FakeSandbox { number, files: Some(files), isolation, process, world: world.clone(), next_checkpoint: 1 };
+        if let Some(beginning) = beginning {
+            world.checkpoints().insert((number, BEGINNING), beginning);
+            interpreter.beginning = Some(BEGINNING);
+        }
         Ok((Box::new(sandbox), interpreter))
     }
 
@@ -359,12 +377,19 @@ impl Sandbox for FakeSandbox {
         Ok(interpreter)
     }
 
-    async fn fork(&self, checkpoint: CheckpointId) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
+    async fn fork(
+        &self,
+        checkpoint: CheckpointId,
+        terms: ForkTerms,
+    ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let copy = self.copy_of(checkpoint)?;
+        if terms.last {
+            self.forget(checkpoint);
+        }
         if !self.world.may_fork() {
             return Err(LaunchError::Start { why: "there is no room for one more".to_owned() });
         }
-        World::sandbox(&self.world, Some(&copy))
+        World::sandbox(&self.world, Some(&copy), terms.keep_beginning.then(|| copy.clone()))
     }
 
     fn has(&self, checkpoint: CheckpointId) -> bool {
@@ -458,7 +483,7 @@ fn start(files: &Path, birth: Birth) -> Result<(Interpreter, FakeProcess), Launc
         drop(script);
         exit_sender.send_replace(Some(exit));
     });
-    Ok((Interpreter { channel: host, process: Box::new(process.clone()) }, process))
+    Ok((Interpreter { channel: host, process: Box::new(process.clone()), beginning: None }, process))
 }
 
 fn frame(header: &Value, payload: &[u8]) -> Vec<u8> {
@@ -545,7 +570,8 @@ impl Script {
         let snapshot = Snapshot { variables: self.variables.clone(), files, lost: lost.clone(), asked: asked.clone() };
         // Nobody waits for it when the attempt was given up.
         let _ = self.branch_point.try_send(snapshot);
-        self.say(json!({"type": "branched", "id": asked["id"], "lost": lost}), b"").await
+        let whole = lost.is_empty();
+        self.say(json!({"type": "branched", "id": asked["id"], "lost": lost, "whole": whole}), b"").await
     }
 
     async fn say(&mut self, header: Value, payload: &[u8]) -> Result<(), Interruption> {

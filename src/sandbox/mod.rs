@@ -72,8 +72,12 @@ pub trait Sandbox: Send + Sync {
     /// stays.
     async fn restore(&mut self, checkpoint: CheckpointId) -> Result<Interpreter, LaunchError>;
 
-    /// Makes another sandbox, as separate from this one as from any other, whose interpreter is a copy of the checkpoint. The checkpoint stays.
-    async fn fork(&self, checkpoint: CheckpointId) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError>;
+    /// Makes another sandbox, as separate from this one as from any other, whose interpreter is a copy of the checkpoint.
+    async fn fork(
+        &self,
+        checkpoint: CheckpointId,
+        terms: ForkTerms,
+    ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError>;
 
     /// Tells whether the checkpoint is still there; the kernel ends the oldest ones when memory runs out.
     fn has(&self, checkpoint: CheckpointId) -> bool;
@@ -89,6 +93,15 @@ pub trait Sandbox: Send + Sync {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CheckpointId(pub u32);
 
+/// How a fork is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ForkTerms {
+    /// The fork's beginning is kept as a checkpoint.
+    pub keep_beginning: bool,
+    /// Nobody needs the checkpoint afterwards; it is gone then. Otherwise it stays.
+    pub last: bool,
+}
+
 /// Why a live interpreter could not be copied. It goes on as if nothing had been asked.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum CheckpointError {
@@ -103,6 +116,8 @@ pub struct Interpreter {
     /// Frames travel here; see `runner/PROTOCOL.md`. The gate is open; the `hello` frame has not been read yet.
     pub channel: UnixStream,
     pub process: Box<dyn Process>,
+    /// A checkpoint of the state in which it begins, files included, if there is one.
+    pub beginning: Option<CheckpointId>,
 }
 
 /// The main process of an interpreter, as the host sees it.

@@ -329,11 +329,14 @@ async fn old_copies_are_given_up_before_memory_runs_out() {
     assert!(notes.iter().any(|note| note.contains("to save memory")), "{notes:?}");
     assert_eq!(setting.undoable("a").len(), 2);
     setting.backend.set_memory_of_checkpoint(100_000);
+    let (made, mut notes) = (setting.backend.checkpoints_made(), Vec::new());
     for number in 1..=8 {
-        setting.ok("a", &format!("set x {number}")).await;
+        notes.extend(setting.ok("a", &format!("set x {number}")).await.notes);
     }
     setting.at_rest("a").await;
     assert_eq!(setting.backend.checkpoints(), 1, "the last one stays");
+    assert_eq!(setting.backend.checkpoints_made(), made, "the session needs its memory for itself");
+    assert!(notes.iter().any(|note| note.contains("nearly all the memory")), "{notes:?}");
 }
 
 #[tokio::test]
@@ -358,6 +361,77 @@ async fn what_a_copy_lacks_is_told() {
     let lost = ["2 threads", "1 connection"];
     assert_eq!(setting.fork("a", 2).await.unwrap().lost, lost);
     assert_eq!(setting.undo("a", 1).await.unwrap().lost, lost);
+}
+
+#[tokio::test]
+async fn a_session_that_comes_with_a_copy_of_its_beginning_needs_no_other_before_its_first_cell() {
+    let setting = setting();
+    setting.backend.keep_beginnings();
+    setting.ok("a", "set x 1\nkeep f one").await;
+    assert_eq!(setting.backend.checkpoints_made(), 0);
+    setting.at_rest("a").await;
+    assert_eq!(setting.backend.checkpoints_made(), 1, "the control: the state after the cell is copied");
+    assert_eq!(setting.undo("a", 1).await.unwrap().files, FilesCarried::Restored);
+    for gone in ["get x", "file f"] {
+        assert!(matches!(setting.ok("a", gone).await.status, Status::Raised(_)));
+    }
+}
+
+#[tokio::test]
+async fn what_was_uploaded_before_the_first_cell_is_there_after_its_undo() {
+    let setting = setting();
+    setting.backend.keep_beginnings();
+    setting.upload("a", "f", b"uploaded", false).await.unwrap();
+    setting.ok("a", "keep f changed").await;
+    setting.undo("a", 1).await.unwrap();
+    assert_eq!(text(&setting.ok("a", "file f").await), "uploaded\n");
+}
+
+#[tokio::test]
+async fn a_reset_leaves_no_beginning_to_go_back_to() {
+    let setting = setting();
+    setting.backend.keep_beginnings();
+    setting.ok("a", "keep f one").await;
+    setting.reset("a").await.unwrap();
+    setting.ok("a", "keep f two").await;
+    setting.undo("a", 1).await.unwrap();
+    assert_eq!(text(&setting.ok("a", "file f").await), "one\n", "files live through a reset");
+}
+
+#[tokio::test]
+async fn a_fork_can_go_back_to_its_beginning_without_a_copy_of_its_own() {
+    let setting = setting();
+    setting.ok("a", "set x 1\nkeep f one\nlose 1 thread").await;
+    setting.at_rest("a").await;
+    let report = setting.fork_named("a", &["b"]).await.unwrap();
+    assert_eq!(report.lost, ["1 thread"]);
+    let made = setting.backend.checkpoints_made();
+    setting.ok("b", "set x 2\nkeep f two").await;
+    assert_eq!(setting.backend.checkpoints_made(), made);
+    let undone = setting.undo("b", 1).await.unwrap();
+    assert_eq!((undone.lost, undone.files), (vec![], FilesCarried::Restored), "the fork never had the thread");
+    assert_eq!(text(&setting.ok("b", "get x\nfile f").await), "1\none\n");
+}
+
+#[tokio::test]
+async fn forks_are_made_of_the_copy_that_is_there_when_nothing_is_lacking_in_it() {
+    let setting = setting();
+    for (session, cell, copies) in [("whole", "set x 1", 0), ("lacking", "set x 1\nlose 1 thread", 1)] {
+        setting.ok(session, cell).await;
+        setting.at_rest(session).await;
+        let made = setting.backend.checkpoints_made();
+        let forks = setting.fork(session, 2).await.unwrap().forks;
+        assert_eq!(setting.backend.checkpoints_made(), made + copies, "{session}");
+        for fork in forks {
+            assert_eq!(text(&setting.ok(fork.as_str(), "get x").await), "1\n");
+        }
+        setting.upload(session, "f", b"new", false).await.unwrap();
+        let fork = setting.fork(session, 1).await.unwrap().forks.remove(0);
+        assert_eq!(text(&setting.ok(fork.as_str(), "file f").await), "new\n", "what changed since is in a fork");
+        // The copy is still there for an undo.
+        setting.undo(session, 1).await.unwrap();
+        assert!(matches!(setting.ok(session, "get x").await.status, Status::Raised(_)));
+    }
 }
 
 #[tokio::test]
@@ -563,6 +637,7 @@ async fn when_one_fork_cannot_be_made_none_is() {
     assert!(matches!(&refused, Refused::CannotCopy { why, .. } if why.contains("no room")), "{refused}");
     assert_eq!((setting.names(), setting.backend.sandboxes()), (vec!["a".to_owned()], 1));
     setting.backend.set_copying(FakeCopying::Fails);
+    setting.upload("a", "f", b"so that there is no copy yet", false).await.unwrap();
     assert!(matches!(setting.fork("a", 1).await, Err(Refused::CannotCopy { .. })));
     setting.backend.set_copying(FakeCopying::Works);
     assert_eq!(text(&setting.ok("a", "get x").await), "1\n");

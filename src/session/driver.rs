@@ -24,7 +24,7 @@ use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
 use self::branching::{Copying, Replacement};
-pub(super) use self::branching::{Fork, Forked};
+pub(super) use self::branching::{Fork, Forked, ForksWanted};
 use super::history::{History, Undoable};
 use super::output::{Gatherer, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
@@ -78,7 +78,7 @@ pub(super) enum Job {
     Execute { request: ExecuteRequest, reply: oneshot::Sender<Result<Outcome, Refused>> },
     Write { path: InsidePath, overwrite: bool, source: SpooledTempFile, reply: oneshot::Sender<Result<u64, Refused>> },
     Read { path: InsidePath, limit: u64, reply: oneshot::Sender<Result<SpooledTempFile, Refused>> },
-    Fork { count: usize, reply: oneshot::Sender<Result<Forked, Refused>> },
+    Fork { wanted: ForksWanted, reply: oneshot::Sender<Result<Forked, Refused>> },
 }
 
 impl Job {
@@ -255,6 +255,8 @@ struct Live {
     process: Box<dyn Process>,
     /// `None` once the channel is closed; then the exit is awaited until the given time.
     connection: Result<Connection, Instant>,
+    /// A copy of the state in which it began, until it is in the history.
+    beginning: Option<CheckpointId>,
 }
 
 async fn launch(backend: Arc<dyn Backend>) -> Finished {
@@ -282,7 +284,11 @@ async fn restart(mut sandbox: Box<dyn Sandbox>) -> Finished {
 
 async fn greet(interpreter: Interpreter) -> Result<Box<Live>, LaunchError> {
     match tokio::time::timeout(GREETING_PATIENCE, Connection::open(interpreter.channel)).await {
-        Ok(Ok(connection)) => Ok(Box::new(Live { process: interpreter.process, connection: Ok(connection) })),
+        Ok(Ok(connection)) => Ok(Box::new(Live {
+            process: interpreter.process,
+            connection: Ok(connection),
+            beginning: interpreter.beginning,
+        })),
         Ok(Err(error)) => {
             interpreter.process.kill();
             Err(LaunchError::Start { why: error.to_string() })
@@ -570,9 +576,9 @@ impl Driver {
     }
 
     fn fork(&mut self, id: RequestId) {
-        let Some(Job::Fork { count, reply }) = self.waiting.remove(&id) else { return };
+        let Some(Job::Fork { wanted, reply }) = self.waiting.remove(&id) else { return };
         self.forking = Some((id, reply));
-        self.copy(Some(count));
+        self.copy(Some(wanted));
     }
 
     /// Sends a frame. A channel that is closed takes nothing; the exit is noticed elsewhere.
@@ -671,17 +677,19 @@ impl Driver {
                     Ok(connection) => connection.carried().clone(),
                     Err(_) => Carried::default(),
                 };
-                self.live = Some(*live);
+                let beginning = live.beginning;
+                self.live = Some(Live { beginning: None, ..*live });
                 self.ended = None;
                 self.failure = None;
                 self.replaced(&carried);
+                let copied = self.keep_beginning(beginning, &carried);
                 for (reply, interrupted_running_cell) in self.resets.drain(..) {
                     let _ = reply.send(Ok(ResetReport { interrupted_running_cell, files_kept: true }));
                     self.notes = vec![
                         "Python was started anew: variables from before the reset are gone, files are kept.".to_owned(),
                     ];
                 }
-                self.happen(Event::Started);
+                self.happen(Event::Started { copied });
             }
             Err(error) => {
                 debug!(session = self.id.as_str(), %error, "no interpreter could be started");
@@ -771,8 +779,8 @@ impl Driver {
 
     /// Takes a piece of the running request's result. What belongs to no running request is dropped.
     fn take(&mut self, event: runner_client::Event) {
-        if let runner_client::Event::Claim(Claim::Branched { id, lost }) = event {
-            return self.branched(id, lost);
+        if let runner_client::Event::Claim(Claim::Branched { id, branched }) = event {
+            return self.branched(id, branched);
         }
         let Some(running) = &mut self.running else { return };
         let id = running.id;

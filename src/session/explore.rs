@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Command, Fork, Forked, Job, all};
+use super::driver::{Command, Fork, Forked, ForksWanted, Job, all};
 use super::manager::{Entry, leave};
 use super::{
     ExecuteRequest, ExploreProgress, ExploreReport, ExploreRequest, Keep, LARGEST_CODE, MOST_VARIANTS, Outcome, Part,
@@ -39,7 +39,8 @@ impl Sessions {
         self.has_room_for(owner, sessions_made(&request))?;
         let total = request.variants.len();
         progress.send_replace(ExploreProgress { finished: 0, total });
-        let Forked { forks, lost, .. } = self.fork_of(owner, id, &source, total, &cancel).await?;
+        let wanted = ForksWanted { count: total, undoable: false };
+        let Forked { forks, lost, .. } = self.fork_of(owner, id, &source, wanted, &cancel).await?;
         let named = request.variants.iter().map(|variant| variant.name.as_str());
         let hidden = named.zip(forks).map(|(name, fork)| self.hide(id, name, fork));
         let entries = hidden.collect::<Result<Vec<_>, _>>()?;

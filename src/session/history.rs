@@ -22,6 +22,17 @@ pub(super) struct Copy {
     pub(super) made: Instant,
     /// What the copy lacks, as the runner claimed when it was made.
     pub(super) lost: Vec<String>,
+    /// What the session lacked already then: a fork has lost it on its way.
+    pub(super) lacked: Vec<String>,
+    /// Forks can be made of it.
+    pub(super) whole: bool,
+}
+
+impl Copy {
+    /// A copy that was made just now and lacks nothing.
+    pub(super) fn new(checkpoint: CheckpointId) -> Copy {
+        Copy { checkpoint, made: Instant::now(), lost: Vec::new(), lacked: Vec::new(), whole: false }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -67,6 +78,11 @@ impl History {
         let place = self.cells.len().checked_sub(usize::try_from(cells).ok()?)?;
         let checkpoint = self.cells.get(place)?.before?;
         self.copies.iter().find(|copy| copy.checkpoint == checkpoint)
+    }
+
+    /// Returns the copy of the present state, if forks can be made of it.
+    pub(super) fn whole(&self) -> Option<&Copy> {
+        self.copies.iter().find(|copy| Some(copy.checkpoint) == self.present && copy.whole)
     }
 
     /// Goes back to the state before the last `cells` cells. Returns the copies that nobody needs any more.
@@ -197,7 +213,7 @@ mod tests {
             let gone = match step.split_once(' ') {
                 Some(("copy", number)) => {
                     let checkpoint = CheckpointId(number.parse().unwrap());
-                    history.copied(Copy { checkpoint, made: Instant::now(), lost: vec![] }, most)
+                    history.copied(Copy::new(checkpoint), most)
                 }
                 Some(("cell", code)) => history.began(code, most),
                 _ => {

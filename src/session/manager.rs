@@ -14,7 +14,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{self, Command, Fork, Forked, Job, Origin, STAGED_IN_MEMORY, Shared};
+use super::driver::{self, Command, Fork, Forked, ForksWanted, Job, Origin, STAGED_IN_MEMORY, Shared};
 use super::{
     CheckpointInfo, ExecuteRequest, ExecutionId, ForkNames, ForkReport, FullOutput, InsidePath, LARGEST_CODE,
     MOST_FORKS, Outcome, Principal, Refused, ResetReport, SessionId, SessionInfo, SessionSettings, Undo, UndoReport,
@@ -135,7 +135,8 @@ impl Sessions {
             return Err(Refused::ForkCount { count });
         }
         let seats = self.seats(owner, id, names)?;
-        let forked = match self.fork_of(owner, id, &source, count, &CancellationToken::new()).await {
+        let wanted = ForksWanted { count, undoable: self.house.settings.undo != Undo::Off };
+        let forked = match self.fork_of(owner, id, &source, wanted, &CancellationToken::new()).await {
             Ok(forked) => forked,
             Err(refused) => {
                 for Seat { entry, fork, .. } in seats {
@@ -431,11 +432,11 @@ impl Sessions {
         owner: &Principal,
         id: &SessionId,
         source: &Entry,
-        count: usize,
+        wanted: ForksWanted,
         cancel: &CancellationToken,
     ) -> Result<Forked, Refused> {
         let (reply, answer) = oneshot::channel();
-        let forked = self.ask(source, Job::Fork { count, reply }, answer, cancel).await;
+        let forked = self.ask(source, Job::Fork { wanted, reply }, answer, cancel).await;
         forked.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))
     }
 

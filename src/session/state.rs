@@ -71,8 +71,10 @@ pub(super) enum Stop {
 pub(super) enum Event {
     Submitted(RequestId, Kind),
     CancelAsked(RequestId),
-    /// The interpreter that was being started has greeted.
-    Started,
+    /// The interpreter that was being started has greeted. If `copied`, there is a copy of its state already.
+    Started {
+        copied: bool,
+    },
     StartFailed,
     /// The runner claims that a request is over.
     Finished(RequestId),
@@ -205,11 +207,14 @@ impl Machine {
                 }
             }
 
-            (State::Starting { .. }, Event::Started) => {
+            (State::Starting { .. }, Event::Started { copied }) => {
                 self.want_copy();
+                if copied && self.copies == Copies::Wanted {
+                    self.copies = Copies::Tried;
+                }
                 self.begin_next(&mut actions);
             }
-            (State::Replacing, Event::Started) => self.begin_next(&mut actions),
+            (State::Replacing, Event::Started { .. }) => self.begin_next(&mut actions),
             (State::Starting { first: true }, Event::StartFailed) => {
                 self.state = State::Gone;
                 self.refuse_waiting(Refusal::StartFailed, &mut actions);
@@ -299,7 +304,7 @@ impl Machine {
             // What is left comes too late or is a lie: an end of something that does not run, a time that ran out for it.
             (
                 _,
-                Event::Started
+                Event::Started { .. }
                 | Event::StartFailed
                 | Event::Finished(_)
                 | Event::Copied
@@ -459,7 +464,7 @@ mod tests {
         }
         let waiting = [(2, Kind::Cell)];
         check_copies(COPYING, Copies::Tried, &waiting, &[submitted], &refusal(Refusal::CellRunning));
-        check_copies(STARTING, Copies::Tried, &[], &[submitted, Event::Started], &[Action::Fork(3)]);
+        check_copies(STARTING, Copies::Tried, &[], &[submitted, Event::Started { copied: false }], &[Action::Fork(3)]);
     }
 
     #[test]
@@ -509,9 +514,9 @@ mod tests {
         for state in STATES {
             match state {
                 State::Starting { .. } | State::Replacing => {
-                    check(state, Event::Started, running(2, Kind::File), &[Action::Start(2)]);
+                    check(state, Event::Started { copied: false }, running(2, Kind::File), &[Action::Start(2)]);
                 }
-                _ => check(state, Event::Started, state, &[]),
+                _ => check(state, Event::Started { copied: false }, state, &[]),
             }
         }
     }
@@ -593,12 +598,13 @@ mod tests {
     fn a_fresh_interpreter_is_copied_before_its_first_cell_and_a_restored_one_is_not() {
         let cell = [(2, Kind::Cell)];
         for state in [STARTING, RESTARTING] {
-            check_copies(state, Copies::Tried, &cell, &[Event::Started], &[Action::Copy]);
-            check_copies(state, Copies::Tried, &[], &[Event::Started], &[]);
+            check_copies(state, Copies::Tried, &cell, &[Event::Started { copied: false }], &[Action::Copy]);
+            check_copies(state, Copies::Tried, &[], &[Event::Started { copied: false }], &[]);
         }
-        let restored = [Event::ReplaceAsked, Event::Started, Event::Submitted(3, Kind::Cell)];
+        let restored = [Event::ReplaceAsked, Event::Started { copied: false }, Event::Submitted(3, Kind::Cell)];
         check_copies(State::Ended, Copies::Wanted, &[], &restored, &[Action::Replace, Action::Start(3)]);
-        let adopted = [Event::ReplaceAsked, Event::Changed, Event::Started, Event::Submitted(3, Kind::Cell)];
+        let adopted =
+            [Event::ReplaceAsked, Event::Changed, Event::Started { copied: false }, Event::Submitted(3, Kind::Cell)];
         check_copies(State::Idle, Copies::Tried, &[], &adopted, &[Action::Replace, Action::Copy]);
     }
 
@@ -697,7 +703,7 @@ mod tests {
             1 => (0u64..40).prop_map(|request| Step::Happen(Event::CancelAsked(request))),
             3 => (0u64..40).prop_map(|request| Step::Happen(Event::Finished(request))),
             5 => prop::sample::select(vec![
-                Event::Started, Event::StartFailed, Event::TimeIsUp, Event::GraceIsOver, Event::InterpreterGone,
+                Event::Started { copied: false }, Event::StartFailed, Event::TimeIsUp, Event::GraceIsOver, Event::InterpreterGone,
                 Event::ProtocolBroken, Event::ResetAsked, Event::Changed, Event::Copied, Event::Copied,
                 Event::CopiesImpossible, Event::ReplaceAsked,
             ]).prop_map(Step::Happen),

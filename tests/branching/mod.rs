@@ -29,10 +29,7 @@ const TIGHT: SandboxLimits = SandboxLimits {
 /// A backend with these limits.
 fn tight() -> &'static Native {
     static BACKEND: OnceLock<Native> = OnceLock::new();
-    BACKEND.get_or_init(|| {
-        let builder = Builder::new("minimal").limits(TIGHT);
-        builder.sessions(|settings| settings.memory_limit = Some(TIGHT.memory)).start()
-    })
+    BACKEND.get_or_init(|| Builder::new("minimal").limits(TIGHT).start())
 }
 
 fn has_control_groups() -> bool {

@@ -83,6 +83,58 @@ fn undoing_three_cells_is_three_times_undoing_one() {
     });
 }
 
+#[test]
+fn the_first_cell_of_a_session_can_be_undone() {
+    run(async {
+        let files = "import os; print(sorted(os.listdir()), 'x' in globals())";
+        let session = native::shared().session();
+        session.ok("x = 1; import os; os.makedirs('folder/inner'); open('folder/file', 'w').write('text')").await;
+        let report = session.undo(1).await;
+        assert_eq!((report.undone, &report.files, &report.lost[..]), (1, &FilesCarried::Restored, &[][..]));
+        assert_eq!(session.ok(files).await, "[] False\n");
+        session.assert_locked_down().await;
+
+        // What is uploaded before the first cell belongs to the state before it.
+        let with_upload = native::shared().session();
+        with_upload.upload("given", b"text").await.unwrap();
+        with_upload.ok("x = 1; open('given', 'w').write('changed')").await;
+        with_upload.undo(1).await;
+        assert_eq!(with_upload.ok("print(open('given').read(), 'x' in globals())").await, "text False\n");
+
+        // And so does what a reset has left.
+        let reset = native::shared().session();
+        reset.ok("open('left', 'w').write('text')").await;
+        reset.reset().await;
+        reset.ok("x = 1; open('new', 'w').write('text')").await;
+        reset.undo(1).await;
+        assert_eq!(reset.ok(files).await, "['left'] False\n");
+    });
+}
+
+#[test]
+fn the_first_cell_of_a_fork_can_be_undone() {
+    run(async {
+        let source = native::shared().session();
+        source.ok("import threading; x = [1]; open('file', 'w').write('before')").await;
+        source.ok("thread = threading.Thread(target=threading.Event().wait, daemon=True); thread.start()").await;
+        let (forks, report) = source.forks(2).await;
+        assert_eq!(report.lost, ["1 thread"]);
+        for fork in &forks {
+            fork.ok("x.append(2); open('file', 'w').write('after'); open('new', 'w').write('after')").await;
+            let undone = fork.undo(1).await;
+            assert_eq!((&undone.files, &undone.lost[..]), (&FilesCarried::Restored, &[][..]));
+            let look = "import os; print(x, open('file').read(), os.listdir())";
+            assert_eq!(fork.ok(look).await, "[1] before ['file']\n");
+            fork.assert_locked_down().await;
+        }
+        // Also when the source is gone, and again.
+        source.close().await;
+        forks[0].ok("x.append(3)").await;
+        forks[0].undo(2).await;
+        assert_eq!(forks[0].ok("print(x)").await, "[1]\n");
+    });
+}
+
 /// Ends the session's interpreter in some way and brings it back.
 async fn revived(session: &Session) {
     let refused = session.execute("x").await.unwrap_err();

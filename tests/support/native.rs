@@ -87,6 +87,7 @@ impl Builder {
     }
 
     pub(crate) fn limits(mut self, limits: SandboxLimits) -> Builder {
+        self.sessions.memory_limit = Some(limits.memory);
         self.settings.limits = limits;
         self
     }

@@ -3,13 +3,14 @@
 use std::any::Any;
 use std::collections::BTreeSet;
 use std::io;
+use std::path::Path;
 use std::sync::{Arc, Weak};
 
 use cellblock_jail::cgroup;
 use cellblock_jail::identity::{Identity, IdentityLease};
 use cellblock_jail::posture::Posture;
-use cellblock_jail::probe;
 use cellblock_jail::wire::{LeftOut, ResourceLimit, Scratch, Setup, ZygoteCommand};
+use cellblock_jail::{probe, root};
 
 use super::instance::Instance;
 use super::sandbox::NativeSandbox;
@@ -27,6 +28,8 @@ pub(super) struct Jail {
     pub(super) instance: Instance,
     pub(super) identity: Identity,
     pub(super) isolation: Isolation,
+    /// No mount of the operator's is the work folder.
+    pub(super) owns_work_folder: bool,
     /// The layers that the sandboxes of this jail do without.
     pub(super) leave_out: Vec<LeftOut>,
     /// The server's own posture: what a session must differ from.
@@ -81,6 +84,7 @@ impl Jail {
             instance,
             identity,
             isolation,
+            owns_work_folder: !setup.mounts.iter().any(|mount| mount.inside == Path::new(root::WORK)),
             leave_out: setup.leave_out,
             host,
             _lease: lease,

@@ -27,7 +27,7 @@ use tracing::{info, warn};
 use self::jail::Jail;
 pub use self::jail::trial;
 use self::pool::{Lack, Pool};
-use self::sandbox::{NativeSandbox, Prime};
+use self::sandbox::{Fresh, NativeSandbox};
 use super::{Backend, Interpreter, LaunchError, LayerKind, Preparation, Sandbox, SandboxLimits};
 
 /// The working folder inside, for whoever describes a sandbox to a caller.
@@ -138,7 +138,7 @@ impl Backend for NativeBackend {
         self.inner.prepared().await?;
         let (sandbox, interpreter) = match self.inner.pool.take_warm() {
             Some(member) => member,
-            None => self.inner.make(Prime::No).await?,
+            None => self.inner.make(Fresh::AtOnce).await?,
         };
         Ok((Box::new(sandbox), interpreter))
     }
@@ -190,7 +190,7 @@ impl Inner {
     async fn keep_pool_full(&self) {
         while !self.pool.is_closed() {
             let made = match self.pool.lack(self.settings.pool, self.settings.empty) {
-                Some(Lack::Warm) => self.make(Prime::Yes).await.map(|member| self.pool.add_warm(member)),
+                Some(Lack::Warm) => self.make(Fresh::Primed).await.map(|member| self.pool.add_warm(member)),
                 Some(Lack::Empty) => self.make_empty().await.map(|sandbox| self.pool.add_empty(sandbox)),
                 None => {
                     self.pool.taken().await;
@@ -207,9 +207,9 @@ impl Inner {
         }
     }
 
-    async fn make(&self, prime: Prime) -> Result<(NativeSandbox, Interpreter), LaunchError> {
+    async fn make(&self, how: Fresh) -> Result<(NativeSandbox, Interpreter), LaunchError> {
         let mut sandbox = self.empty_sandbox().await?;
-        let interpreter = sandbox.start_interpreter(prime).await?;
+        let interpreter = sandbox.start_session(how).await?;
         Ok((sandbox, interpreter))
     }
 

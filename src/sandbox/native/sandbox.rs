@@ -19,7 +19,7 @@ use async_trait::async_trait;
 use cellblock_jail::cgroup::{self, Family, Group, OutOfMemory};
 use cellblock_jail::identity::Identity;
 use cellblock_jail::posture::{Expected, Posture};
-use cellblock_jail::wire::{Command, Generation, LeftOut, Origin, Slot};
+use cellblock_jail::wire::{BEGINNING, Command, Generation, LeftOut, Origin, Slot};
 use rustix::process::Signal;
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
@@ -30,7 +30,7 @@ use super::jail::Jail;
 use super::warden::{self, Checkpoint, Slots, View, Warden};
 use super::{Inner, STEP_LIMIT};
 use crate::sandbox::{
-    CheckpointError, CheckpointId, Exit, Interpreter, Isolation, LaunchError, MemoryUse, Process, Sandbox,
+    CheckpointError, CheckpointId, Exit, ForkTerms, Interpreter, Isolation, LaunchError, MemoryUse, Process, Sandbox,
     SandboxLimits,
 };
 
@@ -49,11 +49,17 @@ const BRANCH_LIMIT: Duration = Duration::from_secs(3);
 /// by number as well (`RLIMIT_NPROC`).
 const OWN_PROCESSES: u32 = 128;
 
-/// Whether a fresh interpreter runs through its machinery once before it is handed out.
+/// What a fresh session began with, as a checkpoint.
+const FRESH: CheckpointId = CheckpointId(BEGINNING);
+
+/// How a fresh interpreter begins.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Prime {
-    Yes,
-    No,
+pub(super) enum Fresh {
+    AtOnce,
+    /// After running through its machinery once.
+    Primed,
+    /// After emptying the work folder.
+    Emptied,
 }
 
 /// One sandbox: an init in its namespaces, a control group, and the interpreters forked into it one after another.
@@ -66,6 +72,10 @@ pub(super) struct NativeSandbox {
     generation: Generation,
     /// The number of the last checkpoint asked for.
     checkpoints: u32,
+    /// No mount of the operator's is its work folder.
+    owns_work_folder: bool,
+    /// It began as a fresh session whose work folder is its own. To go back to that, no checkpoint is needed: a fresh interpreter is made again.
+    began_fresh: bool,
     /// The number of the last sweep asked for, by the sandbox or by one of its interpreters.
     sweeps: Arc<AtomicU32>,
     /// The last interpreter, for as long as the kernel knows it.
@@ -139,7 +149,9 @@ impl NativeSandbox {
             view,
             groups: Groups::default(),
             generation: Generation(0),
-            checkpoints: 0,
+            checkpoints: BEGINNING,
+            owns_work_folder: jail.owns_work_folder,
+            began_fresh: false,
             sweeps: Arc::default(),
             interpreter: None,
             expected: Expected {
@@ -207,26 +219,30 @@ impl NativeSandbox {
     }
 
     /// Makes a fresh interpreter in the sandbox. Returns when it is ready, which with priming means that it has greeted.
-    pub(super) async fn start_interpreter(&mut self, prime: Prime) -> Result<Interpreter, LaunchError> {
-        let gate = if prime == Prime::Yes { b"p" } else { b"g" };
+    pub(super) async fn start_interpreter(&mut self, how: Fresh) -> Result<Interpreter, LaunchError> {
+        let gate = match how {
+            Fresh::AtOnce => b"g",
+            Fresh::Primed => b"p",
+            Fresh::Emptied => b"e",
+        };
         self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await;
-        let interpreter = match self.interpreter_from(Origin::Zygote, gate).await {
+        let interpreter = match self.interpreter_from(Origin::Zygote, false, gate).await {
             Ok(interpreter) => interpreter,
             Err(_) => {
                 // The warm interpreter has just died: once more with another one.
                 self.warden.give_zygote_up();
                 self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await;
-                self.interpreter_from(Origin::Zygote, gate).await?
+                self.interpreter_from(Origin::Zygote, false, gate).await?
             }
         };
-        if prime == Prime::Yes {
+        if how == Fresh::Primed {
             self.await_greeting(&interpreter.channel).await?;
         }
         Ok(interpreter)
     }
 
-    /// Makes an interpreter, checks it while it stands still, and lets it go through its gate.
-    async fn interpreter_from(&mut self, from: Origin, gate: &[u8]) -> Result<Interpreter, LaunchError> {
+    /// Makes an interpreter, checks it while it stands still, and lets it go through its gate. With `keep`, there is a checkpoint of its beginning.
+    async fn interpreter_from(&mut self, from: Origin, keep: bool, gate: &[u8]) -> Result<Interpreter, LaunchError> {
         let failed = |error: io::Error| LaunchError::Start { why: error.to_string() };
         let out_of_memory_before = self.groups.own.as_ref().map(|group| group.out_of_memory()).unwrap_or_default();
         self.generation.0 += 1;
@@ -237,7 +253,7 @@ impl NativeSandbox {
         self.warden.forget_failure(self.slot);
         let doors = self.doors()?;
         let passed: Vec<_> = std::iter::once(theirs.as_fd()).chain(doors.iter().map(AsFd::as_fd)).collect();
-        self.warden.command(&Command::Fork { slot: self.slot, generation, from }, &passed).await?;
+        self.warden.command(&Command::Fork { slot: self.slot, generation, from, keep }, &passed).await?;
         drop(theirs);
         let process = self.await_view_for(FORK_LIMIT, |view| view.interpreter_of(generation)).await?;
         self.interpreter = Some(Arc::clone(&process));
@@ -259,7 +275,16 @@ impl NativeSandbox {
             out_of_memory_before,
             memory_limit: self.limits.memory,
         };
-        Ok(Interpreter { channel, process: Box::new(process) })
+        let beginning = keep.then_some(CheckpointId(BEGINNING));
+        Ok(Interpreter { channel, process: Box::new(process), beginning })
+    }
+
+    /// Makes the first, fresh interpreter of the sandbox.
+    pub(super) async fn start_session(&mut self, how: Fresh) -> Result<Interpreter, LaunchError> {
+        let mut interpreter = self.start_interpreter(how).await?;
+        self.began_fresh = self.owns_work_folder;
+        interpreter.beginning = self.began_fresh.then_some(FRESH);
+        Ok(interpreter)
     }
 
     /// Waits for the first byte of the runner's `hello`.
@@ -315,7 +340,7 @@ impl Sandbox for NativeSandbox {
 
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
         self.sweep().await?;
-        self.start_interpreter(Prime::No).await
+        self.start_interpreter(Fresh::AtOnce).await
     }
 
     async fn checkpoint(&mut self, told: oneshot::Sender<()>) -> Result<CheckpointId, CheckpointError> {
@@ -333,22 +358,33 @@ impl Sandbox for NativeSandbox {
 
     async fn restore(&mut self, checkpoint: CheckpointId) -> Result<Interpreter, LaunchError> {
         self.sweep().await?;
-        let from = Origin::Checkpoint { slot: self.slot, number: checkpoint.0 };
-        self.interpreter_from(from, b"u").await
+        if self.began_fresh && checkpoint == FRESH {
+            return self.start_interpreter(Fresh::Emptied).await;
+        }
+        let from = Origin::Checkpoint { slot: self.slot, number: checkpoint.0, last: false };
+        self.interpreter_from(from, false, b"u").await
     }
 
-    async fn fork(&self, checkpoint: CheckpointId) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
+    async fn fork(
+        &self,
+        checkpoint: CheckpointId,
+        terms: ForkTerms,
+    ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let house =
             self.house.upgrade().ok_or_else(|| LaunchError::Start { why: "the server is ending".to_owned() })?;
         let mut sandbox = house.empty_sandbox().await?;
         sandbox.groups.join(&self.groups, sandbox.slot, &self.limits).map_err(no_limits)?;
-        let from = Origin::Checkpoint { slot: self.slot, number: checkpoint.0 };
-        let interpreter = sandbox.interpreter_from(from, b"f").await?;
+        let from = Origin::Checkpoint { slot: self.slot, number: checkpoint.0, last: terms.last };
+        let interpreter = sandbox.interpreter_from(from, terms.keep_beginning, b"f").await?;
+        if terms.last {
+            self.warden.forget_checkpoint(self.slot, checkpoint.0);
+        }
         Ok((Box::new(sandbox), interpreter))
     }
 
     fn has(&self, checkpoint: CheckpointId) -> bool {
-        self.view.borrow().checkpoint(checkpoint.0) == Some(&Checkpoint::Made)
+        let fresh = self.began_fresh && checkpoint == FRESH;
+        fresh || self.view.borrow().checkpoint(checkpoint.0) == Some(&Checkpoint::Made)
     }
 
     fn forget(&self, checkpoint: CheckpointId) {

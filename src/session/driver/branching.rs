@@ -16,8 +16,8 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use super::{Command, Driver, Finished, Live, Work, all, greet};
-use crate::runner_client::{Carried, CarriedFiles};
-use crate::sandbox::{CheckpointError, CheckpointId, LaunchError, Sandbox};
+use crate::runner_client::{Branched, Carried, CarriedFiles};
+use crate::sandbox::{CheckpointError, CheckpointId, ForkTerms, LaunchError, Sandbox};
 use crate::session::history::Copy;
 use crate::session::state::{Answer, Event, RequestId, State};
 use crate::session::{FilesCarried, Refused, Undo, UndoReport, WorkFolder};
@@ -71,6 +71,14 @@ impl Drop for Fork {
     }
 }
 
+/// What forks are asked for.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::session) struct ForksWanted {
+    pub(in crate::session) count: usize,
+    /// Their cells can be undone.
+    pub(in crate::session) undoable: bool,
+}
+
 /// What came of a request for forks.
 pub(in crate::session) struct Forked {
     pub(in crate::session) forks: Vec<Fork>,
@@ -87,7 +95,7 @@ pub(super) struct Copying {
     give_up: CancellationToken,
     /// Fires when the sandbox watches the interpreter.
     pub(super) told: Option<oneshot::Receiver<()>>,
-    branched: Option<Vec<String>>,
+    branched: Option<Branched>,
     product: Option<Product>,
     /// How long the runner's answer is waited for once there is a product.
     until: Instant,
@@ -118,21 +126,46 @@ async fn fork(
     sandbox: Box<dyn Sandbox>,
     told: oneshot::Sender<()>,
     give_up: CancellationToken,
-    count: usize,
+    wanted: ForksWanted,
 ) -> Finished {
-    let (sandbox, checkpoint) = match copy(sandbox, told, give_up.clone()).await {
-        Finished::Copied(sandbox, Ok(checkpoint)) => (sandbox, checkpoint),
-        Finished::Copied(sandbox, Err(CheckpointError::Unsupported { why } | CheckpointError::Failed { why })) => {
-            return Finished::Forked(sandbox, Err(why));
+    match copy(sandbox, told, give_up.clone()).await {
+        Finished::Copied(sandbox, Ok(checkpoint)) => {
+            let terms = ForkTerms { keep_beginning: wanted.undoable, last: wanted.count == 1 };
+            let forks = forks_of(&*sandbox, checkpoint, give_up, wanted.count, terms).await;
+            sandbox.forget(checkpoint);
+            Finished::Forked(sandbox, forks)
         }
-        other => return other,
-    };
-    let made = all((0..count).map(|_| fork_once(&*sandbox, checkpoint)).collect());
+        Finished::Copied(sandbox, Err(CheckpointError::Unsupported { why } | CheckpointError::Failed { why })) => {
+            Finished::Forked(sandbox, Err(why))
+        }
+        other => other,
+    }
+}
+
+/// Makes forks of a copy that is kept, all or none.
+async fn fork_kept(
+    sandbox: Box<dyn Sandbox>,
+    checkpoint: CheckpointId,
+    give_up: CancellationToken,
+    wanted: ForksWanted,
+) -> Finished {
+    let terms = ForkTerms { keep_beginning: wanted.undoable, last: false };
+    let forks = forks_of(&*sandbox, checkpoint, give_up, wanted.count, terms).await;
+    Finished::Forked(sandbox, forks)
+}
+
+async fn forks_of(
+    sandbox: &dyn Sandbox,
+    checkpoint: CheckpointId,
+    give_up: CancellationToken,
+    count: usize,
+    terms: ForkTerms,
+) -> Result<Vec<Fork>, String> {
+    let made = all((0..count).map(|_| fork_once(sandbox, checkpoint, terms)).collect());
     let made = tokio::select! {
         made = made => made,
         () = give_up.cancelled() => vec![Err(LaunchError::Start { why: "it was given up".to_owned() })],
     };
-    sandbox.forget(checkpoint);
     let mut forks = Vec::with_capacity(count);
     let mut failure = None;
     for attempt in made {
@@ -142,16 +175,16 @@ async fn fork(
         }
     }
     match failure {
-        None => Finished::Forked(sandbox, Ok(forks)),
+        None => Ok(forks),
         Some(why) => {
             all(forks.into_iter().map(Fork::destroy).collect()).await;
-            Finished::Forked(sandbox, Err(why))
+            Err(why)
         }
     }
 }
 
-async fn fork_once(sandbox: &dyn Sandbox, checkpoint: CheckpointId) -> Result<Fork, LaunchError> {
-    let (sandbox, interpreter) = sandbox.fork(checkpoint).await?;
+async fn fork_once(sandbox: &dyn Sandbox, checkpoint: CheckpointId, terms: ForkTerms) -> Result<Fork, LaunchError> {
+    let (sandbox, interpreter) = sandbox.fork(checkpoint, terms).await?;
     let mut fork = Fork::new(sandbox);
     match greet(interpreter).await {
         Ok(live) => {
@@ -184,25 +217,40 @@ pub(super) async fn arrive(fork: oneshot::Receiver<Box<Fork>>) -> Finished {
 }
 
 impl Driver {
-    /// Begins to copy the interpreter, for a later undo or for as many forks.
-    pub(super) fn copy(&mut self, forks: Option<usize>) {
+    /// Begins to copy the interpreter, for a later undo or for forks.
+    pub(super) fn copy(&mut self, forks: Option<ForksWanted>) {
+        if forks.is_none() && self.is_full() {
+            self.give_up_for_memory();
+            self.notes.push(
+                "The state before this cell was not kept, because the session holds nearly all the memory it may; so this \
+                 cell cannot be undone by itself."
+                    .to_owned(),
+            );
+            return self.happen(Event::Copied);
+        }
         let Some(sandbox) = self.sandbox.take() else {
             return self.happen(Event::Copied);
         };
         let id = self.numbers.fetch_add(1, Ordering::Relaxed);
         let (tell, told) = oneshot::channel();
+        let (mut told, mut branched) = (Some(told), None);
         let give_up = CancellationToken::new();
-        let future: std::pin::Pin<Box<dyn Future<Output = Finished> + Send>> = match forks {
-            None => Box::pin(copy(sandbox, tell, give_up.clone())),
-            Some(count) => Box::pin(fork(sandbox, tell, give_up.clone(), count)),
+        let future: std::pin::Pin<Box<dyn Future<Output = Finished> + Send>> = match (forks, self.history.whole()) {
+            (None, _) => Box::pin(copy(sandbox, tell, give_up.clone())),
+            (Some(wanted), None) => Box::pin(fork(sandbox, tell, give_up.clone(), wanted)),
+            (Some(wanted), Some(kept)) => {
+                told = None;
+                branched = Some(Branched { lost: kept.lost.clone(), whole: true });
+                Box::pin(fork_kept(sandbox, kept.checkpoint, give_up.clone(), wanted))
+            }
         };
         self.work = Some(Work { starts_first: false, future });
         self.copying = Some(Copying {
             id,
             for_forks: forks.is_some(),
             give_up,
-            told: Some(told),
-            branched: None,
+            told,
+            branched,
             product: None,
             until: Instant::now(),
         });
@@ -230,9 +278,9 @@ impl Driver {
     }
 
     /// Takes the runner's answer.
-    pub(super) fn branched(&mut self, id: RequestId, lost: Vec<String>) {
+    pub(super) fn branched(&mut self, id: RequestId, branched: Branched) {
         let Some(copying) = self.copying.as_mut().filter(|copying| copying.id == id) else { return };
-        copying.branched = Some(lost);
+        copying.branched = Some(branched);
         if copying.product.is_some() {
             self.copied();
         }
@@ -277,9 +325,9 @@ impl Driver {
     /// Ends the copying: the copy is kept or its forks are handed out, and the session goes on.
     pub(super) fn copied(&mut self) {
         let Some(Copying { product: Some(product), branched, .. }) = self.copying.take() else { return };
-        let lost = branched.unwrap_or_default();
+        let Branched { lost, whole } = branched.unwrap_or_default();
         match product {
-            Product::Copy(Ok(checkpoint)) => self.keep(Copy { checkpoint, made: Instant::now(), lost }),
+            Product::Copy(Ok(checkpoint)) => self.keep(Copy { whole, lost, ..Copy::new(checkpoint) }),
             Product::Copy(Err(error)) => self.copy_failed(error),
             Product::Forks(forks) => self.forked = Some(forks.map(|forks| forked(forks, lost))),
         }
@@ -302,6 +350,18 @@ impl Driver {
         self.look_after_copies();
         self.show_history();
         self.give_up_for_memory();
+    }
+
+    /// Keeps the copy of the state in which a session began, if there is one. Tells whether there is.
+    pub(super) fn keep_beginning(&mut self, beginning: Option<CheckpointId>, carried: &Carried) -> bool {
+        let (Some(checkpoint), Undo::On { .. }) = (beginning, self.settings.undo) else { return false };
+        if carried.mapped {
+            // It would hold files of the source for as long as it is kept.
+            self.forget(vec![checkpoint]);
+            return false;
+        }
+        self.keep(Copy { lacked: carried.lost.clone(), ..Copy::new(checkpoint) });
+        true
     }
 
     fn copy_failed(&mut self, error: CheckpointError) {
@@ -334,6 +394,12 @@ impl Driver {
             self.notes.push(format!("Memory ran out, and {states} given up for it. {WHAT_IS_LEFT}"));
             self.show_history();
         }
+    }
+
+    /// Tells whether a copy could take the last memory that the session needs for itself.
+    fn is_full(&self) -> bool {
+        let (Some(sandbox), Some(limit)) = (&self.sandbox, self.settings.memory_limit) else { return false };
+        sandbox.memory().now > limit / 10 * 9
     }
 
     /// Gives up the oldest copy when the sandbox holds much of what it may.
@@ -492,7 +558,7 @@ impl Driver {
                 let _ = reply.send(Ok(UndoReport {
                     undone: cells,
                     revived,
-                    lost: united([&copy.lost, &carried.lost]),
+                    lost: without(united([&copy.lost, &carried.lost]), &copy.lacked),
                     files: files_carried(carried, FilesCarried::Restored),
                     left: self.history.undoable().into_iter().map(|entry| entry.info(now)).collect(),
                     notes: Vec::new(),
@@ -574,6 +640,11 @@ fn files_carried(carried: &Carried, whole: FilesCarried) -> FilesCarried {
         },
         None => FilesCarried::LeftAlone { why: "the session did not say what it did with files".to_owned() },
     }
+}
+
+fn without(mut list: Vec<String>, others: &[String]) -> Vec<String> {
+    list.retain(|text| !others.contains(text));
+    list
 }
 
 /// Puts lists together, each text once.
