@@ -175,13 +175,9 @@ pub(super) fn cycles_leave_nothing(_: &Peers) -> anyhow::Result<()> {
         server.execute("a", &format!("x = {number}"))?;
     }
     let after = look(&mut server, "after the cells")?;
-    let same = |one: [u64; 4], other: [u64; 4]| one[..3].iter().zip(&other[..3]).all(|(a, b)| a.abs_diff(*b) <= 4);
-    target(
-        "processes, descriptors, control groups",
-        "as before".to_owned(),
-        "the same",
-        same(before, forked) && same(before, after),
-    );
+    // Groups are counted over the whole machine, and the kernel takes some that were removed earlier down later.
+    let grown = (0..3).map(|what| forked[what].max(after[what]).saturating_sub(before[what])).max().unwrap_or(0);
+    target("processes, descriptors, control groups", format!("{grown} more"), "≤ 4 more", grown <= 4);
     target(
         "memory",
         format!("{} MiB more", after[3].saturating_sub(before[3])),
