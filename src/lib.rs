@@ -8,6 +8,7 @@ pub mod app;
 pub mod config;
 pub mod environment;
 pub mod mcp;
+pub mod packages;
 pub mod runner_client;
 pub mod sandbox;
 pub mod session;

@@ -121,6 +121,36 @@ fn environments_are_built_listed_and_removed() {
 }
 
 #[test]
+fn a_lock_makes_the_same_environment_again_and_files_say_what_is_in_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        std::fs::write(folder.path().join(name), text).unwrap();
+        folder.path().join(name).to_str().unwrap().to_owned()
+    };
+    let run = |arguments: &[&str]| finished(program_below(&folder.path().join("data")).args(arguments));
+    let requirements = file("requirements.txt", "-c constraints.txt\nidna # a small one\n");
+    file("constraints.txt", "idna<3.7\n");
+    let (status, output, errors) = run(&["env", "build", "first", "--requirements", &requirements]);
+    assert_eq!(status, Some(0), "{errors}");
+    assert!(output.starts_with("first is ready: Python 3.") && output.contains("idna==3.6"), "{output}");
+    let (status, lock, errors) = run(&["env", "show", "first"]);
+    assert_eq!(status, Some(0), "{errors}");
+    assert!(lock.contains("idna==3.6 \\\n    --hash=sha256:"), "{lock}");
+
+    let (status, _, errors) = run(&["env", "build", "second", "--locked", &file("first.lock", &lock)]);
+    assert_eq!(status, Some(0), "{errors}");
+    assert_eq!(run(&["env", "show", "second"]).1, lock);
+    let code = "import idna; print(idna.__version__)";
+    let (_, output, errors) = run(&["run", "--environment", "second", "-c", code]);
+    assert_eq!(output, "3.6\n", "{errors}");
+
+    let open = file("open.lock", &lock.replace("idna==3.6", "idna>=3.6"));
+    let (status, _, errors) = run(&["env", "build", "third", "--locked", &open]);
+    assert_eq!(status, Some(2));
+    assert!(errors.contains("\"idna>=3.6\" is not an exact version"), "{errors}");
+}
+
+#[test]
 fn an_environment_in_use_is_not_removed() {
     let server = crate::support::server::Server::start(&["--environment", "minimal"]);
     assert_eq!(server.session().text("1"), "1");
@@ -132,9 +162,17 @@ fn an_environment_in_use_is_not_removed() {
 
 #[test]
 fn help_exists_for_every_command() {
-    for arguments in
-        [&[][..], &["mcp"], &["run"], &["doctor"], &["env"], &["env", "list"], &["env", "build"], &["env", "remove"]]
-    {
+    for arguments in [
+        &[][..],
+        &["mcp"],
+        &["run"],
+        &["doctor"],
+        &["env"],
+        &["env", "list"],
+        &["env", "build"],
+        &["env", "show"],
+        &["env", "remove"],
+    ] {
         let (status, output, errors) = finished(program().args(arguments).arg("--help"));
         assert_eq!((status, errors.as_str()), (Some(0), ""), "{arguments:?}");
         assert!(output.contains("Usage: cellblock"), "{output}");

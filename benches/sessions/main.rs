@@ -15,6 +15,7 @@
 
 mod branching;
 mod memory;
+mod network;
 mod peers;
 mod server;
 mod statistics;
@@ -53,7 +54,7 @@ struct Peers {
 
 type Row = fn(&Peers) -> anyhow::Result<()>;
 
-const ROWS: [(&str, Row); 12] = [
+const ROWS: [(&str, Row); 15] = [
     ("initialize", process_start_to_initialize),
     ("new-session", new_session_to_first_result),
     ("cell", cell_round_trip),
@@ -66,6 +67,9 @@ const ROWS: [(&str, Row); 12] = [
     ("checkpoint", branching::cost_of_checkpoints),
     ("undo", branching::undo_to_next_answer),
     ("fork-memory", branching::private_memory_of_a_fork),
+    ("network", network::first_byte_and_throughput),
+    ("network-start", network::cost_of_a_network_list),
+    ("install", network::installing_what_is_known),
 ];
 
 /// Rows that take minutes and are measured only when they are named.

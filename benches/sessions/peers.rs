@@ -45,6 +45,15 @@ impl PlainPython {
     }
 }
 
+impl PlainPython {
+    /// Runs a program in a new process; returns what it printed.
+    pub(crate) fn output(&self, code: &str) -> anyhow::Result<String> {
+        let output = Command::new(self.folder.path().join("bin/python")).args(["-c", code]).output()?;
+        anyhow::ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Ok(String::from_utf8(output.stdout)?)
+    }
+}
+
 /// An installation of ipybox.
 pub(crate) struct Ipybox {
     program: PathBuf,

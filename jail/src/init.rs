@@ -7,7 +7,9 @@
 //! ```text
 //! init                              warden
 //!  │◄──────── "go" ──────────────────│   the server has put init into its cgroup
-//!  │ cgroup namespace, mounts, rules │
+//!  │ cgroup namespace, network       │
+//!  │───────── "opened" + sockets ───►│   where there is a way out
+//!  │ mounts, rules                   │
 //!  │ user namespace                  │
 //!  │───────── "map me" + rules ─────►│   writes the id maps, opens the seven namespaces
 //!  │◄──────── "mapped" ──────────────│
@@ -31,6 +33,7 @@ use seccompiler::SeccompAction;
 use serde::{Deserialize, Serialize};
 
 use crate::identity::INSIDE_ID;
+use crate::network::{self, Door, Doors};
 use crate::root::{self, RootError, Tree};
 use crate::wire::{self, LeftOut, OperatorMount, Scratch};
 use crate::{landlock, sys};
@@ -41,6 +44,10 @@ use crate::{landlock, sys};
 pub(crate) enum Word {
     /// Carries the landlock rules, unless a test left them out.
     MapMe,
+    /// Carries the sockets.
+    Opened {
+        doors: Vec<Door>,
+    },
     Ready,
     Swept {
         number: u32,
@@ -69,6 +76,7 @@ pub(crate) struct Start {
     /// The session's number in the warden's user namespace.
     pub(crate) owner: u32,
     pub(crate) private_work_folder: bool,
+    pub(crate) network: Option<Doors>,
     /// The number of the first process beside init.
     pub(crate) first_process: u32,
     pub(crate) leave_out: Vec<LeftOut>,
@@ -80,6 +88,8 @@ pub(crate) enum OperatorMounts {
     Given(Vec<Tree>),
     /// They stand in the warden's root, and so in this copy of it, and move to their place.
     Standing(Vec<OperatorMount>),
+    /// This sandbox has none. So many may stand in the warden's root, and are taken out of this copy of it.
+    None(usize),
 }
 
 /// Runs init; never returns.
@@ -130,6 +140,15 @@ fn build(start: &mut Start) -> Result<(), InitError> {
     step("make a cgroup namespace", sys::unshare(UnshareFlags::NEWCGROUP))?;
     step("set the host name", rustix::system::sethostname(b"cellblock"))?;
     step("bring up the loopback interface", sys::bring_loopback_up())?;
+    if let Some(doors) = &start.network {
+        let (doors, sockets) = step("open the ways out", network::open(doors))?;
+        let sockets: Vec<_> = sockets.iter().map(AsFd::as_fd).collect();
+        step("hand over the ways out", wire::send(&start.warden, &Word::Opened { doors }, &sockets))?;
+    }
+    // Where everything is redirected, whoever accepts decides.
+    if start.network != Some(Doors::All) {
+        step("check the network", network::leads_nowhere())?;
+    }
 
     // The warden's /proc shows the processes of all sandboxes and goes away; a handle on it stays for one last write below.
     let outer_proc = step(
@@ -155,6 +174,7 @@ fn build(start: &mut Start) -> Result<(), InitError> {
             step("become readable", rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable))?;
         }
         OperatorMounts::Standing(mounts) => root::move_standing_mounts(mounts)?,
+        OperatorMounts::None(count) => root::remove_standing_mounts(*count),
     }
     let rules = if start.leave_out.contains(&LeftOut::Landlock) { None } else { Some(landlock::ruleset()?) };
 

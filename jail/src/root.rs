@@ -57,7 +57,7 @@ const ETC: [(&str, &str); 6] = [
     ("etc/group", "root:x:0:\nuser:x:1000:\nnogroup:x:65534:\n"),
     ("etc/hosts", "127.0.0.1 localhost cellblock\n::1 localhost\n"),
     ("etc/hostname", "cellblock\n"),
-    ("etc/resolv.conf", ""),
+    ("etc/resolv.conf", "nameserver 127.0.0.1\noptions attempts:1 timeout:5\n"),
     ("etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files dns\n"),
 ];
 

@@ -248,7 +248,7 @@ impl Warden {
     fn carry_out(&mut self, command: Command, descriptors: Vec<OwnedFd>) -> io::Result<()> {
         match command {
             Command::Warm => self.warm(),
-            Command::Prepare { slot } => match self.prepare(slot, descriptors) {
+            Command::Prepare { slot, apart } => match self.prepare(slot, apart, descriptors) {
                 Ok(init) => self.tell(&Event::Created { slot }, &[&init]),
                 Err(error) => self.tell(&Event::Failed { slot, why: guardian::chain(&error) }, &[]),
             },
@@ -302,8 +302,8 @@ impl Warden {
         }
     }
 
-    fn prepare(&mut self, slot: Slot, doors: Vec<OwnedFd>) -> Result<OwnedFd, RootError> {
-        let mounts = self.operator_mounts(slot)?;
+    fn prepare(&mut self, slot: Slot, apart: bool, doors: Vec<OwnedFd>) -> Result<OwnedFd, RootError> {
+        let mounts = if apart { OperatorMounts::None(self.setup.mounts.len()) } else { self.operator_mounts(slot)? };
         let failed = |cause: io::Error| RootError::new("could not make the sandbox's namespaces", cause);
         let (orders, theirs) = wire::pair().map_err(failed)?;
         match sys::clone_process(guardian::NAMESPACES).map_err(failed)? {
@@ -315,7 +315,9 @@ impl Warden {
                 owner: self.setup.identity.in_warden(slot),
                 // Below the least limit that kernels have, with room for some processes until the next sandbox's numbers.
                 first_process: 16 + slot.0 % 1024 * 16,
-                private_work_folder: !self.setup.mounts.iter().any(|mount| mount.inside.as_os_str() == root::WORK),
+                private_work_folder: apart
+                    || !self.setup.mounts.iter().any(|mount| mount.inside.as_os_str() == root::WORK),
+                network: self.setup.doors.clone(),
                 leave_out: self.setup.leave_out.clone(),
             }),
             Forked::Parent(init) => {
@@ -621,6 +623,9 @@ impl Warden {
                         self.tell(&Event::Failed { slot, why }, &[])
                     }
                 }
+            }
+            Ok(Some((InitWord::Opened { doors }, sockets))) => {
+                self.tell(&Event::Opened { slot, doors }, &sockets.iter().collect::<Vec<_>>())
             }
             Ok(Some((InitWord::Ready, _))) => self.tell(&Event::Prepared { slot }, &[]),
             Ok(Some((InitWord::Swept { number }, _))) => self.tell(&Event::Swept { slot, number }, &[]),

@@ -16,11 +16,12 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::identity::Identity;
+use crate::network::{Door, Doors};
 
 /// Larger than any message; the largest is `Setup` with its lists of mounts and variables.
 const LARGEST_MESSAGE: usize = 160 * 1024;
 /// A session has seven namespaces, a ruleset and a channel.
-const MOST_DESCRIPTORS: usize = 32;
+const MOST_DESCRIPTORS: usize = 64;
 
 /// The number of a sandbox; it also chooses the host uid of the session in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -40,6 +41,8 @@ pub struct Setup {
     pub mounts: Vec<OperatorMount>,
     pub scratch: Scratch,
     pub zygote: ZygoteCommand,
+    /// Ways out of every sandbox's network; none without.
+    pub doors: Option<Doors>,
     /// Limits that hold where no cgroup does, and some that always hold.
     pub rlimits: Vec<ResourceLimit>,
     /// Groups of the server's cgroup directories to remove when the server is gone.
@@ -118,8 +121,9 @@ pub enum LeftOut {
 pub enum Command {
     /// Starts a warm interpreter in place of the present one, if any.
     Warm,
-    /// Makes an empty sandbox up to the point where its init waits.
-    Prepare { slot: Slot },
+    /// Makes an empty sandbox up to the point where its init waits. One that is `apart` has none of the operator's mounts, and so a working folder
+    /// of its own.
+    Prepare { slot: Slot, apart: bool },
     /// Lets the init go on; by now the server has put it into its cgroup.
     Proceed { slot: Slot },
     /// Makes an interpreter; carries its end of the channel and the ways into its control group. It stands locked down and still until `Release`. With
@@ -168,6 +172,8 @@ pub enum Event {
     ZygoteEnded { was_warm: bool, words: String },
     /// An init exists and waits; carries its pidfd.
     Created { slot: Slot },
+    /// The ways out of the sandbox's network; carries their sockets.
+    Opened { slot: Slot, doors: Vec<Door> },
     /// The sandbox is complete.
     Prepared { slot: Slot },
     /// An interpreter was made and stands still; carries its pidfd.
@@ -258,9 +264,9 @@ mod tests {
     fn a_message_arrives_whole_with_its_descriptors() {
         let (one, other) = pair().unwrap();
         let (mut reader, writer) = std::io::pipe().unwrap();
-        send(&one, &Command::Prepare { slot: Slot(7) }, &[writer.as_fd()]).unwrap();
+        send(&one, &Command::Prepare { slot: Slot(7), apart: true }, &[writer.as_fd()]).unwrap();
         let (message, mut descriptors) = receive::<Command>(&other).unwrap().unwrap();
-        assert!(matches!(message, Command::Prepare { slot: Slot(7) }));
+        assert!(matches!(message, Command::Prepare { slot: Slot(7), apart: true }));
         let mut passed = std::fs::File::from(descriptors.remove(0));
         passed.write_all(b"x").unwrap();
         let mut byte = [0];

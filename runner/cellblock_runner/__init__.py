@@ -9,6 +9,12 @@ one at a time:
     lanes       stdout, stderr and the channel, kept in order by markers
     bundles     what IPython displays -> what a frame carries
     processes   !cmd and %%script without a terminal and without threads
+    asking      questions of a running cell to the host
+    packages    folders of packages that the host adds
+    pip_lines   what a command line of pip asks for, which is done by these:
+      pip_answers   installing, listing, showing
+      pip_programs  where a cell starts pip as a program
+      pip_client    the program that a shell runs in its place
     shell       the IPython shell itself
     variables   what a cell changed in the namespace
     files       file requests, and what a cell changed in the working folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+from collections import deque
 from collections.abc import Sequence
 
 from .frames import Decoder, Header, encode
@@ -21,6 +22,8 @@ class Channel:
         connection.setblocking(True)
         self._connection = connection
         self._decoder = Decoder()
+        # Requests that arrived while somebody waited for an answer.
+        self._early: deque[tuple[Header, bytes]] = deque()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -31,6 +34,8 @@ class Channel:
 
     def receive(self) -> tuple[Header, bytes] | None:
         """Returns the next frame, or None when the host has closed the channel."""
+        if self._early:
+            return self._early.popleft()
         while True:
             frame = self._decoder.next()
             if frame is not None:
@@ -42,7 +47,31 @@ class Channel:
 
     def has_more(self) -> bool:
         """Tells whether the host has said something that was not received yet."""
-        return bool(self._poll.poll(0))
+        return bool(self._early or self._poll.poll(0))
+
+    def wait(self, milliseconds: int) -> None:
+        """Waits until something has arrived, or for so long. Takes nothing, so any number of threads may wait."""
+        poll = select.poll()  # One of its own, because it cannot be used twice at a time.
+        poll.register(self._connection, select.POLLIN)
+        poll.poll(milliseconds)
+
+    def receive_arrived(self) -> list[tuple[Header, bytes]] | None:
+        """Returns the frames that have arrived by now, without waiting; None when the host has closed the channel."""
+        try:
+            data = self._connection.recv(_READ_SIZE, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        if not data:
+            return None
+        self._decoder.feed(data)
+        frames = []
+        while (frame := self._decoder.next()) is not None:
+            frames.append(frame)
+        return frames
+
+    def put_back(self, header: Header, payload: bytes) -> None:
+        """Keeps a frame for `receive`."""
+        self._early.append((header, payload))
 
     def send(self, header: Header, payload: bytes = b"", descriptors: Sequence[int] = ()) -> None:
         data = encode(header, payload)
@@ -58,6 +87,7 @@ class Channel:
         Requests that the original had received and not yet answered are not the copy's.
         """
         self._decoder = Decoder()
+        self._early.clear()
         return self._connection.recv(1)
 
     def close(self) -> None:

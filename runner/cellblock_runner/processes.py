@@ -3,47 +3,51 @@
 IPython runs shell commands under a pseudo-terminal and scripts on an event loop in a thread of its own. A sandbox has
 no terminals, and a thread would spoil every later fork. Here a child simply inherits descriptors 1 and 2, or gets a
 pipe when somebody wants its output. An interrupt ends the child with all of its process group, and goes on.
+
+Where a command may mean pip, its shell gets functions that lead to `pip_answers` (see `pip_programs`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
+from IPython.core.magics.packaging import PackagingMagics
 from IPython.core.magics.script import ScriptMagics
 from IPython.utils.process import arg_split
 
+from . import pip_programs
 from .interrupts import Gate
 from .lanes import OutStream
+from .pip_programs import Counter
 
 # How long an interrupted command may take to end by itself.
 _GRACE = 0.3
+# In these, pip can be a function.
+_SHELLS = ("bash", "sh", "dash")
 
 
 def run_command(command: str, gate: Gate) -> int:
     """Runs a shell command whose output belongs to the cell. Returns its exit code, negative for a signal."""
     if _prints_to_lanes():
-        process, _ = _run(_shell(command), gate, stdin=subprocess.DEVNULL)
-    else:
-        process, output = _run(
-            _shell(command), gate, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        sys.stdout.write(output[0].decode("utf-8", "replace"))
-    return process.returncode
+        return _run_shell(command, gate)[0]
+    code, output = _run_shell(command, gate, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    sys.stdout.write(output)
+    return code
 
 
 def read_command(command: str, gate: Gate) -> tuple[str, int]:
     """Runs a shell command and returns what it printed, errors included, with its exit code."""
-    process, output = _run(
-        _shell(command), gate, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    return output[0].decode("utf-8", "replace"), process.returncode
+    code, output = _run_shell(command, gate, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return output, code
 
 
 def install_script_magic() -> None:
@@ -55,26 +59,60 @@ def install_script_magic() -> None:
     ScriptMagics.shebang = _run_script
 
 
+def install_pip(gate: Callable[[], Gate]) -> None:
+    """Has `%pip`, `%uv`, `os.system` and `subprocess` do pip's work without pip. `gate` finds the gate of the running cell."""
+    pip_programs.install_in_subprocess()
+    for name in ("pip", "uv"):
+        original = getattr(PackagingMagics, name, None)
+        if original is not None:
+            setattr(PackagingMagics, name, _magic(name, original))
+    system = os.system
+
+    @functools.wraps(system)
+    def run(command: Any) -> int:
+        if not isinstance(command, str) or not pip_programs.may_start_pip(command):
+            return system(command)
+        code = run_command(command, gate())
+        return code << 8 if code >= 0 else -code
+
+    os.system = run
+
+
+def _magic(name: str, original: Any) -> Any:
+    """Makes `%pip` or `%uv`. Like the shell command, but that it never raises."""
+
+    @functools.wraps(original)
+    def run(self: Any, line: str) -> None:
+        self.shell.user_ns["_exit_code"] = run_command(f"{name} {line}", self.shell.gate)
+
+    return run
+
+
 def _run_script(self: Any, line: str, cell: str) -> None:
     options, command = _run_script.parser.parse_known_args(arg_split(line, posix=True))  # type: ignore[attr-defined]
     if not cell.endswith("\n"):
         cell += "\n"
     is_captured = not _prints_to_lanes()
-    with _readable(cell.encode("utf-8", "replace")) as script:
-        try:
-            if options.bg:
-                _run_in_background(self, command, options, script)
+    name = os.path.basename(command[0]) if command else ""
+    is_for_shell = name in _SHELLS and not options.bg
+    with _counter(cell if is_for_shell else "", name) as counter:
+        functions = counter.functions if counter else ""
+        with _readable((functions + cell).encode("utf-8", "replace")) as script:
+            try:
+                if options.bg:
+                    _run_in_background(self, command, options, script)
+                    return
+                process, outputs = _run(
+                    command,
+                    self.shell.gate,
+                    counter,
+                    stdin=script,
+                    stdout=subprocess.PIPE if options.out or is_captured else None,
+                    stderr=subprocess.PIPE if options.err or is_captured else None,
+                )
+            except FileNotFoundError:
+                print(f"Couldn't find program: {command[0]!r}")
                 return
-            process, outputs = _run(
-                command,
-                self.shell.gate,
-                stdin=script,
-                stdout=subprocess.PIPE if options.out or is_captured else None,
-                stderr=subprocess.PIPE if options.err or is_captured else None,
-            )
-        except FileNotFoundError:
-            print(f"Couldn't find program: {command[0]!r}")
-            return
     for name, data, stream in zip((options.out, options.err), outputs, (sys.stdout, sys.stderr)):
         text = data.decode("utf-8", "replace")
         if name:
@@ -104,15 +142,37 @@ def _prints_to_lanes() -> bool:
     return isinstance(sys.stdout, OutStream) and isinstance(sys.stderr, OutStream)
 
 
-def _shell(command: str) -> list[str]:
-    return [shutil.which("bash") or "/bin/sh", "-c", command]
+def _run_shell(command: str, gate: Gate, **streams: Any) -> tuple[int, str]:
+    """Runs a command in the shell. Returns its exit code and what came out of its pipe, if it has one."""
+    shell = shutil.which("bash") or "/bin/sh"
+    with _counter(command, os.path.basename(shell)) as counter:
+        functions = counter.functions if counter else ""
+        process, output = _run([shell, "-c", functions + command], gate, counter, stdin=subprocess.DEVNULL, **streams)
+    return process.returncode, output[0].decode("utf-8", "replace")
 
 
-def _run(command: list[str], gate: Gate, **streams: Any) -> tuple[subprocess.Popen[bytes], tuple[bytes, bytes]]:
+@contextlib.contextmanager
+def _counter(command: str, shell: str) -> Iterator[Counter | None]:
+    """Opens a counter for a shell whose command may start pip, for as long as the block lasts."""
+    if not pip_programs.may_start_pip(command):
+        yield None
+        return
+    counter = Counter(is_bash=shell == "bash")
+    try:
+        yield counter
+    finally:
+        counter.close()
+
+
+def _run(
+    command: list[str], gate: Gate, counter: Counter | None, **streams: Any
+) -> tuple[subprocess.Popen[bytes], tuple[bytes, bytes]]:
     """Runs a program to its end. Returns it with what came out of its pipes, if it has any.
 
     Interrupts wait while it starts: one in the middle would leave a process that nobody knows.
     """
+    if counter is not None:
+        return _run_with_counter(command, gate, counter, **streams)
     with gate.held():
         process = subprocess.Popen(command, start_new_session=True, **streams)
         try:
@@ -122,6 +182,32 @@ def _run(command: list[str], gate: Gate, **streams: Any) -> tuple[subprocess.Pop
             _end_group(process)
             raise
     return process, (output or b"", errors or b"")
+
+
+def _run_with_counter(
+    command: list[str], gate: Gate, counter: Counter, **streams: Any
+) -> tuple[subprocess.Popen[bytes], tuple[bytes, bytes]]:
+    """Does the same beside a counter. Files take the place of pipes: nobody could empty a pipe while the host is asked."""
+    files = {name: _readable(b"") for name, stream in streams.items() if stream == subprocess.PIPE}
+    with gate.held():
+        process = subprocess.Popen(
+            command, start_new_session=True, pass_fds=(counter.descriptor,), **{**streams, **files}
+        )
+        try:
+            with gate.passing():
+                counter.serve(process)
+        except BaseException:
+            _end_group(process)
+            raise
+    return process, (_content(files.get("stdout")), _content(files.get("stderr")))
+
+
+def _content(file: IO[bytes] | None) -> bytes:
+    if file is None:
+        return b""
+    with file:
+        file.seek(0)
+        return file.read()
 
 
 def _readable(data: bytes) -> IO[bytes]:

@@ -22,7 +22,20 @@ import warnings
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from . import PROTOCOL_VERSION, branch, bundles, descriptors, files, folders, interrupts, luggage, processes, variables
+from . import (
+    PROTOCOL_VERSION,
+    branch,
+    bundles,
+    descriptors,
+    files,
+    folders,
+    interrupts,
+    luggage,
+    packages,
+    processes,
+    variables,
+)
+from .asking import Desk
 from .channel import Channel
 from .files import FileRefused, Upload
 from .frames import BrokenFrame, Header
@@ -75,6 +88,7 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
     """
     watch_processes()
     processes.install_script_magic()
+    processes.install_pip(lambda: Shell.instance().gate)
     shell = create_shell()
     for name in preload:
         try:
@@ -87,6 +101,7 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
         _rehearse(shell, _PRIMING_CELLS + _LOADING_CELLS)
         for _ in range(_REHEARSALS):
             _rehearse(shell, _PRIMING_CELLS)
+        importlib.import_module("importlib.metadata")  # Newer Pythons import it when a package is added, for 30 ms.
         reseed()  # The first call makes OpenSSL set itself up, which costs every session less if it happens here.
         gc.collect()
         _fill_gaps()
@@ -121,6 +136,7 @@ def serve(
         lanes = Lanes(gate, channel, bytes(16), (1, 2))
         session = Session(shell, gate, lanes, channel, os.path.abspath(workdir), scratch)
         session.say_hello(_emptied(workdir) if empty else {})
+        session.desk.activate()
         sys.stdout = sys.__stdout__ = lanes.stdout
         sys.stderr = sys.__stderr__ = lanes.stderr
         lanes.activate()
@@ -158,6 +174,7 @@ class Session:
         self._kept: folders.Tree | None = None
         self._process = _own_number()
         self._execution: Any = None
+        self.desk = Desk(gate, lanes, channel)
         self._upload: Upload | None = None
         self._upload_id: Any = None
         shell.outlet = self
@@ -169,6 +186,9 @@ class Session:
         kind, number = header["type"], header.get("id")
         if kind == "execute":
             self._execute(number, payload.decode("utf-8", "replace"))
+            return
+        if kind == "packages":
+            self._add_packages(number, header.get("paths"))
             return
         try:
             if kind == "branch":
@@ -247,6 +267,7 @@ class Session:
         if gate not in (_FORK, _UNDO):
             raise BrokenFrame("the host did not open the gate")
         self._process = _own_number()
+        self.desk.renew()
         self._upload = None
         arrival = luggage.unpack(packed, around, is_fork=gate == _FORK)
         self._kept = arrival.kept
@@ -284,11 +305,13 @@ class Session:
         harmless = changes_nothing(code, self._shell)
         self._gate.open()
         self._lanes.open_cell({"type": "started", "id": number})
+        self.desk.open_cell(number)
         failure = self._shell.run(code, self._gate)
         if _own_number() != self._process:
             # A child that user code forked ran to the end of the cell. Only its parent answers the host.
             sys.stdout.flush()
             os._exit(0 if failure is None else 1)
+        self.desk.close_cell()
         self._lanes.close_cell()
         done = {
             "type": "done",
@@ -301,6 +324,17 @@ class Session:
         if harmless if failure is None else not self._shell.has_run and is_undisturbed(self._shell):
             done["unchanged"] = True
         self._lanes.send(done)
+
+    def _add_packages(self, number: Any, paths: Any) -> None:
+        try:
+            loaded = packages.add(paths)
+        except Exception as cause:
+            # Whatever the user has made of sys.path, the request is answered.
+            reason = "missing" if isinstance(cause, packages.NotAFolder) else "other"
+            message = f"the packages could not be added: {cause}"
+            self._channel.send({"type": "failed", "id": number, "reason": reason, "message": message})
+        else:
+            self._channel.send({"type": "packages_added", "id": number, "loaded": loaded})
 
     def _variables(self) -> dict[str, Any]:
         before, after = self._names, self._look_at_names()

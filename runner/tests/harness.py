@@ -21,6 +21,9 @@ from .merger import Event, Frame, Merger, Text
 
 RUNNER = Path(__file__).resolve().parent.parent
 
+# The frames that end a request.
+_LAST_WORDS = ("file_end", "written", "failed", "branched", "packages_added")
+
 # Nothing in these tests takes this long. A test that waits longer has found a bug.
 PATIENCE = 20
 
@@ -113,6 +116,9 @@ class Runner:
         self._channel_is_open = True
         self._number = 0
         self.rotations = 0
+        # What the session asks: the headers of all questions, and who answers. None is no answer yet; see `answer`.
+        self.asked: list[dict[str, Any]] = []
+        self.respond: Callable[[dict[str, Any]], dict[str, Any] | None] = _refuse
         while not self._frames_seen:
             if not self._channel_is_open:
                 channel.close()
@@ -182,6 +188,9 @@ class Runner:
                     started = True
                     if when_started is not None:
                         when_started()
+                elif kind == "ask":
+                    assert isinstance(event, Frame)
+                    self._hear(event.header)
                 elif kind == "done":
                     assert isinstance(event, Frame)
                     assert event.header["id"] == self._number
@@ -195,6 +204,22 @@ class Runner:
             if not self._pump():
                 raise Died(events + self._merger.remains())
             self._take_frames()
+
+    def answer(self, number: int, **members: Any) -> None:
+        """Answers a question."""
+        self._send({"type": "answer", "ask": number, **members}, b"")
+
+    def add_packages(self, *paths: str) -> Frame:
+        """Adds folders of packages; returns the answer."""
+        self._number += 1
+        return self.request({"type": "packages", "id": self._number, "paths": list(paths)})[-1]
+
+    def _hear(self, question: dict[str, Any]) -> None:
+        assert question["id"] == self._number
+        self.asked.append(question)
+        answer = self.respond(question)
+        if answer is not None:
+            self.answer(question["ask"], **answer)
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
@@ -211,13 +236,17 @@ class Runner:
         return watch
 
     def request(self, header: dict[str, Any], payload: bytes = b"", answers: bool = True) -> list[Frame]:
-        """Sends a file request and returns the frames that answer it."""
+        """Sends a request and returns the frames that answer it."""
         self._send(header, payload)
+        return self.replies() if answers else []
+
+    def replies(self) -> list[Frame]:
+        """Returns the frames that answer the oldest request that is not answered yet."""
         got: list[Frame] = []
-        while answers and not (got and got[-1].header["type"] in ("file_end", "written", "failed", "branched")):
-            while self._frames_seen:
+        while not (got and got[-1].header["type"] in _LAST_WORDS):
+            if self._frames_seen:
                 got.append(Frame(*self._frames_seen.pop(0)))
-            if not (got and got[-1].header["type"] in ("file_end", "written", "failed", "branched")) and not self._pump():
+            elif not self._pump():
                 raise Died([*got])
         return got
 
@@ -280,6 +309,11 @@ class Runner:
         for pipe in self._pipes:
             os.close(pipe)
         self._pipes = []
+
+
+def _refuse(question: dict[str, Any]) -> dict[str, Any]:
+    """Answers as a host does that does not know what is asked."""
+    return {"ok": False, "text": f"ERROR: this server does not answer {question['what']!r}"}
 
 
 class Checkpoint:

@@ -50,7 +50,7 @@ pub(super) enum Command {
     Run(RunArguments),
     /// Show what isolation this machine can enforce, what is missing, and the cure
     Doctor(DoctorArguments),
-    /// List, build and remove Python environments
+    /// List, build, show and remove Python environments
     #[command(subcommand, arg_required_else_help = true)]
     Env(EnvCommand),
 }
@@ -59,7 +59,8 @@ const MCP_EXAMPLES: &str = "\
 Examples:
   cellblock mcp
   cellblock mcp --workspace ~/work --allowed-dir ~/Downloads
-  cellblock mcp --mount ~/datasets:data:ro --memory 4G --timeout 5m";
+  cellblock mcp --mount ~/datasets:data:ro --memory 4G --timeout 5m
+  cellblock mcp --allowed-domain '*.example.com' --secret TOKEN=env:TOKEN@api.example.com";
 
 const RUN_EXAMPLES: &str = "\
 Examples:
@@ -129,6 +130,12 @@ pub(super) enum EnvCommand {
     /// Build an environment now instead of at first use
     #[command(after_help = BUILD_EXAMPLES)]
     Build(BuildArguments),
+    /// Print the lock of an environment: exact versions with hashes
+    #[command(after_help = SHOW_EXAMPLES)]
+    Show {
+        /// The environment's name
+        name: String,
+    },
     /// Remove an environment that no server uses
     Remove {
         /// The environment's name
@@ -140,20 +147,40 @@ const BUILD_EXAMPLES: &str = "\
 Examples:
   cellblock env build                                         the environment that sessions use by default
   cellblock env build science --packages scipy 'polars>=1' --python 3.12
+  cellblock env build science --requirements requirements.txt
+  cellblock env build science --pyproject --extra plots       the dependencies of the project in this folder
+  cellblock env build science --locked science.lock           exactly what \"cellblock env show science\" printed elsewhere
   cellblock mcp --environment science                         … and how it is used";
 
-#[derive(Args)]
+const SHOW_EXAMPLES: &str = "\
+Example:
+  cellblock env show science > science.lock                   to make the same environment elsewhere";
+
+#[derive(Args, Default)]
+#[command(group = ArgGroup::new("contents").args(["packages", "requirements", "pyproject", "locked"]))]
 pub(super) struct BuildArguments {
     /// The environment's name [default: the one that sessions use]
     pub name: Option<String>,
     /// The Python to build it with: a version such as 3.12, or the path of an interpreter
     #[arg(long, value_name = "VERSION|PATH")]
     pub python: Option<String>,
-    /// What to install; needed for a name that the configuration does not describe
+    /// What to install; a name that the configuration does not describe needs this or one of the next three
     #[arg(long, value_name = "REQUIREMENT", num_args = 1..)]
     pub packages: Vec<String>,
+    /// Requirements files that say what to install
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    pub requirements: Vec<PathBuf>,
+    /// Install the dependencies of a project [default file: pyproject.toml]
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "pyproject.toml")]
+    pub pyproject: Option<PathBuf>,
+    /// A group of the project's optional dependencies; repeat for more
+    #[arg(long = "extra", value_name = "NAME", requires = "pyproject", conflicts_with_all = ["packages", "requirements", "locked"])]
+    pub extras: Vec<String>,
+    /// Install exactly what a lock lists: a requirements file with exact versions and hashes
+    #[arg(long, value_name = "FILE")]
+    pub locked: Option<PathBuf>,
     /// Modules to import before the first session, so that sessions start with them
-    #[arg(long, value_name = "MODULE", num_args = 1.., requires = "packages")]
+    #[arg(long, value_name = "MODULE", num_args = 1.., requires = "contents")]
     pub preload: Vec<String>,
 }
 
@@ -200,6 +227,28 @@ pub(super) struct SandboxArguments {
     /// Isolation layer that may be missing on this machine; repeat for more
     #[arg(long = "allow-missing", value_name = "LAYER", value_parser = clap::builder::PossibleValuesParser::new(LayerKind::ALL.map(LayerKind::name)))]
     allow_missing: Vec<String>,
+    #[command(flatten)]
+    network: NetworkArguments,
+}
+
+/// Flags about what sandboxes may reach and install.
+#[derive(Args, Default)]
+struct NetworkArguments {
+    /// Host that code inside may reach, such as example.com, *.example.com, 192.168.1.0/24 or example.com:8443; repeat for more
+    #[arg(long = "allowed-domain", value_name = "RULE")]
+    allowed_domains: Vec<String>,
+    /// Host that code inside may never reach, whatever else is allowed; written like an allowed one; repeat for more
+    #[arg(long = "denied-domain", value_name = "RULE")]
+    denied_domains: Vec<String>,
+    /// What code inside may reach: nothing, what is listed, or everything [default: listed if something is, else none]
+    #[arg(long, value_name = "none|listed|all")]
+    allow_network: Option<String>,
+    /// Value that is put into HTTPS requests to a host and never goes inside, where NAME is a placeholder; repeat for more
+    #[arg(long = "secret", value_name = "NAME=env:VAR@HOST[:HEADER]")]
+    secrets: Vec<String>,
+    /// Whether packages can be installed into sessions: on or off [default: on]
+    #[arg(long, value_name = "WORD")]
+    install_packages: Option<String>,
 }
 
 /// Flags about sessions that are copied: `undo`, `fork_session`, `explore`. One run of code has no past and no branches.
@@ -236,7 +285,7 @@ impl Arguments {
 
 impl SandboxArguments {
     fn add_to(&self, flags: Flags) -> Flags {
-        flags
+        let flags = flags
             .single(Key::Workspace, self.workspace.clone())
             .repeated(Key::AllowedDirs, self.allowed_dirs.clone())
             .single(Key::Environment, self.environment.clone())
@@ -249,7 +298,19 @@ impl SandboxArguments {
             .single(Key::MaxSessions, self.max_sessions.clone())
             .single(Key::IdleTimeout, self.idle_timeout.clone())
             .single(Key::Profile, self.profile.clone())
-            .repeated(Key::AllowMissing, self.allow_missing.clone())
+            .repeated(Key::AllowMissing, self.allow_missing.clone());
+        self.network.add_to(flags)
+    }
+}
+
+impl NetworkArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        flags
+            .repeated(Key::AllowedDomains, self.allowed_domains.clone())
+            .repeated(Key::DeniedDomains, self.denied_domains.clone())
+            .single(Key::AllowNetwork, self.allow_network.clone())
+            .repeated(Key::Secrets, self.secrets.clone())
+            .single(Key::InstallPackages, self.install_packages.clone())
     }
 }
 
@@ -303,11 +364,27 @@ mod tests {
             &["mcp", "--mount", "/a:b:ro", "--mount", "/c:d", "--log-level", "DEBUG"],
             &["mcp", "--undo", "off", "--undo-checkpoints", "3", "--undo-files", "0", "--explore-parallel", "2"],
             &["mcp", "--family-memory", "8G"],
+            &[
+                "mcp",
+                "--allowed-domain",
+                "*.example.com",
+                "--allowed-domain",
+                "192.0.2.7",
+                "--denied-domain",
+                "a.example.com",
+            ],
+            &["mcp", "--allow-network", "all", "--secret", "A=env:B@example.com", "--install-packages", "off"],
+            &["run", "-c", "1", "--allowed-domain", "example.com:8000,8443"],
             &["--config", "x.yaml", "mcp"],
             &["doctor", "--json"],
             &["env", "list", "--json"],
             &["env", "build"],
             &["env", "build", "science", "--packages", "scipy", "polars>=1", "--python", "3.12", "--preload", "scipy"],
+            &["env", "build", "science", "--requirements", "a.txt", "b.txt", "--preload", "scipy"],
+            &["env", "build", "science", "--pyproject", "--extra", "a", "--extra", "b"],
+            &["env", "build", "science", "--pyproject", "elsewhere/pyproject.toml"],
+            &["env", "build", "science", "--locked", "science.lock"],
+            &["env", "show", "science"],
             &["env", "remove", "science"],
         ] {
             assert!(parse(line).is_ok(), "{line:?}");
@@ -316,6 +393,11 @@ mod tests {
             &["fly"][..],
             &["mcp", "--allow-missing", "roof"],
             &["env", "remove"],
+            &["env", "show"],
+            &["env", "build", "a", "--packages", "x", "--locked", "y"],
+            &["env", "build", "a", "--requirements", "x", "--pyproject"],
+            &["env", "build", "a", "--packages", "x", "--extra", "y"],
+            &["env", "build", "a", "--preload", "x"],
             &["mcp", "--log-level", "loud"],
             &["run", "-c", "1", "--undo", "on"],
         ] {

@@ -1,6 +1,8 @@
 //! `cellblock env …`: environments from the command line.
 
+use std::ffi::OsStr;
 use std::io::Write;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail};
 use serde_json::json;
@@ -10,7 +12,9 @@ use super::cli::{BuildArguments, EnvCommand};
 use super::progress;
 use crate::config::Settings;
 use crate::config::quantity::format_size;
-use crate::environment::{self, Built, EnvironmentError, EnvironmentName, EnvironmentSpec, PythonRequest, spec};
+use crate::environment::{
+    self, Built, Environment, EnvironmentError, EnvironmentName, EnvironmentSpec, Input, Lockfile, PythonRequest, spec,
+};
 use crate::sandbox::Preparation;
 
 /// Carries out one command and writes its result to `output`.
@@ -26,6 +30,7 @@ pub(super) async fn execute(
             output.write_all(text.as_bytes())?;
         }
         EnvCommand::Build(arguments) => build(&arguments, settings, output).await?,
+        EnvCommand::Show { name } => show(&name, settings, output)?,
         EnvCommand::Remove { name } => {
             let freed = environment::remove(&settings.data_dir, &parse_name(&name)?)?;
             writeln!(output, "removed {name}, {} freed", format_size(freed))?;
@@ -35,25 +40,73 @@ pub(super) async fn execute(
 }
 
 async fn build(arguments: &BuildArguments, settings: &Settings, output: &mut (dyn Write + Send)) -> anyhow::Result<()> {
-    let spec = wanted(arguments, settings)?;
-    let environment = ensure_with_progress(&spec, settings).await?;
+    let wish = wanted(arguments, settings)?;
+    let (spec, environment) = fulfil_with_progress(wish, settings).await?;
     let packages = spec.requirements().join(", ");
     writeln!(output, "{} is ready: Python {}, {packages}", spec.name, environment.python_version)?;
     Ok(())
 }
 
-/// Builds or finds an environment and shows the progress meanwhile.
-async fn ensure_with_progress(
-    spec: &EnvironmentSpec,
+/// Prints the lock of the newest environment of a name.
+fn show(name: &str, settings: &Settings, output: &mut (dyn Write + Send)) -> anyhow::Result<()> {
+    let wanted = parse_name(name)?;
+    let built = environment::list(&settings.data_dir).into_iter().find(|built| built.record.name == wanted);
+    let built = built.ok_or_else(|| anyhow!("there is no environment \"{name}\" to show; build it first"))?;
+    let lock = built.lock().ok_or_else(|| {
+        anyhow!("\"{name}\" was built by an older version, which wrote no lock; \"cellblock env build {name}\" builds it again")
+    })?;
+    output.write_all(lock.as_bytes())?;
+    Ok(())
+}
+
+/// What a build is to make.
+#[derive(Debug, PartialEq, Eq)]
+enum Wish {
+    /// What is known already, or was listed on the command line.
+    Spec(EnvironmentSpec),
+    /// What files ask for. The packages of the description follow from them.
+    Files {
+        input: Input,
+        name: EnvironmentName,
+        preload: Vec<String>,
+        python: Option<PythonRequest>,
+    },
+    Locked(Lockfile, EnvironmentSpec),
+}
+
+async fn fulfil(
+    wish: Wish,
+    data_dir: &Path,
+    tell: environment::Progress<'_>,
+) -> Result<(EnvironmentSpec, Environment), EnvironmentError> {
+    let (lockfile, spec) = match wish {
+        Wish::Spec(spec) => {
+            let environment = environment::ensure(&spec, data_dir, tell).await?;
+            return Ok((spec, environment));
+        }
+        Wish::Files { input, name, preload, python } => {
+            let (lockfile, python) = environment::resolve(&input, python.as_ref(), data_dir, tell).await?;
+            let packages = lockfile.requirements();
+            (lockfile, EnvironmentSpec { name, packages, preload, python })
+        }
+        Wish::Locked(lockfile, spec) => (lockfile, spec),
+    };
+    let environment = environment::ensure_locked(&spec, &lockfile, data_dir, tell).await?;
+    Ok((spec, environment))
+}
+
+/// Builds or finds what is wished and shows the progress meanwhile.
+async fn fulfil_with_progress(
+    wish: Wish,
     settings: &Settings,
-) -> Result<environment::Environment, EnvironmentError> {
+) -> Result<(EnvironmentSpec, Environment), EnvironmentError> {
     let (told, heard) = watch::channel(Preparation::Working { step: "starting".to_owned(), done: 0, total: None });
     let tell = |progress: environment::EnvironmentProgress| {
         let environment::EnvironmentProgress { step, done, total } = progress;
         told.send_replace(Preparation::Working { step, done, total });
     };
     let work = async {
-        let result = environment::ensure(spec, &settings.data_dir, &tell).await;
+        let result = fulfil(wish, &settings.data_dir, &tell).await;
         told.send_replace(Preparation::Ready);
         result
     };
@@ -63,40 +116,84 @@ async fn ensure_with_progress(
 }
 
 /// Decides what to build: what the configuration describes, or what the flags say about a name of their own.
-fn wanted(arguments: &BuildArguments, settings: &Settings) -> anyhow::Result<EnvironmentSpec> {
+fn wanted(arguments: &BuildArguments, settings: &Settings) -> anyhow::Result<Wish> {
     let name = arguments.name.as_deref().map_or_else(|| Ok(settings.environment.clone()), parse_name)?;
-    let known = settings.environments.get(&name);
-    let python = match arguments.python.as_deref() {
-        Some(text) => Some(
-            PythonRequest::parse(text)
-                .ok_or_else(|| anyhow!("--python {text}: it must be {}", PythonRequest::ALLOWED))?,
-        ),
-        None => None,
-    };
+    let python = arguments.python.as_deref().map(parse_python).transpose()?;
     if let Some(misfit) = arguments.packages.iter().find(|package| !spec::is_requirement(package)) {
         bail!("--packages {misfit}: it must be {}", spec::REQUIREMENT_ALLOWED);
     }
     if let Some(misfit) = arguments.preload.iter().find(|module| !spec::is_module_name(module)) {
         bail!("--preload {misfit}: it must be a module name such as numpy or matplotlib.pyplot");
     }
-    let is_changed = !arguments.packages.is_empty() || python.is_some();
-    match known {
-        Some(known) if !is_changed => Ok(known.clone()),
+    let preload = arguments.preload.clone();
+    let is_filled = !arguments.packages.is_empty()
+        || !arguments.requirements.is_empty()
+        || arguments.pyproject.is_some()
+        || arguments.locked.is_some();
+    match settings.environments.get(&name) {
+        Some(known) if !is_filled && python.is_none() => return Ok(Wish::Spec(known.clone())),
         // A server would follow the configuration and build its own again, so the flags would be forgotten.
         Some(_) if settings.described.contains(&name) => bail!(
             "\"{name}\" is built in or described in the configuration file, so its packages and Python are changed there \
              (environments: {name}: …), or under another name here"
         ),
-        _ if arguments.packages.is_empty() => {
-            bail!("there is no environment \"{name}\" yet: say what to install with --packages")
-        }
-        _ => Ok(EnvironmentSpec {
-            name,
-            packages: arguments.packages.clone(),
-            preload: arguments.preload.clone(),
-            python: python.unwrap_or(PythonRequest::Any),
-        }),
+        _ if !is_filled => bail!(
+            "there is no environment \"{name}\" yet: say what to install with --packages, --requirements, --pyproject or --locked"
+        ),
+        _ => {}
     }
+    if let Some(file) = &arguments.locked {
+        return locked(file, name, preload, python);
+    }
+    Ok(match input(arguments)? {
+        Some(input) => Wish::Files { input, name, preload, python },
+        None => {
+            let packages = arguments.packages.clone();
+            Wish::Spec(EnvironmentSpec { name, packages, preload, python: python.unwrap_or(PythonRequest::Any) })
+        }
+    })
+}
+
+fn parse_python(text: &str) -> anyhow::Result<PythonRequest> {
+    PythonRequest::parse(text).ok_or_else(|| anyhow!("--python {text}: it must be {}", PythonRequest::ALLOWED))
+}
+
+/// Reads a lock. Unless another Python is asked for, it is the one that the versions were chosen for.
+fn locked(
+    file: &Path,
+    name: EnvironmentName,
+    preload: Vec<String>,
+    python: Option<PythonRequest>,
+) -> anyhow::Result<Wish> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("could not read the lock {}", file.display()))?;
+    let lockfile = Lockfile::parse(&text).with_context(|| format!("{} is not a lock", file.display()))?;
+    let python = python.or(lockfile.python()).unwrap_or(PythonRequest::Any);
+    let spec = EnvironmentSpec { name, packages: lockfile.requirements(), preload, python };
+    Ok(Wish::Locked(lockfile, spec))
+}
+
+/// Returns the files that say what to install, if files do.
+fn input(arguments: &BuildArguments) -> anyhow::Result<Option<Input>> {
+    if let Some(written) = &arguments.pyproject {
+        let file = if written.is_dir() { written.join(PROJECT_FILE) } else { written.clone() };
+        if file.file_name() != Some(OsStr::new(PROJECT_FILE)) {
+            bail!("--pyproject {}: it must be a file called {PROJECT_FILE}, or its folder", written.display());
+        }
+        return Ok(Some(Input::Project { file: existing("--pyproject", &file)?, extras: arguments.extras.clone() }));
+    }
+    let files = arguments.requirements.iter().map(|file| existing("--requirements", file));
+    let files = files.collect::<anyhow::Result<Vec<_>>>()?;
+    Ok(Some(files).filter(|files| !files.is_empty()).map(Input::Requirements))
+}
+
+const PROJECT_FILE: &str = "pyproject.toml";
+
+/// Returns the full path of a file, because the installer works in another folder.
+fn existing(flag: &str, file: &Path) -> anyhow::Result<PathBuf> {
+    if !file.is_file() {
+        bail!("{flag} {}: there is no such file", file.display());
+    }
+    std::path::absolute(file).with_context(|| format!("{flag} {}: it cannot be found", file.display()))
 }
 
 fn parse_name(name: &str) -> anyhow::Result<EnvironmentName> {
@@ -167,13 +264,20 @@ mod tests {
             name: name.map(str::to_owned),
             python: python.map(str::to_owned),
             packages: packages.iter().map(|package| (*package).to_owned()).collect(),
-            preload: Vec::new(),
+            ..BuildArguments::default()
         }
     }
 
-    fn outcome(name: Option<&str>, python: Option<&str>, packages: &[&str]) -> Result<EnvironmentSpec, String> {
+    fn wish(arguments: &BuildArguments) -> Result<Wish, String> {
         let folder = tempfile::tempdir().unwrap();
-        wanted(&arguments(name, python, packages), &settings_below(folder.path())).map_err(|error| error.to_string())
+        wanted(arguments, &settings_below(folder.path())).map_err(|error| format!("{error:#}"))
+    }
+
+    fn outcome(name: Option<&str>, python: Option<&str>, packages: &[&str]) -> Result<EnvironmentSpec, String> {
+        match wish(&arguments(name, python, packages))? {
+            Wish::Spec(spec) => Ok(spec),
+            other => panic!("it is not described by packages: {other:?}"),
+        }
     }
 
     #[test]
@@ -196,6 +300,54 @@ mod tests {
     }
 
     #[test]
+    fn files_are_found_before_anything_is_built() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str| folder.path().join(name);
+        std::fs::write(file("a.txt"), "six").unwrap();
+        std::fs::write(file(PROJECT_FILE), "[project]").unwrap();
+        let named = || arguments(Some("a"), None, &[]);
+        let requirements = |name: &str| BuildArguments { requirements: vec![file(name)], ..named() };
+        let project = |path: PathBuf| BuildArguments { pyproject: Some(path), extras: vec!["x".to_owned()], ..named() };
+        let input = |arguments: BuildArguments| -> Result<Input, String> {
+            match wish(&arguments)? {
+                Wish::Files { input, .. } => Ok(input),
+                other => panic!("it is not described by files: {other:?}"),
+            }
+        };
+        assert_eq!(input(requirements("a.txt")), Ok(Input::Requirements(vec![file("a.txt")])));
+        let expected = Input::Project { file: file(PROJECT_FILE), extras: vec!["x".to_owned()] };
+        assert_eq!(input(project(folder.path().to_owned())), Ok(expected.clone()));
+        assert_eq!(input(project(file(PROJECT_FILE))), Ok(expected));
+        let refusal = |arguments: BuildArguments| input(arguments).unwrap_err();
+        assert!(refusal(requirements("b.txt")).ends_with("b.txt: there is no such file"));
+        assert!(refusal(project(file("a.txt"))).contains("called pyproject.toml"));
+        let described = BuildArguments { name: Some("default".to_owned()), ..requirements("a.txt") };
+        assert!(refusal(described).contains("another name"));
+    }
+
+    #[test]
+    fn a_lock_decides_packages_and_python() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("a.lock");
+        let locked = |text: &str, python: Option<&str>| {
+            std::fs::write(&file, text).unwrap();
+            wish(&BuildArguments { locked: Some(file.clone()), ..arguments(Some("a"), python, &[]) })
+        };
+        let text = "# Locked by Cellblock for Python 3.12 on linux x86_64.\nipython==9.0 --hash=sha256:aa\n";
+        let python = |wish: Result<Wish, String>| match wish.unwrap() {
+            Wish::Locked(lockfile, spec) => {
+                assert_eq!((spec.requirements(), lockfile.requirements().len()), (vec!["ipython==9.0".to_owned()], 1));
+                spec.python.to_string()
+            }
+            other => panic!("it is not locked: {other:?}"),
+        };
+        assert_eq!(python(locked(text, None)), "Python 3.12");
+        assert_eq!(python(locked(text, Some("3.13"))), "Python 3.13");
+        let refusal = locked("ipython==9.0\n", None).unwrap_err();
+        assert!(refusal.contains("a.lock is not a lock: \"ipython==9.0\" has no hash"), "{refusal}");
+    }
+
+    #[test]
     fn mistakes_name_their_flag() {
         assert!(outcome(Some("a"), None, &["--index-url=x"]).unwrap_err().starts_with("--packages --index-url=x"));
         assert!(outcome(Some("a"), Some("2.7"), &["x"]).unwrap_err().starts_with("--python 2.7"));
@@ -215,5 +367,7 @@ mod tests {
         let refusal =
             execute(EnvCommand::Remove { name: "a".to_owned() }, &settings, &mut Vec::new()).await.unwrap_err();
         assert!(refusal.to_string().contains("there is no environment \"a\""));
+        let refusal = execute(EnvCommand::Show { name: "a".to_owned() }, &settings, &mut Vec::new()).await.unwrap_err();
+        assert!(refusal.to_string().contains("there is no environment \"a\" to show"));
     }
 }

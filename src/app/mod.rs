@@ -6,6 +6,8 @@
 mod cli;
 mod doctor;
 mod env_command;
+mod network;
+mod packages;
 mod progress;
 mod run;
 mod serve;
@@ -21,10 +23,13 @@ use clap::Parser;
 use tokio::sync::watch;
 
 use self::cli::{Arguments, Command};
+use self::network::WayOut;
+use self::packages::Packages;
 use crate::config::{self, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
 use crate::sandbox::native::{NativeBackend, NativeSettings, WORK_FOLDER, WarmEnvironment};
 use crate::sandbox::{Backend, Preparation};
+use crate::session::install::{Installer, Source};
 use crate::session::{self, SessionSettings, Sessions, WorkFolder};
 use crate::telemetry;
 
@@ -94,17 +99,66 @@ pub enum Warmth {
     OneShot,
 }
 
-/// Makes the backend; the environment and the warm interpreter are prepared in the background.
-fn native_backend(settings: &Settings, warmth: Warmth) -> anyhow::Result<Arc<dyn Backend>> {
+/// Makes the backend and its sessions; the environment and the warm interpreter are prepared in the background.
+fn house(settings: &Settings, warmth: Warmth) -> anyhow::Result<House> {
+    // One run of code ends before an installation would pay off.
+    let packages = if warmth == Warmth::OneShot { None } else { Packages::new(settings)? };
+    let backend = native_backend(settings, warmth, packages.clone())?;
+    let sessions = sessions(settings, warmth, backend, packages.clone());
+    if let Some(packages) = &packages {
+        packages.work_in(sessions.clone());
+    }
+    Ok(House { sessions, packages })
+}
+
+/// The sessions of a command, and what serves them.
+struct House {
+    sessions: Sessions,
+    packages: Option<Arc<Packages>>,
+}
+
+impl House {
+    /// Ends everything and leaves nothing behind.
+    async fn shut_down(&self) {
+        self.sessions.shut_down().await;
+        if let Some(packages) = &self.packages {
+            packages.clean_up();
+        }
+    }
+}
+
+fn native_backend(
+    settings: &Settings,
+    warmth: Warmth,
+    packages: Option<Arc<Packages>>,
+) -> anyhow::Result<Arc<dyn Backend>> {
     let preparation =
         watch::Sender::new(Preparation::Working { step: "preparing Python".to_owned(), done: 0, total: None });
-    let environment = prepare_environment(
+    let know = packages.clone();
+    let environment = prepare_environment_and(
         settings.environment_spec().clone(),
         settings.data_dir.clone(),
         warmth,
         preparation.clone(),
+        move |environment| {
+            if let Some(packages) = know {
+                packages.know(environment);
+            }
+        },
     );
+    let way_out = WayOut::new(settings, packages.as_ref().map(|packages| packages.ports()).unwrap_or_default())?;
     let mut native = native_settings(settings)?;
+    native.variables.extend(way_out.variables);
+    let environment = async move {
+        let mut warm = environment.await?;
+        warm.binds.extend(way_out.binds);
+        warm.network = way_out.network;
+        if let Some(packages) = &packages {
+            warm.binds.extend(packages.binds());
+        }
+        warm.held.push(Box::new(way_out.certificates));
+        Ok(warm)
+    };
     if warmth == Warmth::OneShot {
         (native.pool, native.empty) = (0, 0);
     }
@@ -143,6 +197,16 @@ pub async fn prepare_environment(
     warmth: Warmth,
     preparation: watch::Sender<Preparation>,
 ) -> Result<WarmEnvironment, String> {
+    prepare_environment_and(spec, data_dir, warmth, preparation, |_| ()).await
+}
+
+async fn prepare_environment_and(
+    spec: EnvironmentSpec,
+    data_dir: PathBuf,
+    warmth: Warmth,
+    preparation: watch::Sender<Preparation>,
+    know: impl FnOnce(&Environment) + Send,
+) -> Result<WarmEnvironment, String> {
     let tell = |progress: environment::EnvironmentProgress| {
         preparation.send_replace(Preparation::Working {
             step: progress.step,
@@ -154,6 +218,7 @@ pub async fn prepare_environment(
     let with_causes = |error| format!("{:#}", anyhow::Error::new(error));
     let built = environment::ensure(&spec, &data_dir, &tell).await.map_err(with_causes)?;
     let runner = runner_files::ensure_runner(&data_dir, &built).await.map_err(with_causes)?;
+    know(&built);
     Ok(warm_environment(built, runner, warmth))
 }
 
@@ -181,7 +246,8 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
         variables,
         preload,
         quick: warmth == Warmth::OneShot,
-        held: Box::new(environment),
+        network: None,
+        held: vec![Box::new(environment)],
     }
 }
 
@@ -190,7 +256,12 @@ fn work_folder(settings: &Settings) -> WorkFolder {
 }
 
 /// Makes the sessions of a command. One that runs code once has nothing to undo and keeps no past of it.
-fn sessions(settings: &Settings, warmth: Warmth, backend: Arc<dyn Backend>) -> Sessions {
+fn sessions(
+    settings: &Settings,
+    warmth: Warmth,
+    backend: Arc<dyn Backend>,
+    packages: Option<Arc<Packages>>,
+) -> Sessions {
     let undo = match (warmth, settings.undo) {
         (Warmth::OneShot, _) | (_, config::Undo::Off) => session::Undo::Off,
         (Warmth::Full, config::Undo::On { checkpoints, files }) => session::Undo::On { checkpoints, files },
@@ -204,6 +275,7 @@ fn sessions(settings: &Settings, warmth: Warmth, backend: Arc<dyn Backend>) -> S
             undo,
             explore_parallel: settings.explore_parallel,
             memory_limit: Some(settings.limits.memory),
+            packages: Source(packages.map(|packages| packages as Arc<dyn Installer>)),
             ..SessionSettings::default()
         },
     )

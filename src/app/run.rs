@@ -28,9 +28,9 @@ const LARGEST_FILE: u64 = 1 << 30;
 /// Carries out the command.
 pub(super) async fn execute(arguments: &RunArguments, settings: Settings) -> anyhow::Result<ExitCode> {
     let (name, code) = read_code(&arguments.source())?;
-    let backend = native_backend(&settings, Warmth::OneShot)?;
+    let backend = native_backend(&settings, Warmth::OneShot, None)?;
     let shown = tokio::spawn(progress::show(backend.preparation()));
-    let sessions = sessions(&settings, Warmth::OneShot, backend);
+    let sessions = sessions(&settings, Warmth::OneShot, backend, None);
     let cancel = CancellationToken::new();
     let interrupted = cancel.clone();
     tokio::spawn(async move {
@@ -97,6 +97,9 @@ fn print(outcome: &Outcome, folder: &Path, name: &str) -> anyhow::Result<()> {
     // The notes are for callers that come back to a session; this one is over.
     if let Some(sentence) = ending(&outcome.status) {
         writeln!(err, "cellblock: {sentence}")?;
+    }
+    for blocked in &outcome.blocked {
+        writeln!(err, "cellblock: {blocked}")?;
     }
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use tracing::info;
 
-use super::{Warmth, native_backend, sessions, work_folder};
+use super::{Warmth, house, work_folder};
 use crate::config::{Settings, Undo};
 use crate::mcp::{self, HostFiles, McpSettings};
 
@@ -15,10 +15,9 @@ const LARGEST_FILE: u64 = 1 << 30;
 /// Serves until the client closes standard input or a signal asks to end.
 pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
     let files = HostFiles::new(&settings.allowed_dirs, LARGEST_FILE).context("an allowed directory cannot be used")?;
-    let backend = native_backend(&settings, Warmth::Full)?;
-    let sessions = sessions(&settings, Warmth::Full, backend);
+    let house = house(&settings, Warmth::Full)?;
     let server = mcp::Server::new(
-        sessions.clone(),
+        house.sessions.clone(),
         files,
         McpSettings {
             default_timeout: settings.timeout,
@@ -26,6 +25,8 @@ pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
             idle_timeout: settings.idle_timeout,
             work_folder: work_folder(&settings),
             can_undo: settings.undo != Undo::Off,
+            network: settings.network.rules.clone(),
+            can_install: house.packages.is_some(),
             ..McpSettings::default()
         },
     );
@@ -36,7 +37,7 @@ pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
             Ok(())
         }
     };
-    sessions.shut_down().await;
+    house.shut_down().await;
     served.map(|()| ExitCode::SUCCESS)
 }
 

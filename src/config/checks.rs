@@ -1,7 +1,11 @@
 //! From what was written to checked values.
 //!
 //! `settle` is pure: it takes the sources as values and a way to read the few files they name. Every refusal names the setting, where
-//! it was written, what was given and what is allowed.
+//! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
+//!
+//! `network` has the settings about what sessions may reach. Files that hold secrets are read there, by those who know how to treat them.
+
+mod network;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
@@ -14,9 +18,11 @@ use std::time::Duration;
 use super::folders::{self, Machine};
 use super::layers::{self, Flags, Key, Member, Merged, Origin, Written};
 use super::quantity::{format_duration, format_size, parse_duration, parse_size};
-use super::{ConfigError, InvalidValue, Mount, Profile, Settings, Undo, Variables, dotenv};
+use super::{ConfigError, InvalidValue, Mount, Packages, Profile, Settings, Undo, Variables, dotenv};
 use crate::environment::{EnvironmentName, EnvironmentSpec, PythonRequest, spec};
 use crate::sandbox::{LayerKind, SandboxLimits};
+
+pub use network::SecretProblem;
 
 /// Everything settings are made from.
 pub(super) struct Sources {
@@ -54,7 +60,7 @@ const MOST_VARIANTS: usize = 16;
 /// Prefix of variables that are passed on to the inside without it.
 const PASSED_ON: &str = "KERNEL_ENV_";
 
-/// Makes checked settings of all sources. It looks at no file but those it reads through `read`, and makes nothing.
+/// Makes checked settings of all sources. It looks at no file but those it reads through `read` and those that hold secrets, and makes nothing.
 pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, ConfigError> {
     let Sources { file, variables: surroundings, flags, machine } = sources;
     let file = file.map(|(path, text)| layers::from_file(&path, &text)).transpose()?.unwrap_or_default();
@@ -105,13 +111,17 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
     };
 
     let environments = check.environments()?;
+    let mut variables = check.variables(workspace.as_deref(), &surroundings, read, &mut notices)?;
+    let secrets = check.secrets(&surroundings)?;
+    secrets.keep_out_of(&mut variables, &mut notices)?;
+    let network = check.network(&secrets, &mut notices)?;
 
     Ok(Settings {
         environment: check.environment_name()?,
         described: environments.keys().cloned().collect(),
         environments,
         mounts: check.mounts()?,
-        variables: check.variables(workspace.as_deref(), &surroundings, read, &mut notices)?,
+        variables,
         timeout,
         max_timeout,
         max_sessions,
@@ -121,6 +131,8 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         explore_parallel: check
             .number(Key::ExploreParallel, 1..=MOST_VARIANTS)?
             .unwrap_or(machine.cores.clamp(1, MOST_VARIANTS)),
+        network,
+        packages: check.packages()?,
         profile: check.profile()?,
         allow_missing: check.allow_missing()?,
         runtime_dir: folders::runtime_dir(&surroundings, &machine),
@@ -133,6 +145,7 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         limits,
         data_dir,
         notices,
+        secret_files: secrets.into_files(),
     })
 }
 
@@ -173,6 +186,15 @@ impl Check<'_> {
         self.read(key, &allowed, |text| within(text.trim().parse::<N>(), &range))
     }
 
+    fn switch(&self, key: Key) -> Result<Option<bool>, ConfigError> {
+        // YAML has its own opinion about the bare words, so that they may arrive as true and false.
+        self.read(key, "on or off", |text| match text.trim().to_ascii_lowercase().as_str() {
+            "on" | "true" => Ok(true),
+            "off" | "false" => Ok(false),
+            _ => Err(None),
+        })
+    }
+
     /// Reads one text and names everything about it when it is refused.
     fn read<T>(
         &self,
@@ -210,13 +232,17 @@ impl Check<'_> {
         // In a workspace other people write too, and undo would take their work back; the operator must want that.
         let usual = if has_workspace { 0 } else { 64 * MIB };
         let files = self.size(Key::UndoFiles, 0..=16 * TIB)?.unwrap_or(usual);
-        // YAML has its own opinion about the bare words, so that they may arrive as true and false.
-        let on = self.read(Key::Undo, "on or off", |text| match text.trim().to_ascii_lowercase().as_str() {
-            "on" | "true" => Ok(true),
-            "off" | "false" => Ok(false),
-            _ => Err(None),
-        })?;
-        Ok(if on.unwrap_or(true) { Undo::On { checkpoints, files } } else { Undo::Off })
+        Ok(if self.switch(Key::Undo)?.unwrap_or(true) { Undo::On { checkpoints, files } } else { Undo::Off })
+    }
+
+    fn packages(&self) -> Result<Packages, ConfigError> {
+        Ok(Packages {
+            allowed: self.switch(Key::InstallPackages)?.unwrap_or(true),
+            size: self.size(Key::PackageSize, MIB..=16 * TIB)?.unwrap_or(GIB),
+            timeout: self
+                .duration(Key::PackageTimeout, Duration::from_secs(1)..=24 * HOUR)?
+                .unwrap_or(Duration::from_secs(300)),
+        })
     }
 
     fn path(&self, key: Key) -> Result<Option<PathBuf>, ConfigError> {
@@ -234,11 +260,15 @@ impl Check<'_> {
         if text.is_empty() || text.contains('\0') {
             return Err(invalid(key, origin, text, "a path", None));
         }
+        Ok(self.at_its_place(origin, text))
+    }
+
+    fn at_its_place(&self, origin: &Origin, path: &str) -> PathBuf {
         let base = match origin {
             Origin::File { path, .. } => path.parent().unwrap_or(Path::new("/")),
             Origin::Variable(_) | Origin::Flag(_) => self.current_dir,
         };
-        Ok(folders::absolute(text, base, self.home))
+        folders::absolute(path, base, self.home)
     }
 
     fn environment_name(&self) -> Result<EnvironmentName, ConfigError> {
@@ -509,34 +539,34 @@ mod tests {
     use super::*;
 
     /// One case: sources in, settings out.
-    struct Case {
-        sources: Sources,
+    pub(super) struct Case {
+        pub(super) sources: Sources,
         files: BTreeMap<PathBuf, String>,
     }
 
-    fn case() -> Case {
+    pub(super) fn case() -> Case {
         let machine = Machine { cores: 4, user_id: 7, current_dir: "/here".into(), temporary_dir: "/tmp".into() };
         let variables = BTreeMap::from([("HOME".to_owned(), "/home/me".to_owned())]);
         Case { sources: Sources { file: None, variables, flags: Flags::default(), machine }, files: BTreeMap::new() }
     }
 
     impl Case {
-        fn yaml(mut self, text: &str) -> Case {
+        pub(super) fn yaml(mut self, text: &str) -> Case {
             self.sources.file = Some(("/etc/cellblock/config.yaml".into(), text.to_owned()));
             self
         }
 
-        fn variable(mut self, name: &str, value: &str) -> Case {
+        pub(super) fn variable(mut self, name: &str, value: &str) -> Case {
             self.sources.variables.insert(name.to_owned(), value.to_owned());
             self
         }
 
-        fn flag(mut self, key: Key, value: &str) -> Case {
+        pub(super) fn flag(mut self, key: Key, value: &str) -> Case {
             self.sources.flags = self.sources.flags.single(key, Some(value.to_owned()));
             self
         }
 
-        fn flags(mut self, key: Key, values: &[&str]) -> Case {
+        pub(super) fn flags(mut self, key: Key, values: &[&str]) -> Case {
             let values = values.iter().map(|value| (*value).to_owned()).collect();
             self.sources.flags = self.sources.flags.repeated(key, values);
             self
@@ -547,7 +577,7 @@ mod tests {
             self
         }
 
-        fn result(self) -> Result<Settings, ConfigError> {
+        pub(super) fn result(self) -> Result<Settings, ConfigError> {
             let files = self.files;
             settle(self.sources, &|file| {
                 let (NamedFile::ByOperator(path) | NamedFile::InWorkspace(path)) = file;
@@ -555,11 +585,11 @@ mod tests {
             })
         }
 
-        fn settings(self) -> Settings {
+        pub(super) fn settings(self) -> Settings {
             self.result().expect("it should be accepted")
         }
 
-        fn refusal(self) -> String {
+        pub(super) fn refusal(self) -> String {
             self.result().expect_err("it should be refused").to_string()
         }
     }

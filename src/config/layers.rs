@@ -39,6 +39,16 @@ pub enum Key {
     UndoFiles,
     ExploreParallel,
     FamilyMemory,
+    AllowNetwork,
+    AllowedDomains,
+    DeniedDomains,
+    Secrets,
+    NetworkConnections,
+    NetworkBandwidth,
+    NetworkQuestions,
+    InstallPackages,
+    PackageSize,
+    PackageTimeout,
     Profile,
     AllowMissing,
     DataDir,
@@ -51,6 +61,8 @@ enum Shape {
     Single,
     /// Several texts; separated by commas in an environment variable.
     List,
+    /// The same, but a text may hold commas itself. A variable is kept whole, and whoever knows what the texts mean takes it apart.
+    Phrases,
     /// Names and values. A stronger source adds to a weaker one instead of replacing it.
     Pairs,
     /// Nested, so only the file can hold it.
@@ -59,7 +71,7 @@ enum Shape {
 
 impl Key {
     /// Every setting: its name in the file, its flag, its shape. `CELLBLOCK_` and the name in capitals is its variable.
-    const TABLE: [(Key, &'static str, &'static str, Shape); 26] = [
+    const TABLE: [(Key, &'static str, &'static str, Shape); 36] = [
         (Key::Workspace, "workspace", "--workspace", Shape::Single),
         (Key::AllowedDirs, "allowed_dirs", "--allowed-dir", Shape::List),
         (Key::Environment, "environment", "--environment", Shape::Single),
@@ -82,6 +94,16 @@ impl Key {
         (Key::UndoFiles, "undo_files", "--undo-files", Shape::Single),
         (Key::ExploreParallel, "explore_parallel", "--explore-parallel", Shape::Single),
         (Key::FamilyMemory, "family_memory", "--family-memory", Shape::Single),
+        (Key::AllowNetwork, "allow_network", "--allow-network", Shape::Single),
+        (Key::AllowedDomains, "allowed_domains", "--allowed-domain", Shape::Phrases),
+        (Key::DeniedDomains, "denied_domains", "--denied-domain", Shape::Phrases),
+        (Key::Secrets, "secrets", "--secret", Shape::Phrases),
+        (Key::NetworkConnections, "network_connections", "", Shape::Single),
+        (Key::NetworkBandwidth, "network_bandwidth", "", Shape::Single),
+        (Key::NetworkQuestions, "network_questions", "", Shape::Single),
+        (Key::InstallPackages, "install_packages", "--install-packages", Shape::Single),
+        (Key::PackageSize, "package_size", "", Shape::Single),
+        (Key::PackageTimeout, "package_timeout", "", Shape::Single),
         (Key::Profile, "profile", "--profile", Shape::Single),
         (Key::AllowMissing, "allow_missing", "--allow-missing", Shape::List),
         (Key::DataDir, "data_dir", "", Shape::Single),
@@ -212,7 +234,7 @@ pub(super) fn from_file(path: &Path, text: &str) -> Result<Layer, ConfigError> {
     let whole: Written = serde_saphyr::from_str(text).map_err(|error| ConfigError::Yaml {
         path: path.to_owned(),
         line: error.location().map(|location| location.line()).filter(|line| *line > 0),
-        why: first_line(&error.to_string()),
+        why: with_advice(first_line(&error.to_string())),
     })?;
     let members = match whole {
         Written::Nothing => Vec::new(),
@@ -244,7 +266,9 @@ pub(super) fn from_environment(variables: &BTreeMap<String, String>) -> Result<(
         let Some(name) = variable.strip_prefix(PREFIX) else { continue };
         let origin = Origin::Variable(variable.clone());
         match Key::from_name(&name.to_ascii_lowercase()).filter(|key| key.shape() != Shape::FileOnly) {
-            Some(key) if key.shape() == Shape::Single => layer.0.push((key, origin, Written::Text(value.clone()))),
+            Some(key) if matches!(key.shape(), Shape::Single | Shape::Phrases) => {
+                layer.0.push((key, origin, Written::Text(value.clone())));
+            }
             Some(key) => {
                 let parts = value.split(',').map(str::trim).filter(|part| !part.is_empty());
                 layer.0.push((key, origin, Written::List(parts.map(|part| Written::Text(part.to_owned())).collect())));
@@ -347,6 +371,14 @@ fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a s
         .filter(|(similarity, _)| *similarity >= LOOKS_LIKE)
         .max_by(|left, right| left.0.total_cmp(&right.0))
         .map(|(_, known)| known)
+}
+
+/// Adds what to do about the one mistake that is easily made here and hard to guess from the parser's words.
+fn with_advice(why: String) -> String {
+    if why.contains("unknown anchor") {
+        return format!("{why}; write a text that begins with * in quotes, such as \"*.example.com\"");
+    }
+    why
 }
 
 fn first_line(text: &str) -> String {
@@ -475,6 +507,26 @@ mod tests {
         assert!(message.starts_with("config.yaml line "), "{message}");
         assert!(refusal(file("- a\n- b")).contains("key: value"));
         assert!(refusal(file("cpus: 1\ncpus: 2")).contains("line 2"));
+    }
+
+    #[test]
+    fn a_star_without_quotes_is_refused_with_advice() {
+        for text in ["cpus: 1\nallowed_domains: [*.example.com]\n", "allowed_domains:\n- **.example.com\n"] {
+            let message = refusal(file(text));
+            assert!(
+                message.contains("line 2") && message.ends_with("in quotes, such as \"*.example.com\""),
+                "{message}"
+            );
+        }
+        assert!(file("allowed_domains: ['*.example.com']").is_ok()); // control
+    }
+
+    #[test]
+    fn a_variable_whose_texts_may_hold_commas_is_kept_whole() {
+        let set = variables(&[("CELLBLOCK_ALLOWED_DOMAINS", "a:1,2,b"), ("CELLBLOCK_MOUNTS", "a:b,c:d")]);
+        let merged = Merged::from_weakest_to_strongest([from_environment(&set).unwrap().0]);
+        assert_eq!(merged.texts(Key::AllowedDomains).unwrap().unwrap().1, ["a:1,2,b"]);
+        assert_eq!(merged.texts(Key::Mounts).unwrap().unwrap().1, ["a:b", "c:d"]);
     }
 
     #[test]

@@ -26,6 +26,9 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use cellblock_egress::gateway::Limits;
+use cellblock_egress::rules::Rules;
+use cellblock_egress::secrets::Secret;
 use rustix::fs::{CWD, Mode, OFlags};
 
 use crate::environment::{self, EnvironmentName, EnvironmentSpec};
@@ -33,7 +36,7 @@ use crate::sandbox::{LayerKind, SandboxLimits};
 use checks::{NamedFile, Sources};
 use folders::Machine;
 
-pub use checks::LOG_LEVELS;
+pub use checks::{LOG_LEVELS, SecretProblem};
 pub use dotenv::DotenvError;
 pub use layers::{Flags, Key, Origin};
 pub use variables::Variables;
@@ -66,6 +69,8 @@ pub struct Settings {
     pub undo: Undo,
     /// How many variants of one `explore` run at the same time.
     pub explore_parallel: usize,
+    pub network: Network,
+    pub packages: Packages,
     pub profile: Profile,
     /// Isolation layers that may be missing.
     pub allow_missing: BTreeSet<LayerKind>,
@@ -77,6 +82,8 @@ pub struct Settings {
     pub log_filter: Option<String>,
     /// What was coped with while settings were read; to be logged as warnings once there is a log.
     pub notices: Vec<String>,
+    /// Files that hold secrets. `load` has made sure that no sandbox is shown one.
+    secret_files: Vec<PathBuf>,
 }
 
 impl Settings {
@@ -96,6 +103,28 @@ pub enum Undo {
         files: u64,
     },
     Off,
+}
+
+/// What sessions may reach, by the operator's will.
+#[derive(Debug, Clone)]
+pub struct Network {
+    /// What is allowed, the hosts of secrets among it, and what is denied all the same. Permits nothing unless the operator says otherwise.
+    pub rules: Rules,
+    /// Values that never go inside, each with the hosts it may be sent to. Their names differ, and none is the name of a variable in
+    /// [`Settings::variables`].
+    pub secrets: Vec<Secret>,
+    /// What one session may use of the network.
+    pub limits: Limits,
+}
+
+/// Whether and how sessions may install packages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Packages {
+    pub allowed: bool,
+    /// Bytes that one installation may hold at most.
+    pub size: u64,
+    /// How long one installation may take.
+    pub timeout: Duration,
 }
 
 /// A host folder shown below the working folder.
@@ -144,6 +173,13 @@ pub enum ConfigError {
     Invalid(Box<InvalidValue>),
     #[error("{origin}: the variable {name} is refused: {why}")]
     Variable { origin: Origin, name: String, why: &'static str },
+    #[error("{origin}: number {number} of secrets cannot be used")]
+    Secret {
+        origin: Origin,
+        number: usize,
+        #[source]
+        cause: SecretProblem,
+    },
     #[error("could not read variables from {}", path.display())]
     EnvFile {
         path: PathBuf,
@@ -169,6 +205,11 @@ pub enum ConfigError {
         path.display(), trusted.display()
     )]
     Overlap { key: &'static str, path: PathBuf, trusted: PathBuf },
+    #[error(
+        "the file {} holds a secret, but it lies in {}, which the setting {key} shows to sandboxes. Move it to another folder",
+        path.display(), shown.display()
+    )]
+    SecretShown { key: &'static str, path: PathBuf, shown: PathBuf },
 }
 
 /// A value that a setting cannot have.
@@ -281,7 +322,8 @@ fn make_folders(settings: &mut Settings, user_id: u32) -> Result<(), ConfigError
             if mount.writable { folders::make_shared(&mount.host) } else { folders::existing_folder(&mount.host) };
         mount.host = real.map_err(folder_error("mounts", &mount.host))?;
     }
-    refuse_overlaps(settings)
+    refuse_overlaps(settings)?;
+    refuse_shown_secrets(settings)
 }
 
 /// Refuses to let a sandbox write where the host's own tools, environments or sockets are.
@@ -292,6 +334,26 @@ fn refuse_overlaps(settings: &Settings) -> Result<(), ConfigError> {
         for trusted in [&settings.data_dir, &settings.runtime_dir] {
             if folders::overlap(path, trusted) {
                 return Err(ConfigError::Overlap { key, path: path.clone(), trusted: trusted.clone() });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Refuses a secret in a file that code inside could read, or that a client could have uploaded.
+fn refuse_shown_secrets(settings: &Settings) -> Result<(), ConfigError> {
+    let workspace = settings.workspace.iter().map(|path| ("workspace", path));
+    let allowed_dirs = settings.allowed_dirs.iter().map(|path| ("allowed_dirs", path));
+    let mounts = settings.mounts.iter().map(|mount| ("mounts", &mount.host));
+    let folders: Vec<_> = workspace.chain(allowed_dirs).chain(mounts).collect();
+    for written in &settings.secret_files {
+        let unreadable = |cause| ConfigError::Unreadable { path: written.clone(), cause };
+        let real = written.canonicalize().map_err(unreadable)?;
+        // A link is as good as the file: code that can replace it makes us send another one.
+        let folder = written.parent().unwrap_or(Path::new("/")).canonicalize().map_err(unreadable)?;
+        for place in [real.as_path(), folder.as_path()] {
+            if let Some((key, shown)) = folders.iter().find(|(_, shown)| place.starts_with(shown)) {
+                return Err(ConfigError::SecretShown { key, path: written.clone(), shown: (*shown).clone() });
             }
         }
     }
@@ -371,6 +433,40 @@ mod tests {
         ));
         outcome(None, mount("made", true), &base).unwrap();
         assert!(base.join("made").is_dir());
+    }
+
+    #[test]
+    fn a_secret_in_a_folder_that_sandboxes_are_shown_is_refused() {
+        let base = tempfile::tempdir().unwrap();
+        let base = base.path().canonicalize().unwrap();
+        for folder in ["shown", "hidden"] {
+            std::fs::create_dir(base.join(folder)).unwrap();
+            std::fs::write(base.join(folder).join("token"), "sk-0123456789-canary").unwrap();
+        }
+        std::os::unix::fs::symlink(base.join("shown/token"), base.join("hidden/to_shown")).unwrap();
+        std::os::unix::fs::symlink(base.join("hidden/token"), base.join("shown/to_hidden")).unwrap();
+        let shown = base.join("shown");
+        let key_that_shows = |file: &str, change: &dyn Fn(&mut Settings)| {
+            let mut settings = settings_below(&base);
+            settings.secret_files = vec![base.join(file)];
+            change(&mut settings);
+            match make_folders(&mut settings, rustix::process::geteuid().as_raw()) {
+                Ok(()) => None,
+                Err(ConfigError::SecretShown { key, .. }) => Some(key),
+                Err(other) => panic!("{other}"),
+            }
+        };
+        let mount = Mount { host: shown.clone(), inside: "x".into(), writable: false };
+        let in_workspace = |settings: &mut Settings| settings.workspace = Some(shown.clone());
+        let in_allowed_dir = |settings: &mut Settings| settings.allowed_dirs = vec![shown.clone()];
+        let in_mount = |settings: &mut Settings| settings.mounts = vec![mount.clone()];
+        for file in ["shown/token", "shown/to_hidden", "hidden/to_shown"] {
+            assert_eq!(key_that_shows(file, &in_workspace), Some("workspace"), "{file}");
+            assert_eq!(key_that_shows(file, &in_allowed_dir), Some("allowed_dirs"), "{file}");
+            assert_eq!(key_that_shows(file, &in_mount), Some("mounts"), "{file}");
+            assert_eq!(key_that_shows(file, &|_| {}), None, "{file}"); // control
+        }
+        assert_eq!(key_that_shows("hidden/token", &in_workspace), None); // control
     }
 
     #[test]

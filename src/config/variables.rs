@@ -21,6 +21,11 @@ impl Variables {
         self.0.insert(name, value);
     }
 
+    /// Takes a variable away and tells whether there was one.
+    pub(super) fn remove(&mut self, name: &str) -> bool {
+        self.0.remove(name).is_some()
+    }
+
     pub fn as_map(&self) -> &BTreeMap<String, String> {
         &self.0
     }
@@ -50,5 +55,7 @@ mod tests {
         variables.set("TOKEN".to_owned(), "hunter2".to_owned());
         assert_eq!(format!("{variables:?}"), r#"{"TOKEN": [redacted]}"#);
         assert_eq!(variables.get("TOKEN"), Some("hunter2"));
+        assert!(variables.remove("TOKEN") && !variables.remove("TOKEN"));
+        assert_eq!(variables.get("TOKEN"), None);
     }
 }

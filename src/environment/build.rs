@@ -1,7 +1,7 @@
 //! Building an environment.
 //!
 //! ```text
-//! .building-<name>-<hash>/tree     uv makes a virtual environment and installs wheels into it
+//! .building-<name>-<hash>/tree     uv chooses exact versions, makes a virtual environment and installs wheels with the right hashes
 //!                                  links and pyvenv.cfg are turned to the inside, bytecode is compiled, everything is checked
 //! <name>-<hash>/tree               … and the whole folder gets its name in one step
 //! ```
@@ -11,13 +11,15 @@
 
 use std::collections::BTreeMap;
 use std::fs::{File, Permissions};
-use std::io;
+use std::io::{self, Write as _};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::interpreter::{self, Interpreter};
+use super::lockfile::{LOCK_FILE, Lockfile};
 use super::record::{self, FORMAT, Record, Stamp};
+use super::resolve::{self, Wanted};
 use super::{
     ENVIRONMENT_INSIDE, EnvironmentError, EnvironmentName, EnvironmentProgress, EnvironmentSpec, IN_USE_FILE, Progress,
     PythonRequest, TREE, environments_dir, lock, uv, while_doing,
@@ -30,8 +32,11 @@ const DOWNLOADED_PYTHON: &str = "3.13";
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
 /// Builds what `spec` describes and returns its folder. Another process that builds under the same name is waited for first.
+///
+/// It is made from `given`, or from the lock of an environment that was built for the same wish before, or from what uv chooses now.
 pub(super) async fn build(
     spec: &EnvironmentSpec,
+    given: Option<&Lockfile>,
     data_dir: &Path,
     variables: &BTreeMap<String, String>,
     progress: Progress<'_>,
@@ -39,13 +44,19 @@ pub(super) async fn build(
     let folder = environments_dir(data_dir);
     std::fs::create_dir_all(&folder).map_err(while_doing("make the folder for environments"))?;
     let _building = wait_for_turn(&folder, &spec.name, progress).await?;
-    if let Some(directory) = super::find_built(spec, data_dir) {
+    if let Some(directory) = super::find_built(spec, given, data_dir) {
         return Ok(directory);
     }
 
     progress(EnvironmentProgress::step("looking for Python"));
-    let (interpreter, uv) = find_tools(spec, data_dir, variables, progress).await?;
-    let directory_name = record::directory_name(spec, &interpreter);
+    let (interpreter, uv) = find_tools(&spec.python, data_dir, variables, progress).await?;
+    let kept = if given.is_none() { kept_lock(spec, &interpreter, data_dir) } else { None };
+    let locked = match (given, &kept) {
+        (Some(given), _) => Some(given.digest()),
+        (None, Some((_, locked))) => locked.clone(),
+        (None, None) => None,
+    };
+    let directory_name = record::directory_name(spec, &interpreter, locked.as_deref());
     let directory = folder.join(&directory_name);
     if let Some(mut known) = Record::read(&directory) {
         // The same interpreter was installed again: only its file is newer.
@@ -54,11 +65,18 @@ pub(super) async fn build(
         return Ok(directory);
     }
 
+    let lockfile = match given.cloned().or(kept.map(|(lockfile, _)| lockfile)) {
+        Some(lockfile) => lockfile.chosen_for(&interpreter.line()),
+        None => {
+            let wanted = Wanted::Packages(&spec.requirements());
+            resolve::resolve(wanted, &interpreter, &uv, variables, progress).await?
+        }
+    };
     remove_leftovers(&folder, &spec.name);
     let staging = folder.join(format!(".building-{directory_name}"));
     let tree = staging.join(TREE);
     std::fs::create_dir(&staging).map_err(while_doing("make a folder to build in"))?;
-    install(spec, &tree, &interpreter, &uv, variables, progress).await?;
+    install(&lockfile, &staging, &interpreter, &uv, variables, progress).await?;
     progress(EnvironmentProgress::step("compiling bytecode"));
     turn_to_the_inside(&tree, &interpreter).map_err(while_doing("prepare the environment for the inside"))?;
     compile(&interpreter, &tree, ENVIRONMENT_INSIDE).await?;
@@ -76,6 +94,7 @@ pub(super) async fn build(
         packages: spec.requirements(),
         preload: spec.preload.clone(),
         python_request: spec.python.clone(),
+        locked,
         installed: record::installed_packages(&site_packages(&tree, &interpreter))
             .map_err(while_doing("list the packages"))?,
         python_version: interpreter.version.clone(),
@@ -89,9 +108,21 @@ pub(super) async fn build(
     std::fs::set_permissions(&staging, Permissions::from_mode(0o755))
         .map_err(while_doing("open the environment's folder"))?;
     File::create(staging.join(IN_USE_FILE)).map_err(while_doing("make the environment's lock"))?;
+    std::fs::write(staging.join(LOCK_FILE), lockfile.text())
+        .map_err(while_doing("write the lock beside the environment"))?;
     record.write(&staging).map_err(while_doing("write the record of the environment"))?;
     std::fs::rename(&staging, &directory).map_err(while_doing("put the environment in its place"))?;
     Ok(directory)
+}
+
+/// Finds the lock of an environment that was built for the same wish and line of Python: an update of the interpreter changes no package.
+///
+/// Returns with it which lock that environment had to be made from, if any.
+fn kept_lock(spec: &EnvironmentSpec, interpreter: &Interpreter, data_dir: &Path) -> Option<(Lockfile, Option<String>)> {
+    let mut built = super::list(data_dir).into_iter().filter(|built| {
+        built.record.answers(spec) && built.record.python_version.starts_with(&format!("{}.", interpreter.line()))
+    });
+    built.find_map(|built| Some((Lockfile::parse(&built.lock()?).ok()?, built.record.locked)))
 }
 
 async fn wait_for_turn(
@@ -118,22 +149,22 @@ pub(super) fn build_lock(folder: &Path, name: &EnvironmentName) -> PathBuf {
 }
 
 /// Finds the interpreter and uv. Either can help to get the other: Python installs uv, uv downloads Python.
-async fn find_tools(
-    spec: &EnvironmentSpec,
+pub(super) async fn find_tools(
+    python: &PythonRequest,
     data_dir: &Path,
     variables: &BTreeMap<String, String>,
     progress: Progress<'_>,
 ) -> Result<(Interpreter, PathBuf), EnvironmentError> {
     let uv = uv::find(variables, data_dir)?;
-    match (interpreter::find(&spec.python, variables).await, uv) {
+    match (interpreter::find(python, variables).await, uv) {
         (Ok(interpreter), Some(uv)) => Ok((interpreter, uv)),
         (Ok(interpreter), None) => {
             let uv = uv::install(&interpreter, variables, data_dir, progress).await?;
             Ok((interpreter, uv))
         }
         (Err(tried), uv) => {
-            let no_python = |tried| EnvironmentError::NoPython { request: spec.python.clone(), tried };
-            if matches!(spec.python, PythonRequest::Path(_)) {
+            let no_python = |tried| EnvironmentError::NoPython { request: python.clone(), tried };
+            if matches!(python, PythonRequest::Path(_)) {
                 return Err(no_python(tried));
             }
             let uv = match uv {
@@ -144,7 +175,7 @@ async fn find_tools(
                     Err(tried) => return Err(no_python(tried)),
                 },
             };
-            let interpreter = download_python(spec, &uv, data_dir, variables, progress).await?;
+            let interpreter = download_python(python, &uv, data_dir, variables, progress).await?;
             Ok((interpreter, uv))
         }
     }
@@ -152,21 +183,21 @@ async fn find_tools(
 
 /// Lets uv find a Python that is not on the path, or download one into our own folder.
 async fn download_python(
-    spec: &EnvironmentSpec,
+    python: &PythonRequest,
     uv: &Path,
     data_dir: &Path,
     variables: &BTreeMap<String, String>,
     progress: Progress<'_>,
 ) -> Result<Interpreter, EnvironmentError> {
-    let version = match &spec.python {
-        PythonRequest::Version(version) => version.as_str(),
+    let version = match python {
+        PythonRequest::Version(version) | PythonRequest::Range(version) => version.as_str(),
         PythonRequest::Any | PythonRequest::Path(_) => DOWNLOADED_PYTHON,
     };
     let mut variables = uv::installer_variables(variables);
     let mut found = String::new();
     let find = ["python", "find", "--system", "--no-project", "--no-python-downloads", version];
     if uv::run(uv, find, &variables, &mut |line| found = line.to_owned()).await.is_ok()
-        && let Ok(interpreter) = interpreter::examine(Path::new(&found), &spec.python).await
+        && let Ok(interpreter) = interpreter::examine(Path::new(&found), python).await
     {
         return Ok(interpreter);
     }
@@ -181,20 +212,21 @@ async fn download_python(
     uv::run(uv, find, &variables, &mut |line| found = line.to_owned())
         .await
         .map_err(|failure| failure.during(&format!("find the downloaded Python {version}")))?;
-    interpreter::examine(Path::new(&found), &spec.python).await.map_err(|why| EnvironmentError::NoPython {
-        request: spec.python.clone(),
-        tried: vec![format!("{found}: {why}")],
-    })
+    interpreter::examine(Path::new(&found), python)
+        .await
+        .map_err(|why| EnvironmentError::NoPython { request: python.clone(), tried: vec![format!("{found}: {why}")] })
 }
 
+/// Makes a virtual environment and puts into it what the lock lists, and nothing else.
 async fn install(
-    spec: &EnvironmentSpec,
-    tree: &Path,
+    lockfile: &Lockfile,
+    staging: &Path,
     interpreter: &Interpreter,
     uv: &Path,
     variables: &BTreeMap<String, String>,
     progress: Progress<'_>,
 ) -> Result<(), EnvironmentError> {
+    let tree = staging.join(TREE);
     let variables = uv::installer_variables(variables);
     let (tree_text, executable) = (tree.to_string_lossy(), interpreter.executable.to_string_lossy());
     let venv =
@@ -203,13 +235,14 @@ async fn install(
         .await
         .map_err(|failure| failure.during("make a virtual environment with uv"))?;
 
-    progress(EnvironmentProgress::step("resolving packages"));
-    let python = tree.join("bin/python");
+    // It may name an index with a password, so only we can read it, and it does not stay.
+    let mut list = tempfile::NamedTempFile::new_in(staging).map_err(while_doing("make a list for the installer"))?;
+    list.write_all(lockfile.for_installer().as_bytes()).map_err(while_doing("write a list for the installer"))?;
+    let (python, list_text) = (tree.join("bin/python"), list.path().to_string_lossy());
     let python = python.to_string_lossy();
     // Copies, not links into uv's cache: what happens to the cache later must not change a finished environment.
-    let mut install = vec!["pip", "install", "--no-build", "--link-mode", "copy", "--python", &*python, "--"];
-    let requirements = spec.requirements();
-    install.extend(requirements.iter().map(String::as_str));
+    let mut install = vec!["pip", "install", "--require-hashes", "--no-build", "--link-mode", "copy"];
+    install.extend(["--python", &*python, "--requirements", &*list_text]);
     let mut following = uv::Following::default();
     let mut tell = |line: &str| {
         if let Some(told) = following.read(line) {
@@ -329,8 +362,7 @@ for module in modules:
 "#;
 
 pub(super) fn site_packages(tree: &Path, interpreter: &Interpreter) -> PathBuf {
-    let line = interpreter.version.splitn(3, '.').take(2).collect::<Vec<_>>().join(".");
-    tree.join(format!("lib/python{line}/site-packages"))
+    tree.join(format!("lib/python{}/site-packages", interpreter.line()))
 }
 
 /// Makes a tree readable by everybody and writable by its owner only. Returns the bytes of all its files.

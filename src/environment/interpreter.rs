@@ -28,6 +28,11 @@ pub(super) struct Interpreter {
 }
 
 impl Interpreter {
+    /// Returns the line of its version, such as `3.12`. Packages are chosen and installed for a line.
+    pub(super) fn line(&self) -> String {
+        self.version.splitn(3, '.').take(2).collect::<Vec<_>>().join(".")
+    }
+
     /// Returns the path that a host path below the prefix has inside.
     pub(super) fn inside(&self, host: &Path) -> PathBuf {
         path_inside(&self.base_prefix, host)
@@ -193,9 +198,11 @@ fn at_least_3_10(version: &str) -> bool {
 fn candidates(request: &PythonRequest, search_path: &str) -> Vec<PathBuf> {
     let names: Vec<String> = match request {
         PythonRequest::Path(path) => return vec![path.clone()],
-        PythonRequest::Any => ["python3", "python3.14", "python3.13", "python3.12", "python3.11", "python3.10"]
-            .map(str::to_owned)
-            .to_vec(),
+        PythonRequest::Any | PythonRequest::Range(_) => {
+            ["python3", "python3.14", "python3.13", "python3.12", "python3.11", "python3.10"]
+                .map(str::to_owned)
+                .to_vec()
+        }
         PythonRequest::Version(version) => {
             let line = version.splitn(3, '.').take(2).collect::<Vec<_>>().join(".");
             vec![format!("python{line}"), "python3".to_owned()]

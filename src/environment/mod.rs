@@ -3,6 +3,7 @@
 //! ```text
 //! <data folder>/environments/<name>-<hash>/tree                         mounted at /opt/cellblock/env
 //! <data folder>/environments/<name>-<hash>/cellblock-environment.json   what is in it; its presence says that it is complete
+//! <data folder>/environments/<name>-<hash>/requirements.lock            exact versions and hashes that it was installed from
 //! <data folder>/environments/<name>-<hash>/in-use.lock                  shared by every server that uses it
 //! <data folder>/runner/<hash>                                           our own Python, mounted at /opt/cellblock/runner
 //! <data folder>/tools/uv                                                the installer, when the machine has none
@@ -11,22 +12,32 @@
 //! The hash follows from what decides the content, so a finished environment never changes and a changed wish makes a new one. Only
 //! `tree` is shown to sandboxes: a lock inside it could be taken by anybody's code, and the note names paths of the host.
 //!
-//! `spec` says what is wanted, `interpreter` finds Python, `uv` installs, `build` puts it together, `record` remembers.
+//! `spec` says what is wanted, `inputs` are files that say it, `matching` says it for the dependencies of a session. `interpreter` finds
+//! Python, `resolve` chooses exact versions, `lockfile` writes them down with their hashes, `uv` installs, `build` puts it together,
+//! `record` remembers.
 //!
 //! This room never runs code of an installed package.
 
 mod build;
+mod inputs;
 mod interpreter;
 mod lock;
+mod lockfile;
+mod matching;
 mod record;
+mod resolve;
 pub mod runner_files;
 pub mod spec;
 mod uv;
+mod versions;
 
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
+pub use inputs::Input;
+pub use lockfile::{Lockfile, LockfileError};
+pub use matching::{DependencyError, matching};
 pub use record::Record;
 pub use spec::{EnvironmentName, EnvironmentSpec, PythonRequest};
 
@@ -56,6 +67,8 @@ pub struct Environment {
     pub python_version: String,
     /// Modules that the warm interpreter imports before it is forked.
     pub preload: Vec<String>,
+    /// What is installed in it, as `name==version`.
+    pub packages: Vec<String>,
     /// What `LD_LIBRARY_PATH` must hold inside so that the interpreter starts, if anything.
     pub library_path: Option<String>,
     _in_use: lock::Lock,
@@ -114,6 +127,10 @@ pub enum EnvironmentError {
     NoSuchInstaller(PathBuf),
     #[error("could not {attempt}:\n{output}")]
     Installer { attempt: String, output: String },
+    #[error("{}: {why}", file.display())]
+    Input { file: PathBuf, why: String },
+    #[error("the packages cannot be locked")]
+    Lockfile(#[from] LockfileError),
     #[error("the environment was built but cannot be used inside a sandbox: {why}")]
     Unusable { why: String },
     #[error("there is no environment \"{name}\" to remove; built are: {built}")]
@@ -158,31 +175,109 @@ pub async fn ensure(
     data_dir: &Path,
     progress: Progress<'_>,
 ) -> Result<Environment, EnvironmentError> {
-    // A variable that is not UTF-8 could not be shown in an error either; installers do without it.
-    let variables =
-        std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-    ensure_with(spec, data_dir, &variables.collect(), progress).await
+    ensure_with(spec, None, data_dir, &own_variables(), progress).await
+}
+
+/// Like [`ensure`], from exactly what `lockfile` lists. The packages of `spec` are those of the lock.
+pub async fn ensure_locked(
+    spec: &EnvironmentSpec,
+    lockfile: &Lockfile,
+    data_dir: &Path,
+    progress: Progress<'_>,
+) -> Result<Environment, EnvironmentError> {
+    ensure_with(spec, Some(lockfile), data_dir, &own_variables(), progress).await
+}
+
+/// Chooses exact versions of what files ask for, and the Python that goes with them. Nothing is installed.
+pub async fn resolve(
+    input: &Input,
+    python: Option<&PythonRequest>,
+    data_dir: &Path,
+    progress: Progress<'_>,
+) -> Result<(Lockfile, PythonRequest), EnvironmentError> {
+    resolve_with(input, python, data_dir, &own_variables(), progress).await
+}
+
+async fn resolve_with(
+    input: &Input,
+    python: Option<&PythonRequest>,
+    data_dir: &Path,
+    variables: &BTreeMap<String, String>,
+    progress: Progress<'_>,
+) -> Result<(Lockfile, PythonRequest), EnvironmentError> {
+    let python = input.python(python)?;
+    progress(EnvironmentProgress::step("looking for Python"));
+    let (interpreter, uv) = build::find_tools(&python, data_dir, variables, progress).await?;
+    input.check_python(&interpreter.version)?;
+    let wanted = resolve::Wanted::Files(input);
+    Ok((resolve::resolve(wanted, &interpreter, &uv, variables, progress).await?, python))
 }
 
 async fn ensure_with(
     spec: &EnvironmentSpec,
+    lockfile: Option<&Lockfile>,
     data_dir: &Path,
     variables: &BTreeMap<String, String>,
     progress: Progress<'_>,
 ) -> Result<Environment, EnvironmentError> {
     loop {
-        if let Some(directory) = find_built(spec, data_dir)
+        if let Some(directory) = find_built(spec, lockfile, data_dir)
             && let Some(environment) = open(&directory, spec)?
         {
             return Ok(environment);
         }
-        let directory = build::build(spec, data_dir, variables, progress).await?;
+        let directory = build::build(spec, lockfile, data_dir, variables, progress).await?;
         // Another process may have removed it between these two lines; then it is built again.
         if let Some(environment) = open(&directory, spec)? {
             remove_older(data_dir, &spec.name, &directory);
             return Ok(environment);
         }
     }
+}
+
+/// The package installer, and the surroundings that it runs in.
+#[derive(Debug, Clone)]
+pub struct InstallerTools {
+    /// Where it is, or will be once [`InstallerTools::uv`] has been asked for.
+    place: PathBuf,
+    pub variables: BTreeMap<String, String>,
+}
+
+impl InstallerTools {
+    /// Looks for the package installer on this machine. Nothing is installed yet.
+    pub fn find(data_dir: &Path) -> Result<InstallerTools, EnvironmentError> {
+        let variables = own_variables();
+        let place = uv::find(&variables, data_dir)?.unwrap_or_else(|| uv::own_uv(data_dir));
+        Ok(InstallerTools { place, variables: uv::installer_variables(&variables) })
+    }
+
+    /// Returns the host file or folder that shows uv inside, and at which path of the two it is to be shown: as `uv` in `folder`.
+    pub fn to_show(&self, data_dir: &Path, folder: &str) -> (PathBuf, PathBuf) {
+        match uv::own_uv(data_dir).parent() {
+            // It may not be there yet; its folder can be.
+            Some(tools) if self.place.parent() == Some(tools) => (tools.to_owned(), PathBuf::from(folder)),
+            _ => (self.place.clone(), Path::new(folder).join("uv")),
+        }
+    }
+
+    /// Returns uv, which is installed below our own folder if there is none.
+    pub async fn uv(&self, data_dir: &Path) -> Result<PathBuf, EnvironmentError> {
+        let variables = own_variables();
+        if let Some(uv) = uv::find(&variables, data_dir)? {
+            return Ok(uv);
+        }
+        let request = PythonRequest::Any;
+        let found = interpreter::find(&request, &variables).await;
+        let interpreter = found.map_err(|tried| EnvironmentError::NoPython { request, tried })?;
+        uv::install(&interpreter, &variables, data_dir, &|_| ()).await
+    }
+}
+
+/// A variable that is not UTF-8 could not be shown in an error either; installers do without it.
+fn own_variables() -> BTreeMap<String, String> {
+    let all =
+        std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    all.collect()
 }
 
 /// An environment on this machine, as `list` shows it.
@@ -194,6 +289,13 @@ pub struct Built {
     pub in_use: bool,
     /// The processes that use it, as far as they can be seen.
     pub processes: Vec<u32>,
+}
+
+impl Built {
+    /// Returns the text of the lock that it was installed from. Environments of older versions have none.
+    pub fn lock(&self) -> Option<String> {
+        std::fs::read_to_string(self.directory.join(lockfile::LOCK_FILE)).ok()
+    }
 }
 
 /// Lists the environments on this machine by name, newest first.
@@ -266,13 +368,14 @@ fn directories(data_dir: &Path) -> Vec<(EnvironmentName, PathBuf)> {
     entries.flatten().filter_map(named).collect()
 }
 
-/// Finds a finished environment that answers `spec` and whose interpreter is still the same.
-fn find_built(spec: &EnvironmentSpec, data_dir: &Path) -> Option<PathBuf> {
-    directories(data_dir).into_iter().filter(|(name, _)| *name == spec.name).map(|(_, directory)| directory).find(
-        |directory| {
-            Record::read(directory).is_some_and(|record| record.answers(spec) && record.interpreter_is_unchanged())
-        },
-    )
+/// Finds a finished environment that answers `spec`, is made from `lockfile` if there is one, and whose interpreter is still the same.
+fn find_built(spec: &EnvironmentSpec, lockfile: Option<&Lockfile>, data_dir: &Path) -> Option<PathBuf> {
+    let digest = lockfile.map(Lockfile::digest);
+    let is_it = |record: Record| {
+        record.answers(spec) && record.interpreter_is_unchanged() && (digest.is_none() || record.locked == digest)
+    };
+    let of_this_name = directories(data_dir).into_iter().filter(|(name, _)| *name == spec.name);
+    of_this_name.map(|(_, directory)| directory).find(|directory| Record::read(directory).is_some_and(is_it))
 }
 
 /// Opens a finished environment and marks it as used, or returns `None` when it has just been removed.
@@ -287,6 +390,7 @@ fn open(directory: &Path, spec: &EnvironmentSpec) -> Result<Option<Environment>,
         library_path: record.library_dir.as_deref().map(inside),
         python_version: record.python_version,
         preload: spec.preload.clone(),
+        packages: record.installed,
         base_executable: record.executable,
         base_prefix: record.base_prefix,
         _in_use: in_use,

@@ -11,7 +11,7 @@ use super::interpreter::Interpreter;
 use super::{EnvironmentName, EnvironmentSpec, PythonRequest};
 
 /// Raised when environments are laid out differently, so that older ones are built anew.
-pub(super) const FORMAT: u32 = 1;
+pub(super) const FORMAT: u32 = 2;
 
 /// The note's file. It is written last, before the folder gets its final name.
 pub(super) const RECORD_FILE: &str = "cellblock-environment.json";
@@ -25,6 +25,9 @@ pub struct Record {
     pub packages: Vec<String>,
     pub preload: Vec<String>,
     pub python_request: PythonRequest,
+    /// The lock that it was to be made from; without one, versions were chosen when it was built. Its own lock lies beside it either way.
+    #[serde(default)]
+    pub locked: Option<String>,
     /// What was installed, as `name==version`.
     pub installed: Vec<String>,
     pub python_version: String,
@@ -91,8 +94,8 @@ impl Record {
     }
 }
 
-/// Names the folder of an environment after everything that decides what is in it.
-pub(super) fn directory_name(spec: &EnvironmentSpec, interpreter: &Interpreter) -> String {
+/// Names the folder of an environment after everything that decides what is in it. `locked` is the lock that it must be made from.
+pub(super) fn directory_name(spec: &EnvironmentSpec, interpreter: &Interpreter, locked: Option<&str>) -> String {
     let builder = env!("CARGO_PKG_VERSION");
     let content = (
         FORMAT,
@@ -101,6 +104,7 @@ pub(super) fn directory_name(spec: &EnvironmentSpec, interpreter: &Interpreter) 
         &spec.python,
         &interpreter.version,
         interpreter.executable.to_string_lossy(),
+        locked,
     );
     let content = serde_json::to_vec(&content).expect("texts and numbers can always be written as JSON");
     format!("{}-{}", spec.name, short_hash(&content))
@@ -152,20 +156,21 @@ mod tests {
     fn the_folder_is_named_after_everything_that_decides_its_content() {
         let [spec, _] = EnvironmentSpec::built_in();
         let python = interpreter("3.11.2", "/usr/bin/python3.11");
-        let name = directory_name(&spec, &python);
+        let name = directory_name(&spec, &python, None);
         assert_eq!(name_in(&name), Some(spec.name.clone()));
-        assert_eq!(name, directory_name(&spec.clone(), &python));
+        assert_eq!(name, directory_name(&spec.clone(), &python, None));
         let mut other_packages = spec.clone();
         other_packages.packages.push("scipy".to_owned());
         let mut other_request = spec.clone();
         other_request.python = PythonRequest::Version("3.11".to_owned());
         let mut other_preload = spec.clone();
         other_preload.preload.clear();
-        assert_ne!(name, directory_name(&other_packages, &python));
-        assert_ne!(name, directory_name(&other_request, &python));
-        assert_ne!(name, directory_name(&spec, &interpreter("3.11.3", "/usr/bin/python3.11")));
-        assert_ne!(name, directory_name(&spec, &interpreter("3.11.2", "/opt/bin/python3.11")));
-        assert_eq!(name, directory_name(&other_preload, &python));
+        assert_ne!(name, directory_name(&other_packages, &python, None));
+        assert_ne!(name, directory_name(&other_request, &python, None));
+        assert_ne!(name, directory_name(&spec, &interpreter("3.11.3", "/usr/bin/python3.11"), None));
+        assert_ne!(name, directory_name(&spec, &interpreter("3.11.2", "/opt/bin/python3.11"), None));
+        assert_eq!(name, directory_name(&other_preload, &python, None));
+        assert_ne!(name, directory_name(&spec, &python, Some("0123456789ab")));
     }
 
     #[test]

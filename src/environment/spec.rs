@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::versions::VersionRange;
+
 /// The name of an environment: 1 to 40 of lower-case letters, digits, `_` and `-`, starting with a letter.
 ///
 /// It becomes part of a folder's name, so it can hold neither a separator nor a dot.
@@ -61,6 +63,23 @@ pub struct EnvironmentSpec {
     pub python: PythonRequest,
 }
 
+/// What the usual environment holds.
+const SCIENCE: [&str; 13] = [
+    "ipython",
+    "numpy",
+    "pandas",
+    "scipy",
+    "matplotlib",
+    "scikit-learn",
+    "sympy",
+    "seaborn",
+    "statsmodels",
+    "plotly",
+    "pillow",
+    "duckdb",
+    "requests",
+];
+
 impl EnvironmentSpec {
     /// The environments that exist without any configuration.
     pub fn built_in() -> [EnvironmentSpec; 2] {
@@ -68,7 +87,8 @@ impl EnvironmentSpec {
         [
             EnvironmentSpec {
                 name: EnvironmentName("default".to_owned()),
-                packages: words(&["ipython", "numpy", "pandas", "matplotlib"]),
+                packages: words(&SCIENCE),
+                // Only what most sessions need: every module costs the warm interpreter memory, and every copy of it page tables.
                 preload: words(&["numpy", "pandas", "matplotlib.pyplot"]),
                 python: PythonRequest::Any,
             },
@@ -99,6 +119,8 @@ pub enum PythonRequest {
     Any,
     /// A version such as `3.12` or `3.12.4`.
     Version(String),
+    /// A range of versions such as `>=3.11,<3.14`, the way projects require them.
+    Range(String),
     /// The path of an interpreter.
     Path(PathBuf),
 }
@@ -119,12 +141,18 @@ impl PythonRequest {
         }
     }
 
+    /// Reads a range such as `>=3.11, <3.14`.
+    pub fn range(text: &str) -> Option<PythonRequest> {
+        VersionRange::parse(text).map(|_| PythonRequest::Range(text.replace(' ', "")))
+    }
+
     /// Tells whether an interpreter of this full version, such as `3.12.4`, is what was asked for.
     pub fn accepts_version(&self, full: &str) -> bool {
         match self {
             PythonRequest::Version(wanted) => {
                 full == wanted || full.strip_prefix(wanted.as_str()).is_some_and(|rest| rest.starts_with('.'))
             }
+            PythonRequest::Range(range) => VersionRange::parse(range).is_some_and(|range| range.contains(full)),
             PythonRequest::Any | PythonRequest::Path(_) => true,
         }
     }
@@ -134,7 +162,7 @@ impl fmt::Display for PythonRequest {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             PythonRequest::Any => formatter.write_str("any Python"),
-            PythonRequest::Version(version) => write!(formatter, "Python {version}"),
+            PythonRequest::Version(version) | PythonRequest::Range(version) => write!(formatter, "Python {version}"),
             PythonRequest::Path(path) => write!(formatter, "{}", path.display()),
         }
     }
@@ -160,7 +188,8 @@ pub fn is_module_name(text: &str) -> bool {
         })
 }
 
-fn project_name(requirement: &str) -> String {
+/// Returns the name at the beginning of a requirement, in lower case and with dashes.
+pub(super) fn project_name(requirement: &str) -> String {
     let end = requirement.find(|letter: char| !(letter.is_ascii_alphanumeric() || "-_.".contains(letter)));
     requirement[..end.unwrap_or(requirement.len())].to_ascii_lowercase().replace(['_', '.'], "-")
 }
@@ -219,6 +248,9 @@ mod tests {
         assert!(!request.accepts_version("3.1.2"));
         assert!(!request.accepts_version("3.120.0"));
         assert!(!PythonRequest::parse("3.12.4").unwrap().accepts_version("3.12.40"));
+        let range = PythonRequest::range(">=3.11, <3.13").unwrap();
+        assert_eq!(range.to_string(), "Python >=3.11,<3.13");
+        assert!(range.accepts_version("3.12.4") && !range.accepts_version("3.13.0"));
     }
 
     #[test]

@@ -6,7 +6,8 @@ use std::time::Instant;
 
 use super::*;
 
-/// A stand-in for uv: makes the folders that uv would make, with an empty IPython in them. It fails for a package called "broken".
+/// A stand-in for uv: makes the folders that uv would make, with an empty IPython in them. The file "release" beside it decides which
+/// version it chooses, and the last list it installed from stays there too. It fails for a package called "broken".
 const STAND_IN: &str = r#"#!/bin/sh
 echo "$*" >> "$(dirname "$0")/calls"
 case "$1" in
@@ -17,9 +18,17 @@ venv)
     touch "$last/bin/activate"
     ;;
 pip)
-    case "$*" in *broken*) echo "No solution found for broken" >&2; exit 1 ;; esac
+    while [ "$1" != "--python" ]; do case "$1" in compile) step=compile ;; esac; shift; done
+    if [ "$step" = compile ]; then
+        output="$4"
+        for last; do :; done
+        if grep -q broken "$last"; then echo "No solution found for broken" >&2; exit 1; fi
+        { echo "--index-url https://user:password@example.com/simple"
+          echo "ipython==9.$(cat "$(dirname "$0")/release") --hash=sha256:aa --hash=sha256:bb"; } > "$output"
+        exit
+    fi
+    cp "$4" "$(dirname "$0")/installed-from"
     echo "Resolved 2 packages in 1ms" >&2
-    while [ "$1" != "--python" ]; do shift; done
     tree="$(dirname "$(dirname "$2")")"
     site="$tree/lib/python$("$tree/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')/site-packages"
     mkdir -p "$site/IPython" "$site/ipython-9.0.dist-info"
@@ -48,6 +57,7 @@ impl Bench {
         let uv = folder.path().join("uv");
         std::fs::write(&uv, STAND_IN).unwrap();
         std::fs::set_permissions(&uv, std::fs::Permissions::from_mode(0o755)).unwrap();
+        std::fs::write(folder.path().join("release"), "0").unwrap();
         let variables = [("PATH", "/usr/bin:/bin"), ("CELLBLOCK_UV", uv.to_str().unwrap())];
         let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
         Some(Bench { folder, variables, told: Mutex::default() })
@@ -59,12 +69,29 @@ impl Bench {
 
     async fn ensure(&self, spec: &EnvironmentSpec) -> Result<Environment, EnvironmentError> {
         let tell = |progress: EnvironmentProgress| self.told.lock().unwrap().push(progress.step);
-        ensure_with(spec, &self.data_dir(), &self.variables, &tell).await
+        ensure_with(spec, None, &self.data_dir(), &self.variables, &tell).await
+    }
+
+    async fn ensure_locked(&self, spec: &EnvironmentSpec, lock: &Lockfile) -> Result<Environment, EnvironmentError> {
+        ensure_with(spec, Some(lock), &self.data_dir(), &self.variables, &|_| {}).await
+    }
+
+    async fn resolve(&self, input: &Input) -> Result<(Lockfile, PythonRequest), EnvironmentError> {
+        resolve_with(input, None, &self.data_dir(), &self.variables, &|_| {}).await
+    }
+
+    /// Lets the index have a newer version from now on.
+    fn release(&self, number: &str) {
+        std::fs::write(self.folder.path().join("release"), number).unwrap();
+    }
+
+    fn installed_from(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("installed-from")).unwrap()
     }
 
     fn installs(&self) -> usize {
         let calls = std::fs::read_to_string(self.folder.path().join("calls")).unwrap_or_default();
-        calls.lines().filter(|call| call.starts_with("pip")).count()
+        calls.lines().filter(|call| call.starts_with("pip install")).count()
     }
 
     fn names_on_disk(&self) -> Vec<String> {
@@ -149,9 +176,10 @@ async fn two_builders_of_one_name_wait_for_each_other() {
 async fn a_failed_build_repeats_the_installer_and_leaves_nothing_that_looks_finished() {
     let Some(bench) = Bench::new() else { return };
     let failure = bench.ensure(&spec("a", &["broken"])).await.unwrap_err().to_string();
-    assert_eq!(failure, "could not install the packages with uv:\nNo solution found for broken");
+    assert_eq!(failure, "could not resolve the packages with uv:\nNo solution found for broken");
     assert!(list(&bench.data_dir()).is_empty());
-    assert!(bench.names_on_disk().iter().all(|name| name.starts_with(".building-")));
+    assert!(bench.names_on_disk().is_empty());
+    std::fs::create_dir(bench.data_dir().join("environments/.building-a-0123456789ab")).unwrap();
     bench.ensure(&spec("a", &["x"])).await.unwrap();
     assert_eq!(bench.names_on_disk().len(), 1, "what the failed build left is gone");
 }
@@ -189,6 +217,80 @@ async fn what_was_built_by_hand_is_known_by_its_newest_record() {
 }
 
 #[tokio::test]
+async fn an_environment_is_installed_from_its_lock_which_lies_beside_it() {
+    let Some(bench) = Bench::new() else { return };
+    let built = bench.ensure(&spec("a", &["x"])).await.unwrap();
+    let lock = list(&bench.data_dir())[0].lock().unwrap();
+    let expected = format!("# Locked by Cellblock for Python {} on linux", line(&built.python_version));
+    assert!(lock.starts_with(&expected) && lock.contains("ipython==9.0 \\\n    --hash=sha256:aa"), "{lock}");
+    let calls = std::fs::read_to_string(bench.folder.path().join("calls")).unwrap();
+    assert!(calls.contains("--generate-hashes") && calls.contains("pip install --require-hashes"), "{calls}");
+    assert!(bench.installed_from().starts_with("--index-url https://user:password@"), "the index of the build is used");
+    for entry in std::fs::read_dir(built.root.parent().unwrap()).unwrap().map(Result::unwrap) {
+        let text = std::fs::read(entry.path()).unwrap_or_default();
+        assert!(!String::from_utf8_lossy(&text).contains("password"), "{:?} keeps a password", entry.path());
+    }
+}
+
+#[tokio::test]
+async fn a_lock_makes_the_same_environment_again_though_newer_versions_exist() {
+    let Some(bench) = Bench::new() else { return };
+    drop(bench.ensure(&spec("a", &["x"])).await.unwrap());
+    let lock = Lockfile::parse(&list(&bench.data_dir())[0].lock().unwrap()).unwrap();
+    bench.release("1");
+    let mut wish = spec("b", &[]);
+    wish.packages = lock.requirements();
+    let locked = bench.ensure_locked(&wish, &lock).await.unwrap();
+    assert_eq!(bench.installed_from().lines().next(), Some("ipython==9.0 \\"));
+    assert_eq!(bench.ensure_locked(&wish, &lock).await.unwrap().root, locked.root, "it is found again");
+    assert_eq!(bench.ensure(&wish).await.unwrap().root, locked.root, "a server finds it by its packages");
+    let other = Lockfile::parse(&lock.text().replace("sha256:aa", "sha256:ab")).unwrap();
+    let other = bench.ensure_locked(&wish, &other).await.unwrap();
+    assert_ne!(other.root, locked.root, "other hashes make another environment");
+    drop(bench.ensure(&spec("c", &["x"])).await.unwrap());
+    assert_eq!(
+        bench.installed_from().lines().nth(1),
+        Some("ipython==9.1 \\"),
+        "without a lock the newer one is chosen"
+    );
+}
+
+#[tokio::test]
+async fn an_update_of_the_interpreter_keeps_the_versions_of_packages() {
+    let Some(bench) = Bench::new() else { return };
+    let built = bench.ensure(&spec("a", &["x"])).await.unwrap();
+    let directory = built.root.parent().unwrap().to_owned();
+    let other = directory.with_file_name("a-0123456789ab");
+    drop(built);
+    // As it looks after an update: the interpreter is not the one in the record, and the folder's name would be another.
+    std::fs::rename(&directory, &other).unwrap();
+    let mut record = Record::read(&other).unwrap();
+    record.executable = "/usr/bin/env".into();
+    record.write(&other).unwrap();
+    bench.release("1");
+    let again = bench.ensure(&spec("a", &["x"])).await.unwrap();
+    assert_eq!((again.root.parent().unwrap(), bench.installs()), (directory.as_path(), 2));
+    assert_eq!(bench.installed_from().lines().next(), Some("ipython==9.0 \\"));
+}
+
+#[tokio::test]
+async fn files_are_resolved_to_a_lock_with_the_hashes_that_they_insist_on() {
+    let Some(bench) = Bench::new() else { return };
+    let file = bench.folder.path().join("requirements.txt");
+    let input = Input::Requirements(vec![file.clone()]);
+    std::fs::write(&file, "ipython==9.0 --hash=sha256:bb").unwrap();
+    let (lock, python) = bench.resolve(&input).await.unwrap();
+    assert_eq!((lock.requirements(), python), (vec!["ipython==9.0".to_owned()], PythonRequest::Any));
+    assert!(lock.text().contains("sha256:bb") && !lock.text().contains("sha256:aa"), "{}", lock.text());
+    std::fs::write(&file, "ipython==9.0 --hash=sha256:00").unwrap();
+    let refusal = bench.resolve(&input).await.unwrap_err();
+    assert_eq!(
+        std::error::Error::source(&refusal).unwrap().to_string(),
+        "none of the hashes that are asked for belongs to ipython==9.0"
+    );
+}
+
+#[tokio::test]
 async fn the_runner_is_written_once_and_compiled_for_the_inside() {
     let Some(bench) = Bench::new() else { return };
     let environment = bench.ensure(&spec("a", &[])).await.unwrap();
@@ -222,12 +324,12 @@ async fn uv_is_fetched_and_a_real_environment_is_built_found_and_removed() {
     let Some(variables) = with_package_index() else { return };
     let folder = tempfile::tempdir().unwrap();
     let [_, minimal] = EnvironmentSpec::built_in();
-    let built = ensure_with(&minimal, folder.path(), &variables, &|_| {}).await.unwrap();
+    let built = ensure_with(&minimal, None, folder.path(), &variables, &|_| {}).await.unwrap();
     let site = built.root.join(format!("lib/python{}/site-packages", line(&built.python_version)));
     assert!(site.join("IPython/core/interactiveshell.py").is_file());
     assert!(folder.path().join("tools/uv").is_file() || uv::find(&variables, folder.path()).unwrap().is_some());
     let started = Instant::now();
-    let found = ensure_with(&minimal, folder.path(), &variables, &|_| {}).await.unwrap();
+    let found = ensure_with(&minimal, None, folder.path(), &variables, &|_| {}).await.unwrap();
     println!("found again in {:?}", started.elapsed());
     assert_eq!(found.root, built.root);
     drop((built, found));
@@ -235,10 +337,48 @@ async fn uv_is_fetched_and_a_real_environment_is_built_found_and_removed() {
 }
 
 #[tokio::test]
+async fn files_with_everything_in_them_are_locked_and_a_wrong_hash_is_not_installed() {
+    let Some(variables) = with_package_index() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| {
+        std::fs::write(folder.path().join(name), text).unwrap();
+        folder.path().join(name)
+    };
+    write("more.txt", "idna\n");
+    write("constraints.txt", "idna<3.7\n");
+    let requirements = "-r more.txt\n-c constraints.txt\ncolorama ; sys_platform == 'win32' # not here\n";
+    let input = Input::Requirements(vec![write("requirements.txt", requirements)]);
+    let (lock, _) = resolve_with(&input, None, folder.path(), &variables, &|_| {}).await.unwrap();
+    let names = lock.requirements().join(" ");
+    assert!(names.contains("idna==3.6") && names.contains("ipython==") && !names.contains("colorama"), "{names}");
+
+    let project = "[project]\nname = 'a'\nversion = '1'\nrequires-python = '>=3.10'\ndependencies = ['six']\n\
+                   [project.optional-dependencies]\nnet = ['idna']\n";
+    let input = Input::Project { file: write("pyproject.toml", project), extras: vec!["net".to_owned()] };
+    let (lock, python) = resolve_with(&input, None, folder.path(), &variables, &|_| {}).await.unwrap();
+    let names = lock.requirements().join(" ");
+    assert!(names.contains("six==") && names.contains("idna=="), "{names}");
+    assert_eq!(python, PythonRequest::Range(">=3.10".to_owned()));
+
+    let mut wish = spec("a", &[]);
+    wish.packages = lock.requirements();
+    let text = lock.text();
+    let forged = text.lines().map(|line| match line.trim().strip_prefix("--hash=sha256:") {
+        Some(hash) => format!("    --hash=sha256:{}{}\n", "0".repeat(64), &hash[64..]),
+        None => format!("{line}\n"),
+    });
+    let forged = Lockfile::parse(&forged.collect::<String>()).unwrap();
+    let refusal = ensure_with(&wish, Some(&forged), folder.path(), &variables, &|_| {}).await.unwrap_err().to_string();
+    assert!(refusal.contains("Hash mismatch"), "{refusal}");
+    let built = ensure_with(&wish, Some(&lock), folder.path(), &variables, &|_| {}).await.unwrap();
+    assert!(built.packages.iter().any(|package| package.starts_with("six==")), "{:?}", built.packages);
+}
+
+#[tokio::test]
 async fn a_package_without_wheels_is_refused_with_the_words_of_uv() {
     let Some(variables) = with_package_index() else { return };
     let folder = tempfile::tempdir().unwrap();
     let wish = spec("a", &["there-is-surely-no-package-of-this-name-0"]);
-    let failure = ensure_with(&wish, folder.path(), &variables, &|_| {}).await.unwrap_err().to_string();
+    let failure = ensure_with(&wish, None, folder.path(), &variables, &|_| {}).await.unwrap_err().to_string();
     assert!(failure.contains("there-is-surely-no-package-of-this-name-0"), "{failure}");
 }

@@ -19,7 +19,7 @@ use super::{EnvironmentError, EnvironmentProgress, Progress, while_doing};
 const LINES_KEPT: usize = 30;
 
 /// Variables that would make uv or Python work on something else than we ask.
-const MISLEADING: [&str; 11] = [
+const MISLEADING: [&str; 12] = [
     "VIRTUAL_ENV",
     "CONDA_PREFIX",
     "PYTHONHOME",
@@ -30,6 +30,7 @@ const MISLEADING: [&str; 11] = [
     "UV_LINK_MODE",
     "UV_COMPILE_BYTECODE",
     "UV_NO_BINARY",
+    "UV_NO_VERIFY_HASHES",
     "UV_WORKING_DIRECTORY",
 ];
 
@@ -217,7 +218,7 @@ impl Following {
     }
 }
 
-fn own_uv(data_dir: &Path) -> PathBuf {
+pub(super) fn own_uv(data_dir: &Path) -> PathBuf {
     data_dir.join("tools/uv")
 }
 

@@ -36,6 +36,7 @@ const KEEP_WORDS: [&str; 3] = ["none", "all", "best"];
 #[derive(Debug, PartialEq)]
 pub(super) enum Call {
     Execute { session: SessionId, code: String, timeout: Duration, max_output_chars: usize },
+    Install { session: SessionId, requirements: Vec<String> },
     Reset { session: SessionId },
     Undo { session: SessionId, cells: u32 },
     Checkpoints { session: SessionId },
@@ -171,6 +172,28 @@ pub(super) fn fork_names(source: &SessionId, count: Given, names: Given) -> Resu
         return Err(at_odds(tool, "count", why));
     }
     Ok(ForkNames::Named(ids))
+}
+
+/// Reads one requirement or a list of them. What they may say is checked by whoever installs them.
+pub(super) fn requirements(given: Given) -> Result<Vec<String>, BadArgument> {
+    let (tool, name) = (given.tool, given.name);
+    let expected = "a requirement such as \"polars>=1\", or a list of requirements".to_owned();
+    let text = |value: Value| match value {
+        Value::String(text) if !text.trim().is_empty() => Ok(text),
+        other => Err(other),
+    };
+    match given.value {
+        None => Err(BadArgument::Missing { tool, name, expected }),
+        Some(Value::Array(items)) if !items.is_empty() => items
+            .into_iter()
+            .map(|item| {
+                text(item).map_err(|other| {
+                    wrong(tool, name, format!("a list with {} in it", shown(&other)), expected.clone())
+                })
+            })
+            .collect(),
+        Some(value) => text(value).map(|text| vec![text]).map_err(|other| wrong(tool, name, shown(&other), expected)),
+    }
 }
 
 /// Reads the variants of an `explore`.

@@ -388,6 +388,7 @@ mod tests {
             }),
             files: None,
             isolation: Isolation::default(),
+            blocked: Vec::new(),
             notes: Vec::new(),
         }
     }

@@ -50,6 +50,7 @@ use serde_json::json;
 use tokio::io::AsyncWriteExt;
 use tokio::sync::{Semaphore, watch};
 
+use crate::sandbox::Rules;
 use crate::session::{
     ExecuteRequest, ExploreProgress, ExploreRequest, InsidePath, Principal, SessionId, Sessions, WorkFolder,
 };
@@ -83,6 +84,12 @@ const ANSWERED_METHODS: [&str; 8] = [
     "tools/list",
 ];
 
+/// How long an installation takes at most, as far as its progress is told.
+const INSTALL_TIME: Duration = Duration::from_secs(300);
+
+/// Rules that a client is told one by one; of more only the number.
+const MOST_RULES_TOLD: usize = 8;
+
 /// What an operator can choose about the tools.
 #[derive(Debug, Clone)]
 pub struct McpSettings {
@@ -97,6 +104,25 @@ pub struct McpSettings {
     pub work_folder: WorkFolder,
     /// Whether sessions keep what is needed to undo cells. Only told to clients here.
     pub can_undo: bool,
+    /// What sessions can reach. Only told to clients here.
+    pub network: Rules,
+    /// Whether packages can be installed. Only told to clients here.
+    pub can_install: bool,
+}
+
+impl McpSettings {
+    /// Says what sessions can reach, as the end of a sentence.
+    fn reach(&self) -> String {
+        if self.network.is_everything() {
+            return "with network".to_owned();
+        }
+        let all: Vec<String> = self.network.iter().map(ToString::to_string).collect();
+        match all.len() {
+            0 => "without network".to_owned(),
+            few if few <= MOST_RULES_TOLD => format!("whose network reaches only {}", all.join(", ")),
+            more => format!("whose network reaches only {more} listed places"),
+        }
+    }
 }
 
 impl Default for McpSettings {
@@ -108,6 +134,8 @@ impl Default for McpSettings {
             idle_timeout: Duration::from_secs(3600),
             work_folder: WorkFolder::Private,
             can_undo: true,
+            network: Rules::none(),
+            can_install: true,
         }
     }
 }
@@ -124,6 +152,8 @@ struct Shared {
     catalogue: Catalogue,
     work_folder: WorkFolder,
     can_undo: bool,
+    /// What sessions can reach, as the end of a sentence.
+    reach: String,
     /// What all variants of one `explore` may tell together.
     most_compared_chars: usize,
     owner: Principal,
@@ -161,6 +191,7 @@ impl Server {
                 catalogue: Catalogue::new(&settings),
                 work_folder: settings.work_folder,
                 can_undo: settings.can_undo,
+                reach: settings.reach(),
                 most_compared_chars: settings.default_max_output_chars,
                 owner: Principal::local(),
                 cut_outputs: Mutex::default(),
@@ -185,6 +216,15 @@ impl Server {
             // Execution listens for cancellation itself, because it has an outcome to tell.
             Call::Execute { session, code, timeout, max_output_chars } => {
                 self.execute(&session, ExecuteRequest { code, timeout, max_output_chars }, context).await
+            }
+            Call::Install { session, requirements } => {
+                let steps = watch::Sender::new(String::new());
+                let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME).with_steps(steps.subscribe());
+                let installation = sessions.install(owner, &session, requirements, context.ct.clone(), steps);
+                match with_progress(installation, reporter, context).await {
+                    Ok(report) => render::installed(&session, &report),
+                    Err(refused) => render::refused(&refused),
+                }
             }
             Call::Reset { session } => {
                 let done = or_cancelled(context, sessions.reset(owner, &session)).await;
@@ -326,10 +366,11 @@ impl ServerHandler for Server {
         ServerConfig::new(ServerCapabilities::builder().enable_tools().enable_resources().build())
             .with_server_info(Server::implementation())
             .with_instructions(format!(
-                "Runs Python in private Linux sandboxes without network. execute_ipython_cell keeps variables and \
+                "Runs Python in private Linux sandboxes {reach}. execute_ipython_cell keeps variables and \
                  files between calls with the same session_id. The first call may wait while Python is prepared. \
                  When Python died or a session ended, the result says what is lost; {undo}reset starts anew. \
                  fork_session copies a live session; explore runs variants of code in copies and compares them.",
+                reach = self.shared.reach,
             ))
     }
 

@@ -1,7 +1,7 @@
 //! Progress of a call, for clients that asked for it.
 //!
 //! While the one-time work of the backend goes on, each of its steps is reported, at most four a second. After that, a
-//! call that runs variants tells how many have finished, and one that takes long says so every few seconds. The figure is
+//! call that runs variants tells how many have finished, one that installs packages what it is at, and one that takes long says so every few seconds. The figure is
 //! the time that has passed, because it is the only one that always grows; the sentence beside it is for a person.
 
 use std::time::Duration;
@@ -29,7 +29,7 @@ pub(super) struct Report {
 /// Makes the reports of one call.
 pub(super) struct Reporter {
     preparation: watch::Receiver<Preparation>,
-    variants: Option<watch::Receiver<ExploreProgress>>,
+    own: Own,
     timeout: Duration,
     started: Instant,
     last: Option<(Instant, String)>,
@@ -39,12 +39,17 @@ pub(super) struct Reporter {
 impl Reporter {
     pub(super) fn new(preparation: watch::Receiver<Preparation>, timeout: Duration) -> Reporter {
         let started = Instant::now();
-        Reporter { preparation, variants: None, timeout, started, last: None, last_progress: 0.0 }
+        Reporter { preparation, own: Own::Nothing, timeout, started, last: None, last_progress: 0.0 }
     }
 
     /// Tells also how many variants have finished.
     pub(super) fn with_variants(self, variants: watch::Receiver<ExploreProgress>) -> Reporter {
-        Reporter { variants: Some(variants), ..self }
+        Reporter { own: Own::Variants(variants), ..self }
+    }
+
+    /// Tells also these steps of the call, as long as they say something.
+    pub(super) fn with_steps(self, steps: watch::Receiver<String>) -> Reporter {
+        Reporter { own: Own::Steps(steps), ..self }
     }
 
     /// Waits for the next thing worth reporting. Never ends by itself.
@@ -66,12 +71,12 @@ impl Reporter {
                 }
                 Some(step) => tokio::select! {
                     () = news(&mut self.preparation) => {}
-                    () = news_of_variants(&mut self.variants) => {}
+                    () = self.own.news() => {}
                     () = sleep_until(said_at + BETWEEN_SIGNS_OF_LIFE) => break step,
                 },
                 None => tokio::select! {
                     () = news(&mut self.preparation) => {}
-                    () = news_of_variants(&mut self.variants) => {}
+                    () = self.own.news() => {}
                     () = sleep_until(said_at + BETWEEN_SIGNS_OF_LIFE) => {
                         let elapsed = Duration::from_secs(self.started.elapsed().as_secs());
                         break format!("running for {} (time-out {})", Seconds(elapsed), Seconds(self.timeout));
@@ -88,10 +93,35 @@ impl Reporter {
     /// Says what the call is at, if there is more to say than that it runs.
     fn step(&mut self) -> Option<String> {
         let prepared = step_text(&self.preparation.borrow_and_update());
-        prepared.or_else(|| {
-            let ExploreProgress { finished, total } = *self.variants.as_mut()?.borrow_and_update();
-            (finished > 0).then(|| format!("{finished} of {total} variants finished"))
-        })
+        prepared.or_else(|| self.own.step())
+    }
+}
+
+/// What a call itself has to tell.
+enum Own {
+    Nothing,
+    Variants(watch::Receiver<ExploreProgress>),
+    Steps(watch::Receiver<String>),
+}
+
+impl Own {
+    fn step(&mut self) -> Option<String> {
+        match self {
+            Own::Nothing => None,
+            Own::Variants(variants) => {
+                let ExploreProgress { finished, total } = *variants.borrow_and_update();
+                (finished > 0).then(|| format!("{finished} of {total} variants finished"))
+            }
+            Own::Steps(steps) => Some(steps.borrow_and_update().clone()).filter(|step| !step.is_empty()),
+        }
+    }
+
+    async fn news(&mut self) {
+        match self {
+            Own::Nothing => std::future::pending().await,
+            Own::Variants(variants) => news(variants).await,
+            Own::Steps(steps) => news(steps).await,
+        }
     }
 }
 
@@ -99,13 +129,6 @@ impl Reporter {
 async fn news<T>(receiver: &mut watch::Receiver<T>) {
     if receiver.changed().await.is_err() {
         std::future::pending().await
-    }
-}
-
-async fn news_of_variants(variants: &mut Option<watch::Receiver<ExploreProgress>>) {
-    match variants {
-        Some(variants) => news(variants).await,
-        None => std::future::pending().await,
     }
 }
 

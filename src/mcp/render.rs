@@ -17,6 +17,7 @@ use serde_json::{Map, Value, json};
 use super::resources;
 use super::tools::Seconds;
 use crate::sandbox::{Exit, Isolation, Layer};
+use crate::session::install::InstallReport;
 use crate::session::{
     CheckpointInfo, FileChanges, FileNote, FilesCarried, ForkReport, Image, Outcome, Output, Part, PythonError,
     ResetReport, SessionId, SessionInfo, StateAfter, Status, Stream, UndoReport, Variable, VariableChanges, WorkFolder,
@@ -57,11 +58,31 @@ pub(super) fn execution(session: &SessionId, outcome: &Outcome, can_undo: u32) -
         },
         "can_undo": can_undo,
         "isolation": isolation_fields(&outcome.isolation),
+        "blocked": outcome.blocked.iter().map(ToString::to_string).collect::<Vec<_>>(),
         "notes": outcome.notes,
     });
     let mut content = vec![ContentBlock::text(text)];
     content.extend(images.iter().map(|image| ContentBlock::image(STANDARD.encode(&image.bytes), image.mime)));
     finished(content, structured, !matches!(outcome.status, Status::Completed))
+}
+
+/// Renders an installation.
+pub(super) fn installed(session: &SessionId, report: &InstallReport) -> CallToolResult {
+    let mut lines = vec![report.text.trim_end().to_owned()];
+    if !report.loaded.is_empty() {
+        lines.push(format!(
+            "Imported before, from elsewhere: {}. After a reset the new version is used, unless every session starts \
+             with the old one; a new process (`!python`) always uses it.",
+            report.loaded.join(", ")
+        ));
+    }
+    let text = lines.join("\n");
+    let structured = json!({
+        "session_id": session.as_str(),
+        "text": text,
+        "reset_needed_for": report.loaded,
+    });
+    finished(vec![ContentBlock::text(text)], structured, false)
 }
 
 /// Renders a reset.
@@ -206,6 +227,7 @@ pub(super) fn sessions(sessions: &[SessionInfo]) -> CallToolResult {
                     "age_seconds": session.age.as_secs_f64(),
                     "idle_seconds": session.idle.as_secs_f64(),
                     "memory_bytes": session.memory,
+                    "network": session.rules.iter().map(ToString::to_string).collect::<Vec<_>>(),
                 })
             })
             .collect::<Vec<_>>(),
@@ -257,6 +279,9 @@ fn execution_text(outcome: &Outcome, resource: Option<&str>, can_undo: u32) -> S
                 page.line(&image_mark(image_number, image));
             }
         }
+    }
+    for blocked in &outcome.blocked {
+        page.line(&blocked.to_string());
     }
     if let Some(ending) = ending(outcome, can_undo) {
         page.line(&ending);
@@ -499,6 +524,10 @@ fn session_line(session: &SessionInfo) -> String {
         line.push_str(&format!(", {}", bytes_text(memory)));
     }
     line.push_str(&format!(", idle for {} s", session.idle.as_secs()));
+    let reached: Vec<String> = session.rules.iter().map(ToString::to_string).collect();
+    if !reached.is_empty() {
+        line.push_str(&format!(", reaches {}", reached.join(", ")));
+    }
     if let Some(why) = &session.ended {
         line.push_str(&format!(" (ended: {why})"));
     }
@@ -512,7 +541,7 @@ mod tests {
     use super::super::tools::ToolName;
     use super::super::tools::tests::assert_valid_output;
     use super::*;
-    use crate::sandbox::{LayerKind, MemoryUse};
+    use crate::sandbox::{Blocked, LayerKind, MemoryUse, Reason, Rules};
     use crate::session::ExecutionId;
 
     fn outcome(status: Status, parts: Vec<Part>) -> Outcome {
@@ -534,6 +563,7 @@ mod tests {
             variables: None,
             files: None,
             isolation: Isolation::default(),
+            blocked: Vec::new(),
             notes: Vec::new(),
         }
     }
@@ -612,6 +642,16 @@ mod tests {
     #[test]
     fn indentation_at_the_start_is_kept() {
         check_text(&outcome(Status::Completed, vec![text(Stream::Stdout, "   a\n  b\n")]), "   a\n  b");
+    }
+
+    #[test]
+    fn refused_connections_are_listed_after_what_the_code_printed() {
+        let blocked = |target: &str, reason, times| Blocked { target: target.to_owned(), reason, times };
+        let mut refused = outcome(Status::Completed, vec![text(Stream::Stdout, "tried")]);
+        refused.blocked = vec![blocked("example.org:443", Reason::NotListed, 1)];
+        check_text(&refused, "tried\nblocked: example.org:443 (not in the allowed list)");
+        let structured = rendered(&refused)["structuredContent"]["blocked"].clone();
+        assert_eq!(structured, json!(["blocked: example.org:443 (not in the allowed list)"]));
     }
 
     #[test]
@@ -793,6 +833,7 @@ mod tests {
             age: Duration::from_secs(9),
             idle: Duration::from_millis(1500),
             memory: None,
+            rules: Rules::parse(&["example.com"]).unwrap(),
         };
         let report = ResetReport { interrupted_running_cell: true, files_kept: true };
         let results = [

@@ -12,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::resources::Slice;
 use crate::sandbox::Preparation;
+use crate::session::install::InstallReport;
 use crate::session::{
     CheckpointInfo, ExecuteRequest, ExecutionId, ExploreReport, ExploreRequest, ForkNames, ForkReport, InsidePath,
     Outcome, Principal, ProgressSink, Refused, ResetReport, SessionId, SessionInfo, Sessions, UndoReport,
@@ -45,6 +46,16 @@ pub(super) trait SessionAccess: Send + Sync {
         cancel: CancellationToken,
         progress: ProgressSink,
     ) -> Result<ExploreReport, Refused>;
+
+    /// Installs packages; `steps` hears what it is at.
+    async fn install(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        requirements: Vec<String>,
+        cancel: CancellationToken,
+        steps: watch::Sender<String>,
+    ) -> Result<InstallReport, Refused>;
 
     async fn write_file(
         &self,
@@ -123,6 +134,17 @@ impl SessionAccess for Sessions {
         progress: ProgressSink,
     ) -> Result<ExploreReport, Refused> {
         self.explore(owner, id, request, cancel, progress).await
+    }
+
+    async fn install(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        requirements: Vec<String>,
+        cancel: CancellationToken,
+        steps: watch::Sender<String>,
+    ) -> Result<InstallReport, Refused> {
+        self.install(owner, id, requirements, cancel, &|step| drop(steps.send_replace(step))).await
     }
 
     async fn write_file(

@@ -19,6 +19,7 @@ use super::tools::tests::assert_valid_output;
 use super::*;
 use crate::sandbox::fake::FakeBackend;
 use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation};
+use crate::session::install::{InstallError, InstallReport};
 use crate::session::{
     CheckpointInfo, ExecutionId, ExploreReport, FilesCarried, ForkNames, ForkReport, Outcome, Output, Part,
     ProgressSink, Refused, ResetReport, SessionInfo, SessionSettings, StateAfter, Status, Stream, UndoReport,
@@ -83,6 +84,7 @@ impl SessionAccess for FakeSessions {
             variables: None,
             files: None,
             isolation: Isolation::default(),
+            blocked: Vec::new(),
             notes: Vec::new(),
         })
     }
@@ -140,6 +142,24 @@ impl SessionAccess for FakeSessions {
             progress.send_replace(ExploreProgress { finished: number + 1, total });
         }
         Ok(ExploreReport { variants, kept: vec![], replaced: false, notes: vec![], lost: vec![] })
+    }
+
+    async fn install(
+        &self,
+        _owner: &Principal,
+        _id: &SessionId,
+        requirements: Vec<String>,
+        _cancel: CancellationToken,
+        steps: watch::Sender<String>,
+    ) -> Result<InstallReport, Refused> {
+        steps.send_replace("resolving packages".to_owned());
+        match requirements[0].as_str() {
+            "nothing" => Err(Refused::Install(InstallError::Failed("No solution found".to_owned()))),
+            _ => Ok(InstallReport {
+                text: format!("Installed {}", requirements.join(" ")),
+                loaded: vec!["numpy".to_owned()],
+            }),
+        }
     }
 
     async fn write_file(

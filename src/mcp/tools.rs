@@ -25,6 +25,7 @@ use crate::session::{MOST_FORKS, MOST_VARIANTS, SessionId, WorkFolder};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ToolName {
     Execute,
+    Install,
     Reset,
     Undo,
     Checkpoints,
@@ -38,8 +39,9 @@ pub(super) enum ToolName {
 
 impl ToolName {
     /// All tools, in the order in which they are listed.
-    pub(super) const ALL: [ToolName; 10] = [
+    pub(super) const ALL: [ToolName; 11] = [
         ToolName::Execute,
+        ToolName::Install,
         ToolName::Reset,
         ToolName::Undo,
         ToolName::Checkpoints,
@@ -54,6 +56,7 @@ impl ToolName {
     pub(super) fn as_str(self) -> &'static str {
         match self {
             ToolName::Execute => "execute_ipython_cell",
+            ToolName::Install => "install_package",
             ToolName::Reset => "reset",
             ToolName::Undo => "undo",
             ToolName::Checkpoints => "list_checkpoints",
@@ -74,6 +77,7 @@ impl ToolName {
     pub(super) fn extent(self) -> Extent {
         match self {
             ToolName::Execute
+            | ToolName::Install
             | ToolName::List
             | ToolName::Undo
             | ToolName::Checkpoints
@@ -140,6 +144,10 @@ impl Catalogue {
                     .count(1..=MOST_OUTPUT_CHARS, self.default_max_output_chars as u64)?
                     as usize,
             },
+            ToolName::Install => Call::Install {
+                session: take("session_id").session()?,
+                requirements: arguments::requirements(take("package_name"))?,
+            },
             ToolName::Reset => Call::Reset { session: take("session_id").session()? },
             ToolName::Undo => Call::Undo {
                 session: take("session_id").session()?,
@@ -191,13 +199,13 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
             "Run Python",
             format!(
                 "Runs one IPython cell (magics, `!commands`, top-level `await`, plots) in a private Linux sandbox \
-                 and returns what it printed, the value of its last expression and its images. Variables, imports \
+                 {reach} and returns what it printed, the value of its last expression and its images. Variables, imports \
                  and files stay for the next call with the same session_id; a new session_id starts a new session \
-                 without variables. {files} No network. After the timeout the code is interrupted and \
-                 variables are kept; code that ignores the interrupt is killed and its variables are lost. A failed \
-                 cell is not rolled back{undo}.",
+                 without variables. {files} After the timeout the code is interrupted; if it \
+                 ignores that, it is killed and variables are lost. A failed cell is not rolled back{undo}.",
+                reach = settings.reach(),
                 files = what_lasts(settings),
-                undo = if settings.can_undo { " by itself: see undo" } else { "" },
+                undo = if settings.can_undo { ": see undo" } else { "" },
             ),
             object(
                 json!({
@@ -215,6 +223,30 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
             execution_schema(),
             // Code can overwrite and delete the session's own files, so it is destructive within the session.
             hints(Effect::Changes { destructive: true, idempotent: false }),
+        ),
+        ToolName::Install => (
+            "Install packages",
+            format!(
+                "Installs Python packages into a session, also when it has no network; they are there at once and \
+                 stay after a reset. `!pip install` in a cell does the same.{off}",
+                off = if settings.can_install { "" } else { " Switched off on this server." },
+            ),
+            object(
+                json!({
+                    "package_name": {
+                        "description": "Such as `polars>=1`, or a list.",
+                        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+                    },
+                    "session_id": session_schema(),
+                }),
+                &["package_name"],
+            ),
+            result_schema(json!({
+                "session_id": {"type": "string"},
+                "text": {"type": "string"},
+                "reset_needed_for": {"type": "array"},
+            })),
+            hints(Effect::Changes { destructive: false, idempotent: true }),
         ),
         ToolName::Reset => (
             "Restart Python",
@@ -251,7 +283,7 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
             result_schema(json!({
                 "session_id": {"type": "string"},
                 "undone": {"type": "integer"},
-                "revived": {"type": "boolean", "description": "Python had died."},
+                "revived": {"type": "boolean"},
                 "not_carried_over": {"type": "array"},
                 "files": files_schema("restored, shared, left_alone"),
                 "can_undo": checkpoints_schema(),
@@ -273,7 +305,7 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
             "Copy a live session",
             format!(
                 "Copies a session with its {what} into new sessions, in milliseconds; the source goes \
-                 on untouched. Use it to try something without risk, or to prepare data once and use it many times. \
+                 on untouched. \
                  Not while a cell is running. Threads and connections are not copied; not_carried_over says what.",
                 what = match settings.work_folder {
                     WorkFolder::Private => "variables, imports and files",
@@ -304,7 +336,7 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
             "Try variants side by side",
             "Runs several pieces of code at the same time, each in its own copy of the session, and compares status, \
              value, output, time, memory and changed variables. The session itself is not changed unless replace is \
-             true. Use it to compare models, parameters or fixes on data that is already loaded."
+             true."
                 .to_owned(),
             object(
                 json!({
@@ -342,7 +374,7 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                     "description": "Each: name, status, value, text, duration_ms, memory_bytes (peak), variables, error, \
                                     score, score_error.",
                 },
-                "kept": {"type": "array", "description": "Each: variant, session_id."},
+                "kept": {"type": "array"},
                 "replaced": {"type": "boolean"},
                 "images": {"type": "array"},
                 "not_carried_over": {"type": "array"},
@@ -353,7 +385,7 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
         ToolName::Upload => (
             "Copy a file into a session",
             "Copies one regular file from the user's computer into a session's working folder; folders on the way \
-             are made. Only files in the directories the user has allowed; links are not followed."
+             are made. Only files in the directories the user has allowed."
                 .to_owned(),
             object(
                 json!({
@@ -399,7 +431,7 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
             "Close a session",
             match settings.work_folder {
                 WorkFolder::Private => {
-                    "Ends a session and deletes its variables and files. Download first what should be kept."
+                    "Ends a session and deletes its variables and files. Download what should be kept."
                 }
                 WorkFolder::Shared => "Ends a session and deletes its variables. Files in the current folder stay.",
             }
@@ -409,6 +441,9 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
             hints(Effect::Changes { destructive: true, idempotent: true }),
         ),
     };
+    // Files and lists stay here; code reaches what the operator has opened.
+    let runs_code = matches!(tool, ToolName::Execute | ToolName::Explore);
+    let annotations = annotations.open_world(runs_code && !settings.network.is_empty());
     Tool::new(tool.as_str(), description, map(input))
         .with_title(title)
         .with_raw_output_schema(Arc::new(map(output)))
@@ -444,12 +479,11 @@ enum Effect {
 }
 
 fn hints(effect: Effect) -> ToolAnnotations {
-    // No tool reaches a network, so none touches an open world.
-    let closed = ToolAnnotations::new().open_world(false);
+    let hints = ToolAnnotations::new();
     match effect {
-        Effect::ReadsOnly => closed.read_only(true).destructive(false).idempotent(true),
+        Effect::ReadsOnly => hints.read_only(true).destructive(false).idempotent(true),
         Effect::Changes { destructive, idempotent } => {
-            closed.read_only(false).destructive(destructive).idempotent(idempotent)
+            hints.read_only(false).destructive(destructive).idempotent(idempotent)
         }
     }
 }
@@ -458,7 +492,7 @@ fn execution_schema() -> Value {
     result_schema(json!({
         "session_id": {"type": "string"},
         "execution": {"type": "integer"},
-        "status": {"type": "string", "description": "ok, error, timeout, cancelled, out_of_memory, died, …"},
+        "status": {"type": "string"},
         "text": {"type": "string"},
         "images": {"type": "array"},
         "error": {"description": "null, or name, message, traceback, line"},
@@ -468,8 +502,9 @@ fn execution_schema() -> Value {
         "variables": {"description": "null, or created, changed, deleted, omitted"},
         "files": {"description": "the same"},
         "output": {"type": "object", "description": "chars, lines, cut_chars, resource"},
-        "can_undo": {"type": "integer", "description": "Cells."},
+        "can_undo": {"type": "integer"},
         "isolation": {"type": "object"},
+        "blocked": {"type": "array"},
         "notes": {"type": "array"},
     }))
 }
@@ -507,12 +542,12 @@ fn path_schema(description: &str) -> Value {
 }
 
 fn overwrite_schema() -> Value {
-    json!({"type": "boolean", "default": false, "description": "Replace a file that is already there."})
+    json!({"type": "boolean", "default": false, "description": "Replace an existing file."})
 }
 
-/// The schema of a result: nothing but `properties`.
+/// The schema of a result. It does not say that there is nothing else: that costs a model its attention and tells it nothing.
 fn result_schema(properties: Value) -> Value {
-    object(properties, &[])
+    json!({"type": "object", "properties": properties})
 }
 
 /// An object schema that allows nothing but `properties`.
@@ -552,6 +587,7 @@ impl fmt::Display for Seconds {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
+    use crate::sandbox::Rules;
 
     fn catalogue() -> Catalogue {
         Catalogue::new(&McpSettings::default())
@@ -657,6 +693,7 @@ pub(super) mod tests {
         let names: Vec<_> = catalogue().all().iter().map(|tool| tool.name.to_string()).collect();
         let expected = [
             "execute_ipython_cell",
+            "install_package",
             "reset",
             "undo",
             "list_checkpoints",
@@ -689,21 +726,39 @@ pub(super) mod tests {
         for tool in catalogue().all() {
             for schema in [&tool.input_schema, tool.output_schema.as_ref().unwrap()] {
                 assert_eq!(schema["type"], "object");
-                assert_eq!(schema["additionalProperties"], false);
                 walk(&Value::Object(schema.as_ref().clone()));
             }
+            assert_eq!(tool.input_schema["additionalProperties"], false);
             assert!(tool.title.is_some() && tool.description.is_some() && tool.annotations.is_some());
         }
     }
 
     #[test]
-    fn only_listing_is_read_only_and_no_tool_reaches_an_open_world() {
-        for tool in ToolName::ALL {
-            let annotations = catalogue().get(tool).annotations.clone().unwrap();
-            assert_eq!(annotations.open_world_hint, Some(false));
-            let lists = matches!(tool, ToolName::List | ToolName::Checkpoints);
-            assert_eq!(annotations.read_only_hint, Some(lists));
+    fn only_listing_is_read_only_and_only_code_reaches_what_is_open() {
+        for network in [Rules::none(), Rules::parse(&["example.com"]).unwrap()] {
+            let settings = McpSettings { network: network.clone(), ..McpSettings::default() };
+            for tool in ToolName::ALL {
+                let annotations = describe(tool, &settings).annotations.unwrap();
+                let runs_code = matches!(tool, ToolName::Execute | ToolName::Explore);
+                assert_eq!(annotations.open_world_hint, Some(runs_code && !network.is_empty()));
+                let lists = matches!(tool, ToolName::List | ToolName::Checkpoints);
+                assert_eq!(annotations.read_only_hint, Some(lists));
+            }
         }
+    }
+
+    #[test]
+    fn the_network_is_described_as_it_is() {
+        let described = |network| {
+            let settings = McpSettings { network, ..McpSettings::default() };
+            describe(ToolName::Execute, &settings).description.unwrap_or_default().into_owned()
+        };
+        assert!(described(Rules::none()).contains("without network"));
+        assert!(described(Rules::everything()).contains("with network"));
+        let few = described(Rules::parse(&["example.com", "10.0.0.0/8:5432"]).unwrap());
+        assert!(few.contains("only example.com, 10.0.0.0/8:5432"), "{few}");
+        let many: Vec<String> = (0..100).map(|number| format!("host{number}.example.com")).collect();
+        assert!(described(Rules::parse(&many).unwrap()).contains("only 100 listed places"));
     }
 
     #[test]

@@ -77,8 +77,39 @@ pub enum Claim {
         id: u64,
         branched: Branched,
     },
+    /// The session has the packages. Some of their modules were imported before, from elsewhere.
+    PackagesAdded {
+        id: u64,
+        loaded: Vec<String>,
+    },
+    /// Code in a cell asks the host something. Every question is answered.
+    Ask {
+        /// The execution.
+        id: u64,
+        ask: u64,
+        question: Question,
+    },
     /// A type this version does not know.
     Unknown,
+}
+
+/// What code in a cell may ask.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Question {
+    Install { requirements: Vec<String>, upgrade: bool },
+    Unknown,
+}
+
+impl Question {
+    fn read(what: &str, requirements: Vec<String>, options: &BTreeMap<String, Value>) -> Question {
+        match what {
+            "install" => {
+                let upgrade = options.get("upgrade").and_then(Value::as_bool).unwrap_or(false);
+                Question::Install { requirements, upgrade }
+            }
+            _ => Question::Unknown,
+        }
+    }
 }
 
 /// What is said of a copy when it was made.
@@ -229,6 +260,11 @@ struct Header {
     lost: Vec<String>,
     whole: bool,
     mapped: bool,
+    loaded: Vec<String>,
+    ask: Option<u64>,
+    what: String,
+    requirements: Vec<String>,
+    options: BTreeMap<String, Value>,
     why: Option<String>,
     size: u64,
     reason: String,
@@ -302,6 +338,12 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             reason: Trouble::from_word(&header.reason),
             message: shortened(header.message, LONGEST_MESSAGE),
         },
+        "packages_added" => Claim::PackagesAdded { id: id()?, loaded: bounded_losses(header.loaded) },
+        "ask" => {
+            let ask = header.ask.ok_or_else(|| wrong("it has no number"))?;
+            let question = Question::read(&header.what, header.requirements, &header.options);
+            Claim::Ask { id: id()?, ask, question }
+        }
         "branched" => {
             let branched = Branched { lost: bounded_losses(header.lost), whole: header.whole };
             Claim::Branched { id: id()?, branched }
@@ -633,7 +675,8 @@ mod tests {
             crate::runner_client::encode(&entry["header"], &frame.payload, &mut written);
             let again = decoded(&written).unwrap();
             assert_eq!(serde_json::from_slice::<Value>(&again.header).unwrap(), entry["header"], "{name}");
-            let from_host = ["execute", "read_file", "write_begin", "write_data", "write_end", "branch"];
+            let from_host =
+                ["execute", "read_file", "write_begin", "write_data", "write_end", "branch", "packages", "answer"];
             let known = !matches!(read(frame).unwrap().0, Claim::Unknown);
             assert_eq!(known, !from_host.contains(&entry["header"]["type"].as_str().unwrap()), "{name}");
         }

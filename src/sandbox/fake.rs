@@ -35,6 +35,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use cellblock_egress::gateway::Blocked;
+use cellblock_egress::rules::Rules;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -74,6 +76,8 @@ struct World {
     made: AtomicUsize,
     memory_of_checkpoint: AtomicU64,
     keeps_beginnings: AtomicBool,
+    /// What whoever asks next is told to have been refused.
+    blocked: Mutex<Vec<Blocked>>,
 }
 
 /// How sessions are copied.
@@ -133,6 +137,11 @@ impl FakeBackend {
         self.world.keeps_beginnings.store(true, Ordering::SeqCst);
     }
 
+    /// Has the sandbox that is asked next say that it refused a connection.
+    pub fn block(&self, blocked: Blocked) {
+        self.world.blocked.lock().expect("nothing panics while it holds the refusals").push(blocked);
+    }
+
     /// Counts the copies that exist.
     pub fn checkpoints(&self) -> usize {
         self.world.checkpoints().len()
@@ -180,6 +189,10 @@ impl Backend for FakeBackend {
         World::sandbox(&self.world, None, keeps.then(Snapshot::default))
     }
 
+    async fn launch_apart(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
+        self.launch().await
+    }
+
     async fn shut_down(&self) {}
 }
 
@@ -206,8 +219,15 @@ impl World {
         let (mut interpreter, process) = start(files.path(), birth)?;
         world.alive.fetch_add(1, Ordering::SeqCst);
         let number = world.numbers.fetch_add(1, Ordering::SeqCst);
-        let sandbox =
-            FakeSandbox { number, files: Some(files), isolation, process, world: world.clone(), next_checkpoint: 1 };
+        let sandbox = FakeSandbox {
+            number,
+            files: Some(files),
+            isolation,
+            process,
+            world: world.clone(),
+            next_checkpoint: 1,
+            rules: Mutex::default(),
+        };
         if let Some(beginning) = beginning {
             world.checkpoints().insert((number, BEGINNING), beginning);
             interpreter.beginning = Some(BEGINNING);
@@ -302,6 +322,7 @@ struct FakeSandbox {
     process: FakeProcess,
     world: Arc<World>,
     next_checkpoint: u32,
+    rules: Mutex<Rules>,
 }
 
 impl FakeSandbox {
@@ -398,6 +419,18 @@ impl Sandbox for FakeSandbox {
 
     fn forget(&self, checkpoint: CheckpointId) {
         self.world.checkpoints().remove(&(self.number, checkpoint));
+    }
+
+    fn rules(&self) -> Rules {
+        self.rules.lock().expect("nothing panics while it holds the rules").clone()
+    }
+
+    fn set_rules(&self, rules: Rules) {
+        *self.rules.lock().expect("nothing panics while it holds the rules") = rules;
+    }
+
+    fn take_blocked(&self) -> Vec<Blocked> {
+        std::mem::take(&mut *self.world.blocked.lock().expect("nothing panics while it holds the refusals"))
     }
 
     async fn destroy(&mut self) {

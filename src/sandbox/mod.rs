@@ -13,6 +13,8 @@ pub mod native;
 use std::time::Duration;
 
 use async_trait::async_trait;
+pub use cellblock_egress::gateway::{Blocked, Reason};
+pub use cellblock_egress::rules::Rules;
 use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
 
@@ -26,6 +28,10 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Makes a sandbox with a fresh interpreter in it, waiting for the preparation if need be.
     async fn launch(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError>;
+
+    /// Makes a sandbox like `launch` that shows nothing of the operator's: no workspace, no mounts. It is for work of the server's own, which nobody
+    /// else may see or touch.
+    async fn launch_apart(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError>;
 
     /// Destroys everything this backend made. Called once, when the server ends.
     async fn shut_down(&self);
@@ -84,6 +90,15 @@ pub trait Sandbox: Send + Sync {
 
     /// Gives a checkpoint and its memory up. One that is gone already is no error.
     fn forget(&self, checkpoint: CheckpointId);
+
+    /// Tells what can be reached from inside.
+    fn rules(&self) -> Rules;
+
+    /// Changes what can be reached from inside, at once, also for connections that are open. What the backend was not made for stays closed.
+    fn set_rules(&self, rules: Rules);
+
+    /// Returns the connections that were refused since this was last asked.
+    fn take_blocked(&self) -> Vec<Blocked>;
 
     /// Ends every process and removes every file. Returns when nothing is left; destroying twice is harmless. Forks live on.
     async fn destroy(&mut self);

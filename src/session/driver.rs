@@ -7,6 +7,7 @@
 //! `close` and cancellation act at once.
 
 mod branching;
+mod packages;
 
 use std::collections::{HashMap, VecDeque};
 use std::future::Future;
@@ -25,6 +26,7 @@ use tracing::{debug, info, warn};
 
 use self::branching::{Copying, Replacement};
 pub(super) use self::branching::{Fork, Forked, ForksWanted};
+use self::packages::{Answered, Questions};
 use super::history::{History, Undoable};
 use super::output::{Gatherer, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
@@ -36,7 +38,7 @@ use super::{
 use crate::runner_client::{
     self, Carried, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection, DoneClaim, Trouble,
 };
-use crate::sandbox::{Backend, CheckpointError, CheckpointId, Exit, Interpreter, LaunchError, Process, Sandbox};
+use crate::sandbox::{Backend, CheckpointError, CheckpointId, Exit, Interpreter, LaunchError, Process, Rules, Sandbox};
 
 /// Bytes of a file that travel in one frame.
 const CHUNK: usize = 256 * 1024;
@@ -75,17 +77,37 @@ pub(super) enum Command {
 
 /// A request and where its answer goes.
 pub(super) enum Job {
-    Execute { request: ExecuteRequest, reply: oneshot::Sender<Result<Outcome, Refused>> },
-    Write { path: InsidePath, overwrite: bool, source: SpooledTempFile, reply: oneshot::Sender<Result<u64, Refused>> },
-    Read { path: InsidePath, limit: u64, reply: oneshot::Sender<Result<SpooledTempFile, Refused>> },
-    Fork { wanted: ForksWanted, reply: oneshot::Sender<Result<Forked, Refused>> },
+    Execute {
+        request: ExecuteRequest,
+        reply: oneshot::Sender<Result<Outcome, Refused>>,
+    },
+    Write {
+        path: InsidePath,
+        overwrite: bool,
+        source: SpooledTempFile,
+        reply: oneshot::Sender<Result<u64, Refused>>,
+    },
+    Read {
+        path: InsidePath,
+        limit: u64,
+        reply: oneshot::Sender<Result<SpooledTempFile, Refused>>,
+    },
+    /// Adds folders of packages. The answer names modules that were imported from elsewhere before.
+    Packages {
+        paths: Vec<String>,
+        reply: oneshot::Sender<Result<Vec<String>, Refused>>,
+    },
+    Fork {
+        wanted: ForksWanted,
+        reply: oneshot::Sender<Result<Forked, Refused>>,
+    },
 }
 
 impl Job {
     fn kind(&self) -> Kind {
         match self {
             Job::Execute { .. } => Kind::Cell,
-            Job::Write { .. } | Job::Read { .. } => Kind::File,
+            Job::Write { .. } | Job::Read { .. } | Job::Packages { .. } => Kind::File,
             Job::Fork { .. } => Kind::Fork,
         }
     }
@@ -93,6 +115,11 @@ impl Job {
 
 /// Where a session's first interpreter comes from.
 pub(super) enum Origin {
+    /// A fresh session for work of the server's own.
+    Hidden {
+        backend: Arc<dyn Backend>,
+        rules: Rules,
+    },
     Launch(Arc<dyn Backend>),
     /// A fork that is being made. The note is for the reader of the first outcome.
     Fork {
@@ -117,13 +144,24 @@ pub(super) struct Facts {
     pub(super) memory: Option<u64>,
     /// What can be undone, the nearest first.
     pub(super) undoable: Vec<Undoable>,
+    pub(super) rules: Rules,
+    /// Folders of packages that were added to it, the latest first.
+    pub(super) packages: Vec<String>,
 }
 
 impl Shared {
     pub(super) fn new() -> Shared {
         let now = Instant::now();
-        let facts =
-            Facts { state: "starting", ended: None, executions: 0, last_used: now, memory: None, undoable: Vec::new() };
+        let facts = Facts {
+            state: "starting",
+            ended: None,
+            executions: 0,
+            last_used: now,
+            memory: None,
+            undoable: Vec::new(),
+            rules: Rules::none(),
+            packages: Vec::new(),
+        };
         Shared { facts: Mutex::new(facts), spools: Mutex::default(), created: now }
     }
 
@@ -174,6 +212,7 @@ pub(super) async fn drive(
             };
             (Box::pin(launch(backend)), Some(note.to_owned()))
         }
+        Origin::Hidden { backend, rules } => (Box::pin(launch_hidden(backend, rules)), None),
         Origin::Fork { fork, note } => (Box::pin(branching::arrive(fork)), note),
     };
     let machine = Machine::new(settings.undo != Undo::Off);
@@ -203,6 +242,7 @@ pub(super) async fn drive(
         nonsense: String::new(),
         exit: Exit::Unknown,
         notes: note.into_iter().collect(),
+        questions: Questions::default(),
         resets: Vec::new(),
         closers: Vec::new(),
         expired: false,
@@ -257,10 +297,16 @@ struct Live {
     connection: Result<Connection, Instant>,
     /// A copy of the state in which it began, until it is in the history.
     beginning: Option<CheckpointId>,
+    /// Folders of packages that it has from the beginning, being a copy.
+    packages: Vec<String>,
 }
 
 async fn launch(backend: Arc<dyn Backend>) -> Finished {
-    match backend.launch().await {
+    begin(backend.launch().await).await
+}
+
+async fn begin(launched: Result<(Box<dyn Sandbox>, Interpreter), LaunchError>) -> Finished {
+    match launched {
         Ok((mut sandbox, interpreter)) => match greet(interpreter).await {
             Ok(live) => Finished::Started(Some(sandbox), Ok(live)),
             Err(error) => {
@@ -270,6 +316,14 @@ async fn launch(backend: Arc<dyn Backend>) -> Finished {
         },
         Err(error) => Finished::Started(None, Err(error)),
     }
+}
+
+async fn launch_hidden(backend: Arc<dyn Backend>, rules: Rules) -> Finished {
+    let launched = begin(backend.launch_apart().await).await;
+    if let Finished::Started(Some(sandbox), Ok(_)) = &launched {
+        sandbox.set_rules(rules);
+    }
+    launched
 }
 
 async fn restart(mut sandbox: Box<dyn Sandbox>) -> Finished {
@@ -288,6 +342,7 @@ async fn greet(interpreter: Interpreter) -> Result<Box<Live>, LaunchError> {
             process: interpreter.process,
             connection: Ok(connection),
             beginning: interpreter.beginning,
+            packages: Vec::new(),
         })),
         Ok(Err(error)) => {
             interpreter.process.kill();
@@ -323,6 +378,11 @@ enum Task {
         all_sent: bool,
         result: Option<Result<u64, Refused>>,
         reply: oneshot::Sender<Result<u64, Refused>>,
+    },
+    Packages {
+        paths: Vec<String>,
+        result: Option<Result<Vec<String>, Refused>>,
+        reply: oneshot::Sender<Result<Vec<String>, Refused>>,
     },
     Read {
         path: InsidePath,
@@ -365,6 +425,7 @@ struct Driver {
     exit: Exit,
     /// What the next execution's reader must know.
     notes: Vec<String>,
+    questions: Questions,
     resets: Vec<(oneshot::Sender<Result<ResetReport, Refused>>, bool)>,
     closers: Vec<oneshot::Sender<()>>,
     expired: bool,
@@ -378,6 +439,8 @@ enum Wake {
     Finished(Finished),
     /// The sandbox watches the interpreter that is to be copied, or will not.
     Told(bool),
+    /// A question of the running cell has its answer.
+    Answered(Answered),
     Time,
 }
 
@@ -393,6 +456,7 @@ impl Driver {
                 Wake::Exit(exit) => self.exited(exit),
                 Wake::Finished(finished) => self.finished_work(finished),
                 Wake::Told(watched) => self.told(watched),
+                Wake::Answered(answered) => self.answer_question(answered),
                 Wake::Time => self.time(),
             }
         }
@@ -413,6 +477,7 @@ impl Driver {
             exit = async { process.expect("guarded").exited().await }, if process.is_some() => Wake::Exit(exit),
             finished = async { (&mut work.expect("guarded").future).await }, if work.is_some() => Wake::Finished(finished),
             told = async { told.expect("guarded").await }, if told.is_some() => Wake::Told(told.is_ok()),
+            answered = self.questions.next() => Wake::Answered(answered),
             () = tokio::time::sleep_until(moment) => Wake::Time,
         }
     }
@@ -547,6 +612,11 @@ impl Driver {
                 let task = Task::Write { path, source, all_sent: false, result: None, reply };
                 (task, begun + FILE_PATIENCE, header, Vec::new())
             }
+            Job::Packages { paths, reply } => {
+                let header = json!({"type": "packages", "id": id, "paths": paths});
+                let task = Task::Packages { paths, result: None, reply };
+                (task, begun + FILE_PATIENCE, header, Vec::new())
+            }
             // The machine starts it by another action.
             Job::Fork { .. } => return,
             Job::Read { path, limit, reply } => {
@@ -671,18 +741,27 @@ impl Driver {
 
     fn started(&mut self, sandbox: Option<Box<dyn Sandbox>>, live: Result<Box<Live>, LaunchError>) {
         self.sandbox = sandbox;
+        if let Some(sandbox) = &self.sandbox {
+            self.shared.facts().rules = sandbox.rules();
+        }
         match live {
             Ok(live) => {
                 let carried = match &live.connection {
                     Ok(connection) => connection.carried().clone(),
                     Err(_) => Carried::default(),
                 };
-                let beginning = live.beginning;
-                self.live = Some(Live { beginning: None, ..*live });
+                let Live { process, connection, beginning, packages } = *live;
+                if !packages.is_empty() {
+                    self.shared.facts().packages = packages;
+                }
+                self.live = Some(Live { process, connection, beginning: None, packages: Vec::new() });
                 self.ended = None;
                 self.failure = None;
                 self.replaced(&carried);
                 let copied = self.keep_beginning(beginning, &carried);
+                if !self.resets.is_empty() {
+                    self.give_packages_again();
+                }
                 for (reply, interrupted_running_cell) in self.resets.drain(..) {
                     let _ = reply.send(Ok(ResetReport { interrupted_running_cell, files_kept: true }));
                     self.notes = vec![
@@ -782,6 +861,9 @@ impl Driver {
         if let runner_client::Event::Claim(Claim::Branched { id, branched }) = event {
             return self.branched(id, branched);
         }
+        if let runner_client::Event::Claim(Claim::Ask { id, ask, question }) = event {
+            return self.asked(id, ask, question);
+        }
         let Some(running) = &mut self.running else { return };
         let id = running.id;
         match (&mut running.task, event) {
@@ -818,6 +900,13 @@ impl Driver {
                 }
                 _ => {}
             },
+            (Task::Packages { result, .. }, runner_client::Event::Claim(claim)) => match claim {
+                Claim::PackagesAdded { id: claimed, loaded } if claimed == id => *result = Some(Ok(loaded)),
+                Claim::Failed { id: claimed, message, .. } if claimed == id => {
+                    *result = Some(Err(Refused::NotAdded { why: message }));
+                }
+                _ => {}
+            },
             (Task::Read { path, limit, received, size, result, .. }, runner_client::Event::Claim(claim)) => match claim
             {
                 Claim::FileData { id: claimed, bytes } if claimed == id => {
@@ -851,6 +940,7 @@ impl Driver {
         let finished = match &running.task {
             Task::Cell { done, .. } => done.is_some(),
             Task::Write { result, .. } => result.is_some(),
+            Task::Packages { result, .. } => result.is_some(),
             Task::Read { result, .. } => result.is_some(),
         };
         finished.then_some(running.id)
@@ -861,6 +951,7 @@ impl Driver {
         match self.running.as_ref().map(|running| &running.task) {
             Some(Task::Cell { done: Some(done), .. }) => !done.unchanged,
             Some(Task::Write { result, .. }) => matches!(result, Some(Ok(_))),
+            Some(Task::Packages { result, .. }) => matches!(result, Some(Ok(_))),
             Some(Task::Read { .. }) | None => false,
             Some(Task::Cell { done: None, .. }) => true,
         }
@@ -876,6 +967,7 @@ impl Driver {
             return;
         }
         let Some(running) = self.running.take_if(|running| running.id == id) else { return };
+        self.questions.clear();
         match running.task {
             Task::Cell { gatherer, request, done, reply, .. } => {
                 let Ok(status) = self.status(answer, &request, done.as_deref()) else {
@@ -889,6 +981,14 @@ impl Driver {
                     (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(result)) => result,
                     _ => Err(self.transfer_refusal(answer)),
                 });
+            }
+            Task::Packages { paths, result, reply } => {
+                let added = matches!(answer, Answer::Finished | Answer::Stopped(_, StateAfter::Kept));
+                let result = result.filter(|_| added).unwrap_or_else(|| Err(self.transfer_refusal(answer)));
+                if result.is_ok() {
+                    self.have(&paths);
+                }
+                let _ = reply.send(result);
             }
             Task::Read { mut received, result, reply, .. } => {
                 let _ = reply.send(match (answer, result) {
@@ -947,6 +1047,7 @@ impl Driver {
         let memory = self.sandbox.as_ref().map(|sandbox| sandbox.memory()).unwrap_or_default();
         self.shared.facts().memory = Some(memory.now);
         let isolation = self.sandbox.as_ref().map(|sandbox| sandbox.isolation().clone()).unwrap_or_default();
+        let blocked = self.sandbox.as_ref().map(|sandbox| sandbox.take_blocked()).unwrap_or_default();
         let notes = self.notes_for(&status);
         debug!(
             session = self.id.as_str(),
@@ -954,8 +1055,18 @@ impl Driver {
             elapsed_ms = duration.as_millis(),
             "execution finished"
         );
-        let outcome =
-            move |output| Outcome { execution, status, output, duration, memory, variables, files, isolation, notes };
+        let outcome = move |output| Outcome {
+            execution,
+            status,
+            output,
+            duration,
+            memory,
+            variables,
+            files,
+            isolation,
+            blocked,
+            notes,
+        };
         if draft.has_images() {
             tokio::task::spawn_blocking(move || {
                 let _ = reply.send(Ok(outcome(draft.develop())));
@@ -1075,6 +1186,7 @@ fn refuse(job: Job, refused: Refused) {
         Job::Execute { reply, .. } => drop(reply.send(Err(refused))),
         Job::Write { reply, .. } => drop(reply.send(Err(refused))),
         Job::Read { reply, .. } => drop(reply.send(Err(refused))),
+        Job::Packages { reply, .. } => drop(reply.send(Err(refused))),
         Job::Fork { reply, .. } => drop(reply.send(Err(refused))),
     }
 }

@@ -26,12 +26,21 @@ pub(super) struct Copy {
     pub(super) lacked: Vec<String>,
     /// Forks can be made of it.
     pub(super) whole: bool,
+    /// The folders of packages that it has.
+    pub(super) packages: Vec<String>,
 }
 
 impl Copy {
     /// A copy that was made just now and lacks nothing.
     pub(super) fn new(checkpoint: CheckpointId) -> Copy {
-        Copy { checkpoint, made: Instant::now(), lost: Vec::new(), lacked: Vec::new(), whole: false }
+        Copy {
+            checkpoint,
+            made: Instant::now(),
+            lost: Vec::new(),
+            lacked: Vec::new(),
+            whole: false,
+            packages: Vec::new(),
+        }
     }
 }
 

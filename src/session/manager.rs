@@ -15,12 +15,13 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::driver::{self, Command, Fork, Forked, ForksWanted, Job, Origin, STAGED_IN_MEMORY, Shared};
+use super::install::Source;
 use super::{
     CheckpointInfo, ExecuteRequest, ExecutionId, ForkNames, ForkReport, FullOutput, InsidePath, LARGEST_CODE,
     MOST_FORKS, Outcome, Principal, Refused, ResetReport, SessionId, SessionInfo, SessionSettings, Undo, UndoReport,
     WorkFolder,
 };
-use crate::sandbox::{Backend, Preparation};
+use crate::sandbox::{Backend, Preparation, Rules};
 
 /// Ended sessions that are remembered.
 const MOST_TOMBSTONES: usize = 1000;
@@ -247,6 +248,7 @@ impl Sessions {
                 age: now - entry.shared.created,
                 idle: if facts.state == "running" { Duration::ZERO } else { now - facts.last_used },
                 memory: facts.memory,
+                rules: facts.rules,
             }
         });
         let ended =
@@ -258,6 +260,7 @@ impl Sessions {
                 age: tombstone.age,
                 idle: now - tombstone.at,
                 memory: None,
+                rules: Rules::none(),
             });
         let mut all = alive.chain(ended).collect::<Vec<_>>();
         all.sort_by(|a, b| a.id.cmp(&b.id));
@@ -311,7 +314,7 @@ impl Sessions {
         self.table().look_up(&key)?.ok_or_else(|| Refused::Unknown { id: id.clone() })
     }
 
-    fn find_or_create(&self, owner: &Principal, id: &SessionId) -> Result<Entry, Refused> {
+    pub(super) fn find_or_create(&self, owner: &Principal, id: &SessionId) -> Result<Entry, Refused> {
         let key = (owner.clone(), id.clone());
         let mut table = self.table();
         if let Some(entry) = table.look_up(&key)? {
@@ -319,6 +322,15 @@ impl Sessions {
         }
         self.room_for(&table, owner, 1)?;
         Ok(self.open(&mut table, key, Origin::Launch(self.house.backend.clone()), Shared::new()))
+    }
+
+    pub(super) fn backend(&self) -> Arc<dyn Backend> {
+        self.house.backend.clone()
+    }
+
+    /// Where sessions get packages.
+    pub(super) fn packages(&self) -> Source {
+        self.house.settings.packages.clone()
     }
 
     /// Checks that so many more sessions may exist.
@@ -404,10 +416,15 @@ impl Sessions {
 
     /// Starts a driver for a fork that only the caller sees. It ends when the caller lets go of it. Nothing in it is kept for an undo.
     pub(super) fn hide(&self, source: &SessionId, name: &str, fork: Fork) -> Result<Entry, Refused> {
-        let (commands, receiver) = mpsc::channel(MOST_COMMANDS);
-        let entry = Entry { commands, shared: Arc::new(Shared::new()) };
         let (hand, arrival) = oneshot::channel();
         let _ = hand.send(Box::new(fork));
+        self.hide_as(named_after(source, name), Origin::Fork { fork: arrival, note: None })
+    }
+
+    /// Starts a driver that only the caller sees.
+    pub(super) fn hide_as(&self, id: SessionId, origin: Origin) -> Result<Entry, Refused> {
+        let (commands, receiver) = mpsc::channel(MOST_COMMANDS);
+        let entry = Entry { commands, shared: Arc::new(Shared::new()) };
         let number = self.house.next_number.fetch_add(1, Ordering::Relaxed);
         {
             let mut table = self.table();
@@ -420,8 +437,6 @@ impl Sessions {
         let on_gone = Box::new(move |_| drop(house.table().hidden.remove(&number)));
         let settings = SessionSettings { undo: Undo::Off, idle_timeout: Duration::MAX, ..self.house.settings.clone() };
         let numbers = self.house.next_number.clone();
-        let origin = Origin::Fork { fork: arrival, note: None };
-        let id = named_after(source, name);
         tokio::spawn(driver::drive(id, origin, settings, numbers, receiver, entry.shared.clone(), on_gone));
         Ok(entry)
     }
@@ -469,7 +484,7 @@ impl Sessions {
         }
     }
 
-    fn explained(&self, owner: &Principal, id: &SessionId, silence: Silence) -> Refused {
+    pub(super) fn explained(&self, owner: &Principal, id: &SessionId, silence: Silence) -> Refused {
         match silence {
             Silence::Flooded => Refused::Busy { waiting: MOST_COMMANDS },
             Silence::Gone => self.gone(owner, id),
@@ -573,7 +588,7 @@ fn named_after(source: &SessionId, suffix: &str) -> SessionId {
     format!("{base}-{suffix}").parse().expect("its characters are allowed and its length is bounded")
 }
 
-async fn stage(source: &mut (dyn AsyncRead + Send + Unpin)) -> std::io::Result<SpooledTempFile> {
+pub(super) async fn stage(source: &mut (dyn AsyncRead + Send + Unpin)) -> std::io::Result<SpooledTempFile> {
     use std::io::{Seek, Write};
     let mut staged = SpooledTempFile::new(STAGED_IN_MEMORY);
     let mut buffer = vec![0; CHUNK];

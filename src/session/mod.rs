@@ -23,8 +23,10 @@ mod branch;
 mod branching_behaviour;
 mod driver;
 mod explore;
+mod hidden;
 mod history;
 mod images;
+pub mod install;
 mod manager;
 mod outcome;
 mod output;
@@ -38,8 +40,9 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use crate::runner_client::Trouble;
-use crate::sandbox::LaunchError;
+use crate::sandbox::{LaunchError, Rules};
 pub use branch::*;
+pub use hidden::Hidden;
 pub use manager::Sessions;
 pub use outcome::*;
 pub use spool::FullOutput;
@@ -69,6 +72,11 @@ impl SessionId {
     /// The session that callers mean who name none.
     pub fn default_session() -> SessionId {
         SessionId(SessionId::DEFAULT.to_owned())
+    }
+
+    /// What sessions are called in the log that nobody can name.
+    fn hidden() -> SessionId {
+        SessionId("(hidden)".to_owned())
     }
 
     pub fn as_str(&self) -> &str {
@@ -182,6 +190,7 @@ pub struct SessionSettings {
     pub explore_parallel: usize,
     /// Bytes of memory a sandbox may hold, where that is limited. Old copies are given up before it is reached.
     pub memory_limit: Option<u64>,
+    pub packages: install::Source,
 }
 
 impl Default for SessionSettings {
@@ -194,6 +203,7 @@ impl Default for SessionSettings {
             undo: Undo::default(),
             explore_parallel: 4,
             memory_limit: None,
+            packages: install::Source::default(),
         }
     }
 }
@@ -218,6 +228,8 @@ pub struct SessionInfo {
     pub idle: Duration,
     /// As last measured: at the end of an execution.
     pub memory: Option<u64>,
+    /// What it can reach.
+    pub rules: Rules,
 }
 
 /// What a reset did.
@@ -295,6 +307,12 @@ pub enum Refused {
     },
     #[error("nothing was explored: {why}")]
     Explore { why: String },
+    #[error("packages cannot be installed on this server; sessions have what its environment holds")]
+    NoPackages,
+    #[error("{0}")]
+    Install(install::InstallError),
+    #[error("the packages could not be added to the session: {why}")]
+    NotAdded { why: String },
     #[error("the server is shutting down; no new requests are accepted")]
     ShuttingDown,
 }

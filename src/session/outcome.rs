@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::sandbox::{Exit, Isolation, MemoryUse};
+use crate::sandbox::{Blocked, Exit, Isolation, MemoryUse};
 
 /// Everything about one finished execution.
 #[derive(Debug, Clone)]
@@ -19,6 +19,8 @@ pub struct Outcome {
     /// As the runner claims; `None` when it could not say or there are too many files to follow.
     pub files: Option<FileChanges>,
     pub isolation: Isolation,
+    /// Connections that were refused since the execution before.
+    pub blocked: Vec<Blocked>,
     /// Sentences the reader must know, such as "this is a new session".
     pub notes: Vec<String>,
 }

@@ -21,7 +21,7 @@ async def main(workspace: str, command: list[str]) -> None:
         assert greeting.serverInfo.name == "cellblock", greeting
 
         tools = [tool.name for tool in (await session.list_tools()).tools]
-        assert "execute_ipython_cell" in tools and len(tools) == 10, tools
+        assert "execute_ipython_cell" in tools and len(tools) == 11, tools
 
         async def cell(code: str) -> types.CallToolResult:
             return await session.call_tool("execute_ipython_cell", {"code": code})

@@ -18,7 +18,7 @@ async def main(mode: str, version: str, workspace: str, command: list[str]) -> N
     async with Client(parameters, mode=mode) as client:
         assert client.protocol_version == version, client.protocol_version
         tools = [tool.name for tool in (await client.list_tools()).tools]
-        assert "execute_ipython_cell" in tools and len(tools) == 10, tools
+        assert "execute_ipython_cell" in tools and len(tools) == 11, tools
 
         async def cell(code: str):
             return await client.call_tool("execute_ipython_cell", {"code": code})

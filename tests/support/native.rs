@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use cellblock::app::{Warmth, prepare_environment};
 use cellblock::environment::{self, EnvironmentSpec};
-use cellblock::sandbox::native::{NativeBackend, NativeSettings};
+use cellblock::sandbox::native::{NativeBackend, NativeSettings, Network};
 use cellblock::sandbox::{Backend, LaunchError, Preparation, SandboxLimits};
 use cellblock::session::{
     CheckpointInfo, ExecuteRequest, ExploreProgress, ExploreReport, ExploreRequest, ForkNames, ForkReport, InsidePath,
@@ -55,6 +55,7 @@ pub(crate) struct Builder {
     sessions: SessionSettings,
     binds: Vec<Bind>,
     runner: Option<PathBuf>,
+    network: Option<Network>,
 }
 
 impl Builder {
@@ -77,6 +78,7 @@ impl Builder {
             sessions: SessionSettings { max_sessions: 500, ..SessionSettings::default() },
             binds: Vec::new(),
             runner: None,
+            network: None,
         }
     }
 
@@ -113,6 +115,17 @@ impl Builder {
         self
     }
 
+    /// Gives every session these variables too.
+    pub(crate) fn variables(mut self, variables: Vec<(String, String)>) -> Builder {
+        self.settings.variables.extend(variables);
+        self
+    }
+
+    pub(crate) fn network(mut self, network: Network) -> Builder {
+        self.network = Some(network);
+        self
+    }
+
     /// Shows a host folder inside in the way the environment is shown: read-only.
     pub(crate) fn bind(mut self, bind: Bind) -> Builder {
         self.binds.push(bind);
@@ -123,11 +136,12 @@ impl Builder {
     pub(crate) fn start(self) -> Native {
         let working = Preparation::Working { step: "preparing".to_owned(), done: 0, total: None };
         let preparation = watch::Sender::new(working);
-        let (spec, binds, runner) = (spec(self.environment), self.binds, self.runner);
+        let (spec, binds, runner, network) = (spec(self.environment), self.binds, self.runner, self.network);
         let told = preparation.clone();
         let warm = async move {
             let mut warm = prepare_environment(spec, super::data_folder(), Warmth::Full, told).await?;
             warm.binds.extend(binds);
+            warm.network = network;
             for bind in &mut warm.binds {
                 if let (true, Some(runner)) = (bind.inside == Path::new(environment::RUNNER_INSIDE), &runner) {
                     bind.host = runner.clone();

@@ -15,6 +15,7 @@ use cellblock_jail::{probe, root};
 use super::instance::Instance;
 use super::sandbox::NativeSandbox;
 use super::warden::{Slots, Warden};
+use super::way_out::Network;
 use super::{NativeSettings, STEP_LIMIT, WarmEnvironment};
 use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind, Sandbox};
 
@@ -30,12 +31,13 @@ pub(super) struct Jail {
     pub(super) isolation: Isolation,
     /// No mount of the operator's is the work folder.
     pub(super) owns_work_folder: bool,
+    pub(super) network: Option<Network>,
     /// The layers that the sandboxes of this jail do without.
     pub(super) leave_out: Vec<LeftOut>,
     /// The server's own posture: what a session must differ from.
     pub(super) host: Posture,
     _lease: IdentityLease,
-    _environment: Box<dyn Any + Send + Sync>,
+    _environment: Vec<Box<dyn Any + Send + Sync>>,
 }
 
 impl Jail {
@@ -68,6 +70,7 @@ impl Jail {
                 quick: environment.quick,
                 session_environment: settings.variables.clone(),
             },
+            doors: environment.network.as_ref().map(Network::doors),
             rlimits: settings.rlimits(instance.tree().is_some()),
             cgroups: instance.tree().map(cgroup::Tree::folders).unwrap_or_default(),
             leave_out,
@@ -85,6 +88,7 @@ impl Jail {
             identity,
             isolation,
             owns_work_folder: !setup.mounts.iter().any(|mount| mount.inside == Path::new(root::WORK)),
+            network: environment.network,
             leave_out: setup.leave_out,
             host,
             _lease: lease,
@@ -203,11 +207,12 @@ pub async fn trial(mut settings: NativeSettings) -> Result<Isolation, LaunchErro
         variables: Vec::new(),
         preload: Vec::new(),
         quick: true,
-        held: Box::new(()),
+        network: None,
+        held: Vec::new(),
     };
     let jail = Jail::stand(&settings, nothing).await?;
     let slot = jail.slots.take().expect("a fresh jail has free slots");
-    let tried = NativeSandbox::prepare(&jail, slot, &settings.limits, Weak::new()).await;
+    let tried = NativeSandbox::prepare(&jail, slot, &settings.limits, false, Weak::new()).await;
     let isolation = match tried {
         Ok(mut sandbox) => {
             sandbox.destroy().await;

@@ -9,6 +9,7 @@ mod jail;
 mod pool;
 mod sandbox;
 mod warden;
+mod way_out;
 
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -28,6 +29,7 @@ use self::jail::Jail;
 pub use self::jail::trial;
 use self::pool::{Lack, Pool};
 use self::sandbox::{Fresh, NativeSandbox};
+pub use self::way_out::Network;
 use super::{Backend, Interpreter, LaunchError, LayerKind, Preparation, Sandbox, SandboxLimits};
 
 /// The working folder inside, for whoever describes a sandbox to a caller.
@@ -74,8 +76,10 @@ pub struct WarmEnvironment {
     pub preload: Vec<String>,
     /// One session is wanted soon; nothing is done that pays off only with many.
     pub quick: bool,
+    /// What sandboxes can reach; nothing without.
+    pub network: Option<Network>,
     /// Whatever keeps the environment from being removed; held as long as the jail stands.
-    pub held: Box<dyn Any + Send + Sync>,
+    pub held: Vec<Box<dyn Any + Send + Sync>>,
 }
 
 /// Sandboxes made of namespaces.
@@ -143,6 +147,16 @@ impl Backend for NativeBackend {
         Ok((Box::new(sandbox), interpreter))
     }
 
+    async fn launch_apart(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
+        if self.inner.settings.mounts.is_empty() {
+            return self.launch().await;
+        }
+        self.inner.prepared().await?;
+        let mut sandbox = self.inner.make_empty(true).await?;
+        let interpreter = sandbox.start_session(Fresh::AtOnce).await?;
+        Ok((Box::new(sandbox), interpreter))
+    }
+
     async fn shut_down(&self) {
         self.inner.pool.close();
         let background = self.background.lock().expect("no holder of the task panics").take();
@@ -164,7 +178,7 @@ impl Inner {
         let jail = self.jail.get_or_init(|| jail);
         self.tell("warming up Python");
         // The first sandbox is made while Python imports.
-        let (warmed, empty) = tokio::join!(jail.warden.warm(WARM_LIMIT), self.make_empty());
+        let (warmed, empty) = tokio::join!(jail.warden.warm(WARM_LIMIT), self.make_empty(false));
         warmed.map_err(|why| LaunchError::Start { why })?;
         self.pool.add_empty(empty?);
         let limits = jail.instance.tree().map_or("rlimits", cgroup::Tree::kind);
@@ -191,7 +205,7 @@ impl Inner {
         while !self.pool.is_closed() {
             let made = match self.pool.lack(self.settings.pool, self.settings.empty) {
                 Some(Lack::Warm) => self.make(Fresh::Primed).await.map(|member| self.pool.add_warm(member)),
-                Some(Lack::Empty) => self.make_empty().await.map(|sandbox| self.pool.add_empty(sandbox)),
+                Some(Lack::Empty) => self.make_empty(false).await.map(|sandbox| self.pool.add_empty(sandbox)),
                 None => {
                     self.pool.taken().await;
                     tokio::time::sleep(COURTESY).await;
@@ -217,16 +231,16 @@ impl Inner {
     async fn empty_sandbox(&self) -> Result<NativeSandbox, LaunchError> {
         match self.pool.take_empty() {
             Some(sandbox) => Ok(sandbox),
-            None => self.make_empty().await,
+            None => self.make_empty(false).await,
         }
     }
 
-    async fn make_empty(&self) -> Result<NativeSandbox, LaunchError> {
+    async fn make_empty(&self, apart: bool) -> Result<NativeSandbox, LaunchError> {
         let jail = self.jail.get().ok_or_else(|| LaunchError::Preparation { why: "it is not finished".to_owned() })?;
         let slot = jail
             .slots
             .take()
             .ok_or_else(|| LaunchError::Start { why: "all user ids for sessions are in use".to_owned() })?;
-        NativeSandbox::prepare(jail, slot, &self.settings.limits, Weak::clone(&self.this)).await
+        NativeSandbox::prepare(jail, slot, &self.settings.limits, apart, Weak::clone(&self.this)).await
     }
 }

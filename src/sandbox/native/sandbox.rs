@@ -16,6 +16,8 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use cellblock_egress::gateway::{Blocked, Gateway};
+use cellblock_egress::rules::Rules;
 use cellblock_jail::cgroup::{self, Family, Group, OutOfMemory};
 use cellblock_jail::identity::Identity;
 use cellblock_jail::posture::{Expected, Posture};
@@ -86,6 +88,7 @@ pub(super) struct NativeSandbox {
     limits: SandboxLimits,
     /// Where a fork gets its sandbox.
     house: Weak<Inner>,
+    gateway: Option<Gateway>,
     destroyed: bool,
 }
 
@@ -130,11 +133,12 @@ impl Groups {
 }
 
 impl NativeSandbox {
-    /// Makes an empty sandbox.
+    /// Makes an empty sandbox. One that is `apart` has none of the operator's mounts.
     pub(super) async fn prepare(
         jail: &Jail,
         slot: Slot,
         limits: &SandboxLimits,
+        apart: bool,
         house: Weak<Inner>,
     ) -> Result<NativeSandbox, LaunchError> {
         let view = jail.warden.watch(slot);
@@ -150,7 +154,7 @@ impl NativeSandbox {
             groups: Groups::default(),
             generation: Generation(0),
             checkpoints: BEGINNING,
-            owns_work_folder: jail.owns_work_folder,
+            owns_work_folder: apart || jail.owns_work_folder,
             began_fresh: false,
             sweeps: Arc::default(),
             interpreter: None,
@@ -164,6 +168,7 @@ impl NativeSandbox {
             isolation: jail.isolation.clone(),
             limits: limits.clone(),
             house,
+            gateway: None,
             destroyed: false,
         };
         if let Some(tree) = jail.instance.tree() {
@@ -171,11 +176,16 @@ impl NativeSandbox {
         }
         let doors = sandbox.doors()?;
         let passed: Vec<_> = doors.iter().map(AsFd::as_fd).collect();
-        sandbox.warden.command(&Command::Prepare { slot }, &passed).await?;
+        sandbox.warden.command(&Command::Prepare { slot, apart }, &passed).await?;
         let init = sandbox.await_view(|view| view.init.clone()).await?;
         sandbox.warden.command(&Command::Proceed { slot }, &[]).await?;
         sandbox.await_view(|view| view.prepared.then_some(())).await?;
         sandbox.check_confinement(&init)?;
+        if let Some(network) = &jail.network {
+            let opened = network.open(sandbox.warden.take_doors(slot));
+            let no_way = |error| LaunchError::Start { why: format!("its network could not be opened: {error}") };
+            sandbox.gateway = Some(opened.map_err(no_way)?);
+        }
         Ok(sandbox)
     }
 
@@ -374,6 +384,7 @@ impl Sandbox for NativeSandbox {
             self.house.upgrade().ok_or_else(|| LaunchError::Start { why: "the server is ending".to_owned() })?;
         let mut sandbox = house.empty_sandbox().await?;
         sandbox.groups.join(&self.groups, sandbox.slot, &self.limits).map_err(no_limits)?;
+        sandbox.set_rules(self.rules());
         let from = Origin::Checkpoint { slot: self.slot, number: checkpoint.0, last: terms.last };
         let interpreter = sandbox.interpreter_from(from, terms.keep_beginning, b"f").await?;
         if terms.last {
@@ -409,10 +420,25 @@ impl Sandbox for NativeSandbox {
         }
     }
 
+    fn rules(&self) -> Rules {
+        self.gateway.as_ref().map_or_else(Rules::none, Gateway::rules)
+    }
+
+    fn set_rules(&self, rules: Rules) {
+        if let Some(gateway) = &self.gateway {
+            gateway.set_rules(rules);
+        }
+    }
+
+    fn take_blocked(&self) -> Vec<Blocked> {
+        self.gateway.as_ref().map(Gateway::take_blocked).unwrap_or_default()
+    }
+
     async fn destroy(&mut self) {
         if std::mem::replace(&mut self.destroyed, true) {
             return;
         }
+        self.gateway = None;
         if self.warden.command(&Command::Destroy { slot: self.slot }, &[]).await.is_ok() {
             let gone = self.view.wait_for(|view| view.destroyed);
             if tokio::time::timeout(STEP_LIMIT, gone).await.is_err() {

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use cellblock_jail::cgroup;
 use cellblock_jail::guardian;
+use cellblock_jail::network::Door;
 use cellblock_jail::posture::Posture;
 use cellblock_jail::wire::{self, Command, Event, Generation, Setup, Slot};
 use tokio::io::Interest;
@@ -33,6 +34,8 @@ const MOST_ZYGOTE_DEATHS: usize = 5;
 #[derive(Debug, Default)]
 pub(super) struct View {
     pub(super) init: Option<Arc<OwnedFd>>,
+    /// The ways out of its network, until somebody takes them.
+    doors: Vec<(Door, OwnedFd)>,
     pub(super) prepared: bool,
     pub(super) failed: Option<String>,
     /// The number of the last sweep that is complete.
@@ -169,6 +172,15 @@ impl Warden {
     /// The posture of the present warm interpreter.
     pub(super) fn warm_posture(&self) -> Option<Arc<Posture>> {
         self.state.warm.lock().expect("no holder of the posture panics").clone()
+    }
+
+    /// Takes the ways out of a sandbox's network.
+    pub(super) fn take_doors(&self, slot: Slot) -> Vec<(Door, OwnedFd)> {
+        let mut doors = Vec::new();
+        if let Some(view) = self.views().get(&slot) {
+            view.send_modify(|view| doors = std::mem::take(&mut view.doors));
+        }
+        doors
     }
 
     /// Forgets that an attempt failed, before the next one.
@@ -321,8 +333,13 @@ impl State {
                 view.send_modify(|view| change(view));
             }
         };
+        if let Event::Opened { slot, doors } = event {
+            let mut doors: Vec<_> = doors.into_iter().zip(descriptors).collect();
+            return change(slot, &mut |view| view.doors.append(&mut doors));
+        }
         let mut handle = descriptors.pop().map(Arc::new);
         match event {
+            Event::Opened { .. } => {}
             Event::Ready => {
                 self.jail.send_replace(JailState::Standing);
             }

@@ -327,9 +327,15 @@ impl Driver {
         let Some(Copying { product: Some(product), branched, .. }) = self.copying.take() else { return };
         let Branched { lost, whole } = branched.unwrap_or_default();
         match product {
-            Product::Copy(Ok(checkpoint)) => self.keep(Copy { whole, lost, ..Copy::new(checkpoint) }),
+            Product::Copy(Ok(checkpoint)) => {
+                let packages = self.shared.facts().packages.clone();
+                self.keep(Copy { whole, lost, packages, ..Copy::new(checkpoint) });
+            }
             Product::Copy(Err(error)) => self.copy_failed(error),
-            Product::Forks(forks) => self.forked = Some(forks.map(|forks| forked(forks, lost))),
+            Product::Forks(forks) => {
+                let packages = self.shared.facts().packages.clone();
+                self.forked = Some(forks.map(|forks| forked(forks, lost, &packages)));
+            }
         }
         for command in std::mem::take(&mut self.postponed) {
             match command {
@@ -360,7 +366,8 @@ impl Driver {
             self.forget(vec![checkpoint]);
             return false;
         }
-        self.keep(Copy { lacked: carried.lost.clone(), ..Copy::new(checkpoint) });
+        let packages = self.shared.facts().packages.clone();
+        self.keep(Copy { lacked: carried.lost.clone(), packages, ..Copy::new(checkpoint) });
         true
     }
 
@@ -497,7 +504,8 @@ impl Driver {
         if self.machine.state() != State::Idle || !at_rest {
             return None;
         }
-        let (sandbox, live) = (self.sandbox.take()?, self.live.take()?);
+        let (sandbox, mut live) = (self.sandbox.take()?, self.live.take()?);
+        live.packages = self.shared.facts().packages.clone();
         Some(Box::new(Fork { sandbox: Some(sandbox), live: Some(Box::new(live)) }))
     }
 
@@ -551,6 +559,7 @@ impl Driver {
     pub(super) fn replaced(&mut self, carried: &Carried) {
         match self.replacement.take() {
             Some(Replacement::Undo { cells, copy, revived, reply }) => {
+                self.shared.facts().packages = copy.packages.clone();
                 let forgotten = self.history.undone(cells);
                 self.forget(forgotten);
                 self.show_history();
@@ -620,7 +629,10 @@ impl Driver {
     }
 }
 
-fn forked(forks: Vec<Fork>, lost: Vec<String>) -> Forked {
+fn forked(mut forks: Vec<Fork>, lost: Vec<String>, packages: &[String]) -> Forked {
+    for live in forks.iter_mut().filter_map(|fork| fork.live.as_mut()) {
+        live.packages = packages.to_vec();
+    }
     let carried = forks.iter().map(Fork::carried).collect::<Vec<_>>();
     let lost = united(std::iter::once(&lost).chain(carried.iter().map(|carried| &carried.lost)));
     let files = carried.iter().map(|carried| files_carried(carried, FilesCarried::Copied));

@@ -1,0 +1,261 @@
+//! One connection from inside: what it is for, whether it may, and then its bytes.
+//!
+//! ```text
+//!  address it was made to ─▶ a name, or only an address ─▶ allowed at this port? ─▶ what kind of traffic?
+//!
+//!    only an address            copied: the address itself is listed
+//!    a name, port 443           TLS; the hello must ask for this name, openly
+//!    a name, port 80            HTTP; every request must be for this name
+//!    a name, another port       copied: the name is enough
+//!    a name that has a secret   as above, but TLS ends here
+//!    no restrictions at all     copied, except TLS to a name that has a secret
+//! ```
+//!
+//! Only then is the host dialled, with a check of every address it has. Nothing of a refused connection goes out.
+//!
+//! When the rules change, every connection asks itself again whether it may; if not, it is cut off.
+
+use std::collections::HashSet;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::pin::pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, copy_bidirectional_with_sizes};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::Shared;
+use super::blocked::Reason;
+use super::inside::{Fate, Inside};
+use crate::hello::{self, ClientHello, Hello, LARGEST_HELLO};
+use crate::name::{Host, HostName};
+use crate::names::NameInUse;
+use crate::resolve::BoxFuture;
+use crate::secrets::Note;
+use crate::{http, terminate};
+
+/// Serves a connection that was made to `target`, until it ends.
+pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream, target: SocketAddr) {
+    let peer = Arc::new(Peer::of(shared, target));
+    let fate = Fate::default();
+    // From before the first decision on, so that no change is missed.
+    let cut_off = pin!(peer.cut_off());
+    let work = pin!(carry(&peer, Inside::new(stream, peer.shared.meter.clone(), fate.clone())));
+    // Dropped before `work` if this whole future is: then the connection was cut off and did not end.
+    let unfinished = ResetOnDrop(Some(fate));
+    let outcome = tokio::select! {
+        outcome = work => {
+            unfinished.defuse();
+            outcome
+        }
+        () = cut_off => Err(Reason::NoLongerListed),
+    };
+    if let Err(reason) = outcome {
+        peer.note(reason);
+    }
+}
+
+/// How long a TLS client may take for its hello. Clients send it at once; this is for slow ones on a busy machine.
+const LONGEST_HELLO: Duration = Duration::from_secs(10);
+
+/// How long a client is waited for where TLS is possible, but not a must. One that comes later is copied as it is, which keeps its
+/// placeholder a placeholder.
+const LONGEST_GUESS: Duration = Duration::from_secs(1);
+
+/// Bytes that are copied at a time. Larger pieces are not faster, and every connection has two of these.
+const BUFFER: usize = 64 * 1024;
+
+const HTTP: u16 = 80;
+const HTTPS: u16 = 443;
+
+/// What a connection is for.
+struct Peer {
+    shared: Arc<Shared>,
+    host: Host,
+    port: u16,
+    /// Whether its bytes pass without a look only because there were no restrictions when it began.
+    is_unseen: bool,
+    /// Where it was dialled to so far.
+    dialled: Mutex<HashSet<IpAddr>>,
+    /// Keeps the address that stands for the name, as long as there is a connection to it.
+    _name: Option<NameInUse>,
+}
+
+impl Peer {
+    fn of(shared: Arc<Shared>, target: SocketAddr) -> Peer {
+        let address = target.ip().to_canonical();
+        let name = shared.names.name_at(address);
+        let host = name.as_ref().map_or(Host::Address(address), |name| Host::Name(name.name().clone()));
+        let is_unseen = matches!((target.port(), &name), (HTTP | HTTPS, Some(_))) && shared.rules().is_everything();
+        Peer { shared, host, port: target.port(), is_unseen, dialled: Mutex::default(), _name: name }
+    }
+
+    fn note(&self, reason: Reason) {
+        self.shared.notes.add(format!("{}:{}", self.host, self.port), reason);
+    }
+
+    /// Tells whether the rules of this moment allow everything about this connection.
+    fn is_allowed(&self) -> bool {
+        let dialled = self.dialled.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let rules = self.shared.rules();
+        (!self.is_unseen || rules.is_everything()) && self.shared.dialer.allows(&self.host, self.port, &dialled, &rules)
+    }
+
+    /// Waits until the rules do not allow this connection any more.
+    fn cut_off(&self) -> impl Future<Output = ()> {
+        let mut changes = self.shared.rules.subscribe();
+        async move {
+            while changes.changed().await.is_ok() {
+                if !self.is_allowed() {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Opens a connection to the host, by the rules of this moment.
+    async fn dial(&self) -> Result<TcpStream, Reason> {
+        let rules = self.shared.rules();
+        let (stream, address) = self.shared.dialer.dial(&self.host, self.port, &rules).await?;
+        self.dialled.lock().unwrap_or_else(PoisonError::into_inner).insert(address);
+        // The rules may have changed since we looked. If they change from now on, `cut_off` sees this address.
+        if self.shared.rules() == rules || self.is_allowed() { Ok(stream) } else { Err(Reason::NoLongerListed) }
+    }
+
+    /// Opens a connection for a part of this crate that knows nothing of notes.
+    async fn dial_and_note(self: Arc<Self>) -> io::Result<TcpStream> {
+        self.dial().await.map_err(|reason| {
+            self.note(reason.clone());
+            io::Error::other(reason)
+        })
+    }
+}
+
+/// What a connection carries, and so what must be looked at.
+enum Traffic<'a> {
+    Copied,
+    Http(&'a HostName),
+    Tls(&'a HostName),
+    /// TLS if it looks like it.
+    Perhaps(&'a HostName),
+}
+
+fn traffic(peer: &Peer) -> Traffic<'_> {
+    let Host::Name(name) = &peer.host else { return Traffic::Copied };
+    match peer.port {
+        HTTP if !peer.is_unseen => Traffic::Http(name),
+        HTTPS if !peer.is_unseen => Traffic::Tls(name),
+        _ if peer.shared.vault.has(name) => Traffic::Perhaps(name),
+        _ => Traffic::Copied,
+    }
+}
+
+/// Decides about a connection and carries its bytes. An error is why it was refused.
+async fn carry(peer: &Arc<Peer>, mut inside: Inside) -> Result<(), Reason> {
+    if !peer.is_allowed() {
+        return Err(Reason::NotListed);
+    }
+    match traffic(peer) {
+        Traffic::Copied => copy(inside, peer.dial().await?).await,
+        Traffic::Http(name) => {
+            let upstream = peer.dial().await?;
+            inside.fate().let_through();
+            let refused = |mismatch: http::Mismatch| peer.note(Reason::Request(mismatch.to_string()));
+            if let Err(error) = http::serve(inside, upstream, name, peer.port, &refused).await {
+                tracing::debug!(error, "a connection for HTTP ended early");
+            }
+        }
+        Traffic::Tls(name) => {
+            let Some(hello) = read_hello(&mut inside, LONGEST_HELLO).await else { return Ok(()) };
+            check_hello(&hello, name)?;
+            carry_tls(peer, inside, name).await?;
+        }
+        Traffic::Perhaps(name) => match read_hello(&mut inside, LONGEST_GUESS).await {
+            Some(hello) if check_hello(&hello, name).is_ok() => carry_tls(peer, inside, name).await?,
+            _ => copy(inside, peer.dial().await?).await,
+        },
+    }
+    Ok(())
+}
+
+/// Reads the first bytes until they are clearly a hello or clearly not, and gives them back. `None` if the client ends without a word.
+async fn read_hello(inside: &mut Inside, patience: Duration) -> Option<Hello> {
+    let mut bytes = Vec::with_capacity(LARGEST_HELLO);
+    let read = async {
+        loop {
+            match inside.read_buf(&mut bytes).await {
+                Ok(0) | Err(_) => return Hello::NotTls,
+                Ok(_) => {}
+            }
+            match hello::read(&bytes) {
+                Hello::Incomplete => {}
+                hello => return hello,
+            }
+        }
+    };
+    let hello = timeout(patience, read).await;
+    if bytes.is_empty() && hello.is_ok() {
+        return None;
+    }
+    inside.unread(bytes);
+    Some(hello.unwrap_or(Hello::NotTls))
+}
+
+fn check_hello(hello: &Hello, name: &HostName) -> Result<(), Reason> {
+    let Hello::Client(ClientHello { server_name, has_encrypted_hello }) = hello else { return Err(Reason::NotTls) };
+    if *has_encrypted_hello {
+        return Err(Reason::EncryptedHello);
+    }
+    let said = server_name.as_ref().ok_or(Reason::NoServerName)?;
+    match HostName::parse(said) {
+        Ok(said) if said == *name => Ok(()),
+        Ok(said) => Err(Reason::OtherServerName(said)),
+        Err(_) => Err(Reason::UnreadableServerName),
+    }
+}
+
+/// Carries TLS that asks for the right name: to where it ends here, if the name has a secret; otherwise untouched.
+async fn carry_tls(peer: &Arc<Peer>, inside: Inside, name: &HostName) -> Result<(), Reason> {
+    let shared = &peer.shared;
+    let Some(authority) = shared.authority.as_ref().filter(|_| shared.vault.has(name)) else {
+        copy(inside, peer.dial().await?).await;
+        return Ok(());
+    };
+    inside.fate().let_through();
+    let dialling = Arc::clone(peer);
+    let dial = move || -> BoxFuture<'static, _> { Box::pin(Arc::clone(&dialling).dial_and_note()) };
+    let noting = Arc::clone(peer);
+    let notes = move |note: Note| noting.note(Reason::Request(note.to_string()));
+    let served =
+        terminate::serve(inside, name, peer.port, &shared.vault, authority, Arc::new(dial), Arc::new(notes)).await;
+    if let Err(error) = served {
+        tracing::debug!(%error, "a connection for HTTPS ended early");
+    }
+    Ok(())
+}
+
+/// Copies both ways until both are done. Half of a connection may end before the other; if one side breaks, the other is reset.
+async fn copy(mut inside: Inside, mut upstream: TcpStream) {
+    inside.fate().let_through();
+    if copy_bidirectional_with_sizes(&mut inside, &mut upstream, BUFFER, BUFFER).await.is_err() {
+        inside.fate().reset();
+        let _ = upstream.set_zero_linger();
+    }
+}
+
+/// Makes an end that comes from outside a reset.
+struct ResetOnDrop(Option<Fate>);
+
+impl ResetOnDrop {
+    fn defuse(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for ResetOnDrop {
+    fn drop(&mut self) {
+        self.0.iter().for_each(Fate::reset);
+    }
+}

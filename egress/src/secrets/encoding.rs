@@ -1,0 +1,196 @@
+//! How a value is spelled at the place where it stands: percent-encoded, in a JSON string, in XML, in base64.
+
+use zeroize::Zeroizing;
+
+const HEXADECIMAL: &[u8; 16] = b"0123456789ABCDEF";
+const STANDARD: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+/// The alphabet of base64 whose characters need no encoding in an address.
+pub(super) const URL_SAFE: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
+
+/// Returns `byte` as a percent sign and two digits.
+pub(super) fn percent_byte(byte: u8) -> [u8; 3] {
+    [b'%', HEXADECIMAL[usize::from(byte >> 4)], HEXADECIMAL[usize::from(byte & 15)]]
+}
+
+/// Returns `byte` as JSON's `\u00…`. It means the byte only if that is ASCII.
+pub(super) fn json_unicode(byte: u8) -> [u8; 6] {
+    let [_, high, low] = percent_byte(byte);
+    [b'\\', b'u', b'0', b'0', high, low]
+}
+
+/// Encodes `value` for a query or a form: only letters, digits and `-._~` stay.
+pub(super) fn for_query(value: &str) -> Vec<u8> {
+    percent(value, b"-._~")
+}
+
+/// Encodes `value` for one segment of a path, where more characters may stand as they are.
+pub(super) fn for_path(value: &str) -> Vec<u8> {
+    percent(value, b"-._~:@!$&'()*+,;=")
+}
+
+/// Escapes `value`, which has no control characters, for the inside of a JSON string.
+pub(super) fn for_json(value: &str) -> Vec<u8> {
+    let mut escaped = Vec::with_capacity(value.len());
+    for byte in value.bytes() {
+        if matches!(byte, b'"' | b'\\') {
+            escaped.push(b'\\');
+        }
+        escaped.push(byte);
+    }
+    escaped
+}
+
+/// Escapes `value` for text or an attribute in XML.
+pub(super) fn for_xml(value: &str) -> Vec<u8> {
+    let mut escaped = Vec::with_capacity(value.len());
+    for byte in value.bytes() {
+        match xml_entities(byte).first() {
+            Some(entity) => escaped.extend_from_slice(entity),
+            None => escaped.push(byte),
+        }
+    }
+    escaped
+}
+
+/// Returns `value` as it is.
+pub(super) fn verbatim(value: &str) -> Vec<u8> {
+    value.as_bytes().to_vec()
+}
+
+/// Returns how XML and HTML write `byte` when it may not stand for itself, the usual one first.
+pub(super) fn xml_entities(byte: u8) -> &'static [&'static [u8]] {
+    match byte {
+        b'&' => &[b"&amp;", b"&#38;", b"&#x26;"],
+        b'<' => &[b"&lt;", b"&#60;", b"&#x3c;"],
+        b'>' => &[b"&gt;", b"&#62;", b"&#x3e;"],
+        b'"' => &[b"&quot;", b"&#34;", b"&#x22;"],
+        b'\'' => &[b"&#39;", b"&#x27;", b"&apos;"],
+        _ => &[],
+    }
+}
+
+/// Encodes in base64 with the usual alphabet and padding.
+pub(super) fn base64(bytes: &[u8]) -> Vec<u8> {
+    let mut encoded = base64_with(STANDARD, bytes);
+    while !encoded.len().is_multiple_of(4) {
+        encoded.push(b'=');
+    }
+    encoded
+}
+
+/// Decodes base64 of either alphabet, with or without padding.
+pub(super) fn base64_decoded(text: &[u8]) -> Option<Vec<u8>> {
+    let digits = text.trim_ascii_end();
+    let digits = digits.strip_suffix(b"==").or_else(|| digits.strip_suffix(b"=")).unwrap_or(digits);
+    let mut decoded = Vec::with_capacity(digits.len() * 3 / 4);
+    for group in digits.chunks(4) {
+        let mut bits = 0_u32;
+        for &digit in group {
+            bits = bits << 6 | base64_value(digit)?;
+        }
+        bits <<= 6 * (4 - group.len());
+        let bytes = [(bits >> 16) as u8, (bits >> 8) as u8, bits as u8];
+        decoded.extend_from_slice(match group.len() {
+            4 => &bytes,
+            3 => &bytes[..2],
+            2 => &bytes[..1],
+            _ => return None,
+        });
+    }
+    Some(decoded)
+}
+
+/// Returns what `value` looks like somewhere in the middle of longer text in base64: one form for each place it can have in a group of three
+/// bytes, in both alphabets. A form has only those characters that depend on nothing but the value, so at most four bits of the value at either
+/// end are not part of it.
+pub(super) fn base64_forms(value: &[u8]) -> Vec<Vec<u8>> {
+    let mut forms = Vec::new();
+    for alphabet in [STANDARD, URL_SAFE] {
+        for (bytes_before, mixed_characters) in [(0, 0), (1, 2), (2, 3)] {
+            let text = Zeroizing::new([&[0; 2][..bytes_before], value].concat());
+            let last = text.len() * 8 / 6;
+            let form = base64_with(alphabet, &text)[mixed_characters..last].to_vec();
+            if !forms.contains(&form) {
+                forms.push(form);
+            }
+        }
+    }
+    forms
+}
+
+fn percent(value: &str, kept: &[u8]) -> Vec<u8> {
+    let mut encoded = Vec::with_capacity(value.len());
+    for byte in value.bytes() {
+        match byte.is_ascii_alphanumeric() || kept.contains(&byte) {
+            true => encoded.push(byte),
+            false => encoded.extend_from_slice(&percent_byte(byte)),
+        }
+    }
+    encoded
+}
+
+fn base64_with(alphabet: &[u8; 64], bytes: &[u8]) -> Vec<u8> {
+    let mut encoded = Vec::with_capacity(bytes.len().div_ceil(3) * 4);
+    for group in bytes.chunks(3) {
+        let byte = |index: usize| u32::from(group.get(index).copied().unwrap_or(0));
+        let bits = byte(0) << 16 | byte(1) << 8 | byte(2);
+        for index in 0..=group.len() {
+            encoded.push(alphabet[(bits >> (18 - 6 * index)) as usize & 63]);
+        }
+    }
+    encoded
+}
+
+fn base64_value(digit: u8) -> Option<u32> {
+    let value = match digit {
+        b'A'..=b'Z' => digit - b'A',
+        b'a'..=b'z' => digit - b'a' + 26,
+        b'0'..=b'9' => digit - b'0' + 52,
+        b'+' | b'-' => 62,
+        b'/' | b'_' => 63,
+        _ => return None,
+    };
+    Some(u32::from(value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn base64_is_that_of_the_standard() {
+        for (plain, encoded) in [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foobar", "Zm9vYmFy")] {
+            assert_eq!(base64(plain.as_bytes()), encoded.as_bytes());
+            assert_eq!(base64_decoded(encoded.as_bytes()).unwrap(), plain.as_bytes());
+            assert_eq!(base64_decoded(encoded.trim_end_matches('=').as_bytes()).unwrap(), plain.as_bytes());
+        }
+        assert_eq!(base64(&[0xfb, 0xff]), b"+/8=");
+        assert_eq!(base64_decoded(b"-_8").unwrap(), [0xfb, 0xff]);
+        assert_eq!(base64_decoded(b"Zm9v!"), None);
+        assert_eq!(base64_decoded(b"Z"), None);
+    }
+
+    #[test]
+    fn each_place_has_its_spelling() {
+        assert_eq!(for_query("a b/c+d:e~"), b"a%20b%2Fc%2Bd%3Ae~");
+        assert_eq!(for_path("12:ab/c?d"), b"12:ab%2Fc%3Fd");
+        assert_eq!(for_json(r#"a"b\c"#), br#"a\"b\\c"#);
+        assert_eq!(for_xml("a<b&c"), b"a&lt;b&amp;c");
+        assert_eq!(for_query("ä"), b"%C3%A4");
+    }
+
+    proptest! {
+        #[test]
+        fn base64_comes_back_and_one_form_is_always_in_it(
+            before in prop::collection::vec(any::<u8>(), 0..5),
+            value in prop::collection::vec(any::<u8>(), 8..40),
+            after in prop::collection::vec(any::<u8>(), 0..5),
+        ) {
+            let text = [before, value.clone(), after].concat();
+            let encoded = base64(&text);
+            prop_assert_eq!(base64_decoded(&encoded).unwrap(), text);
+            prop_assert!(base64_forms(&value).iter().any(|form| encoded.windows(form.len()).any(|part| part == form)));
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! The network of a sandbox: a dead end in which every address is local.
+//!
+//! Nothing leaves such a namespace; it has no interface but the loopback one. With one route per family, every address is an address of this machine, so
+//! a connection to anywhere arrives at a socket in here, or at none and is refused at once. The sockets are made here, before any of a user's code, and
+//! handed to the server, which accepts on them from outside and decides (`cellblock-egress`). Ports that nobody listens on are refused by the kernel.
+//!
+//! Where every port is wanted, nftables redirect all connections to one socket; the kernel remembers where they were going.
+
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::OwnedFd;
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use serde::{Deserialize, Serialize};
+
+use crate::netlink::{Message, Netlink};
+use crate::nftables;
+
+/// What a sandbox's network lets its user's code reach: nothing but itself, or the doors.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Doors {
+    /// Questions about names, and connections to these ports.
+    Ports(Vec<u16>),
+    /// Questions about names, and connections to every port.
+    All,
+}
+
+/// What a socket that came out of a sandbox is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Door {
+    Names,
+    Port(u16),
+    AnyPort,
+}
+
+const NAMES_PORT: u16 = 53;
+/// Connections that wait to be accepted. The server accepts at once.
+const BACKLOG: i32 = 128;
+
+/// Makes this network namespace a dead end and opens its doors.
+pub(crate) fn open(doors: &Doors) -> io::Result<(Vec<Door>, Vec<OwnedFd>)> {
+    make_every_address_local()?;
+    let mut kinds = vec![Door::Names];
+    let mut sockets = vec![bound(SocketType::DGRAM, NAMES_PORT)?];
+    match doors {
+        Doors::Ports(ports) => {
+            for port in ports {
+                kinds.push(Door::Port(*port));
+                sockets.push(listening(*port)?);
+            }
+        }
+        Doors::All => {
+            let socket = listening(0)?;
+            let port = match rustix::net::getsockname(&socket)?.try_into() {
+                Ok(SocketAddr::V6(address)) => address.port(),
+                Ok(SocketAddr::V4(address)) => address.port(),
+                Err(error) => return Err(io::Error::from(error)),
+            };
+            nftables::redirect_everything_to(port)?;
+            kinds.push(Door::AnyPort);
+            sockets.push(socket);
+        }
+    }
+    Ok((kinds, sockets))
+}
+
+/// Makes sure that what is meant for an address of nobody is refused at once, here and now.
+///
+/// The discard port of an address that is set aside for examples: no rule is about it, and nobody is there.
+pub(crate) fn leads_nowhere() -> io::Result<()> {
+    let socket = rustix::net::socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let nobody = SocketAddr::from((Ipv4Addr::new(192, 0, 2, 1), 9));
+    match rustix::net::connect(&socket, &nobody) {
+        Err(rustix::io::Errno::NETUNREACH | rustix::io::Errno::CONNREFUSED) => Ok(()),
+        Ok(()) => Err(io::Error::other("an address of nobody answered")),
+        Err(error) => Err(io::Error::other(format!("an address of nobody is not refused but: {error}"))),
+    }
+}
+
+fn listening(port: u16) -> io::Result<OwnedFd> {
+    let socket = bound(SocketType::STREAM, port)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(socket)
+}
+
+/// A socket for both families, or for the older one where the kernel has no other.
+fn bound(kind: SocketType, port: u16) -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    match rustix::net::socket_with(AddressFamily::INET6, kind, flags, None) {
+        Ok(socket) => {
+            sockopt::set_ipv6_v6only(&socket, false)?;
+            rustix::net::bind(&socket, &SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)))?;
+            Ok(socket)
+        }
+        Err(rustix::io::Errno::AFNOSUPPORT) => {
+            let socket = rustix::net::socket_with(AddressFamily::INET, kind, flags, None)?;
+            rustix::net::bind(&socket, &SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)))?;
+            Ok(socket)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The loopback interface is the first of every namespace.
+const LOOPBACK: u32 = 1;
+
+fn make_every_address_local() -> io::Result<()> {
+    let kernel = Netlink::open(libc::NETLINK_ROUTE)?;
+    for (family, scope) in [(libc::AF_INET, libc::RT_SCOPE_HOST), (libc::AF_INET6, libc::RT_SCOPE_UNIVERSE)] {
+        let mut message = Message::new(libc::RTM_NEWROUTE, libc::NLM_F_CREATE);
+        // struct rtmsg: any destination, in the table of local addresses.
+        message.bytes(&[
+            family as u8,
+            0,
+            0,
+            0,
+            libc::RT_TABLE_LOCAL,
+            libc::RTPROT_BOOT,
+            scope,
+            libc::RTN_LOCAL,
+            0,
+            0,
+            0,
+            0,
+        ]);
+        message.attribute(libc::RTA_OIF, &LOOPBACK.to_ne_bytes());
+        match kernel.ask(&[message]) {
+            // A kernel without the newer family has no address in it to reach.
+            Err(error) if family == libc::AF_INET6 && no_such_family(&error) => {}
+            result => result?,
+        }
+    }
+    Ok(())
+}
+
+fn no_such_family(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EAFNOSUPPORT | libc::EOPNOTSUPP))
+}

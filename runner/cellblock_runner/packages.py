@@ -1,0 +1,103 @@
+"""Packages: folders of installed packages that the host adds to a live session.
+
+What a session has is what its `sys.path` says, so copies carry it and an undo takes it back without further work. The folders are
+read-only. Nothing in them is run here: `.pth` files are not read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import PathFinder, all_suffixes
+
+# All folders that were added, the latest first.
+_added: list[str] = []
+
+_SITE_FOLDERS = ("site-packages", "dist-packages")
+
+
+class NotAFolder(ValueError):
+    """Something was named that is no folder of packages."""
+
+
+def add(paths: Sequence[str]) -> list[str]:
+    """Makes the packages in these folders importable, in the session and in the Pythons that it starts.
+
+    They come in front of the environment's own packages, so that a newer version wins, and behind the standard library and the user's
+    files. Returns the modules in them that were imported from elsewhere before: those stay what they are.
+    """
+    folders = list(dict.fromkeys(paths))
+    for folder in folders:
+        if not (isinstance(folder, str) and os.path.isabs(folder) and os.path.isdir(folder)):
+            raise NotAFolder(f"{folder!r} is no folder of packages")
+    sys.path[:] = _inserted(folders, sys.path, _is_site)
+    _set_variable("PYTHONPATH", "", folders, _is_nothing)
+    _set_variable("PATH", os.defpath, programs(folders), _is_anything)
+    _added[:] = _inserted(folders, _added, _is_anything)
+    importlib.invalidate_caches()
+    return sorted({name for folder in folders for name in _modules(folder) if _is_stale(name, folder)})
+
+
+def programs(folders: Sequence[str]) -> list[str]:
+    """Returns the folders of programs in these folders of packages."""
+    return [path for path in map(_programs, folders) if os.path.isdir(path)]
+
+
+def _inserted(new: Sequence[str], entries: Sequence[str], comes_before: Callable[[object], bool]) -> list[str]:
+    """Returns the entries with new ones in front of those that were added earlier, or of the first that they come before."""
+    rest = [entry for entry in entries if entry not in new]
+    earlier = [*_added, *map(_programs, _added)]
+    place = next((at for at, entry in enumerate(rest) if entry in earlier or comes_before(entry)), len(rest))
+    return [*rest[:place], *new, *rest[place:]]
+
+
+def _set_variable(name: str, default: str, new: Sequence[str], comes_before: Callable[[object], bool]) -> None:
+    if new:
+        value = os.environ.get(name) or default
+        os.environ[name] = os.pathsep.join(_inserted(new, value.split(os.pathsep) if value else [], comes_before))
+
+
+def _is_site(entry: object) -> bool:
+    return isinstance(entry, str) and os.path.basename(entry) in _SITE_FOLDERS
+
+
+def _is_anything(_entry: object) -> bool:
+    return True
+
+
+def _is_nothing(_entry: object) -> bool:
+    return False
+
+
+def _programs(folder: str) -> str:
+    return os.path.join(folder, "bin")
+
+
+def _modules(folder: str) -> Iterator[str]:
+    """Returns the names of the top-level modules in a folder."""
+    for entry in os.scandir(folder):
+        if entry.is_dir():
+            name = entry.name
+        else:
+            suffix = next((suffix for suffix in all_suffixes() if entry.name.endswith(suffix)), None)
+            if suffix is None:
+                continue
+            name = entry.name[: -len(suffix)]
+        if name.isidentifier() and name != "__pycache__":
+            yield name
+
+
+def _is_stale(name: str, folder: str) -> bool:
+    """Tells whether an imported module is another one than an import would find in this folder now."""
+    module = sys.modules.get(name)
+    origin = getattr(module, "__file__", None)
+    if not isinstance(origin, str):
+        return False  # Not imported, or spread over several folders, and then it has grown by itself.
+    try:
+        spec = PathFinder.find_spec(name)
+    except Exception:
+        return False  # The user's own way of finding modules failed.
+    found = None if spec is None else spec.origin
+    return found is not None and found != origin and found.startswith(folder + os.sep)

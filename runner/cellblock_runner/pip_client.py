@@ -1,0 +1,47 @@
+"""The program behind `pip` in a shell command of a cell.
+
+It hands its arguments to the runner that started the shell and prints what pip would have printed. What the shell is to do then, it
+writes to descriptor 3. Its first argument is the number of the inherited socket of `pip_programs.Counter`; then come the name of a
+program and its arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+
+
+_THEN = 3
+
+
+def main() -> None:
+    try:
+        counter = socket.socket(fileno=int(sys.argv[1]))
+        ours, theirs = socket.socketpair()
+        socket.send_fds(counter, [json.dumps([os.getcwd(), sys.argv[2:]]).encode()], [theirs.fileno()])
+        theirs.close()
+        reply = json.loads(ours.makefile("rb").read())
+    except (OSError, ValueError):
+        reason = "ERROR: pip works only while the command of its cell runs, and in the session itself\n"
+        reply = {"out": "", "err": reason, "then": "return 1"}
+    _write(_THEN, reply["then"])
+    _write(1, reply["out"])
+    _write(2, reply["err"])
+
+
+def _write(descriptor: int, text: str) -> None:
+    data = text.encode("utf-8", "replace")
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        pass  # Whoever reads this has had enough, or there is no such place.
+
+
+if __name__ == "__main__":
+    # An interrupt ends it like any program of a shell, without a traceback of ours.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    main()

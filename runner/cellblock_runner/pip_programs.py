@@ -1,0 +1,184 @@
+"""Pip programs: what happens when a cell starts pip as a program. There is none in a sandbox; the host installs.
+
+    a shell      gets functions named pip, uv and python, which bring pip's arguments to a counter; the runner serves the counter while
+                 the shell runs. So pipes, redirections, conditions and loops are the shell's own business, as always
+    subprocess   a list of words, or a shell command of words alone: pip's work is done first, and a process that prints the
+                 result takes its place
+
+Another Python, and a shell that subprocess starts for more than words, find no pip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import re
+import select
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from . import packages, pip_answers, pip_lines
+
+# Low numbers belong to the script.
+_LOWEST_DESCRIPTOR = 500
+_LARGEST_MESSAGE = 192 * 1024
+# Whether a shell has ended is looked at so often, in milliseconds, if something it left behind still holds the socket.
+_LOOK_UP = 50
+# The kernel takes no longer argument than 128 KiB.
+_LARGEST_ARGUMENT = 120_000
+
+_CLIENT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pip_client.py")
+_STAND_IN = 'printf %s "$1"; printf %s "$2" >&2; exit "$3"'
+
+# Without line breaks: the lines of a script keep their numbers. The client's descriptor 3 says what the shell is to do when it has ended,
+# and 4 is where the function's output goes.
+_CALL = '_cellblock_pip() {{ {{ eval "$({client} {descriptor} "$@" 3>&1 >&4 4>&-)"; }} 4>&1; }}; '
+_PIP = '{name}() {{ _cellblock_pip pip "$@"; }}; '
+_UV = 'uv() { if [ "${1-}" = pip ]; then _cellblock_pip uv "$@"; else command uv "$@"; fi; }; '
+_PYTHON = (
+    '{name}() {{ if [ "${{1-}}" = -m ] && {{ [ "${{2-}}" = pip ] || [ "${{2-}}" = uv ]; }}; '
+    'then shift; _cellblock_pip "$@"; else command {name} "$@"; fi; }}; '
+)
+# Names that every shell accepts for a function, and those that only bash does.
+_plain_name = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_bash_name = re.compile(r"[A-Za-z0-9_./+-]+")
+
+
+def may_start_pip(command: str) -> bool:
+    """Tells whether pip can possibly be meant. Everything that is done about it is done for such commands only."""
+    return "pip" in command
+
+
+class Counter:
+    """Serves the functions of one shell. `functions` is to be put in front of its script, `descriptor` to be inherited by it."""
+
+    def __init__(self, is_bash: bool) -> None:
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.descriptor = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, _LOWEST_DESCRIPTOR)
+        self._is_handed_over = False
+        self._clients: list[socket.socket] = []
+        self.functions = _functions(self.descriptor, is_bash)
+
+    def close(self) -> None:
+        self._hand_over()
+        self._dismiss()
+        self._ours.close()
+
+    def serve(self, process: subprocess.Popen[bytes]) -> None:
+        """Answers until the shell has ended."""
+        self._hand_over()
+        poll = select.poll()
+        poll.register(self._ours, select.POLLIN)
+        while process.poll() is None:
+            if poll.poll(_LOOK_UP) and not self._serve_one():
+                process.wait()
+
+    def _hand_over(self) -> None:
+        """Closes our copy of what the shell has inherited, so that its end can be seen."""
+        if not self._is_handed_over:
+            self._is_handed_over = True
+            os.close(self.descriptor)
+
+    def _serve_one(self) -> bool:
+        """Answers one client. Returns False when there can be no more. What is not a client's message is dropped."""
+        message, descriptors, _, _ = socket.recv_fds(self._ours, _LARGEST_MESSAGE, 1)
+        if not message:
+            return False
+        # When an interrupt ends this, clients wait on and are ended with their shell. They would complain otherwise.
+        self._clients += [socket.socket(fileno=number) for number in descriptors]
+        with contextlib.suppress(ValueError, TypeError, OSError):
+            folder, words = json.loads(message)
+            reply = _reply([str(word) for word in words], str(folder))
+            answer = {"out": reply.out, "err": reply.err, "then": _what_then(reply)}
+            for client in self._clients:
+                client.sendall(json.dumps(answer).encode())
+        self._dismiss()
+        return True
+
+    def _dismiss(self) -> None:
+        while self._clients:
+            self._clients.pop().close()
+
+
+def _reply(words: list[str], folder: str) -> pip_answers.Reply:
+    arguments = pip_lines.arguments_of(words)
+    if arguments is None:
+        return pip_answers.Reply(1, "", "ERROR: of uv, only `uv pip` is possible here\n")
+    return pip_answers.carry_out(arguments, folder)
+
+
+def _what_then(reply: pip_answers.Reply) -> str:
+    """Returns what the shell does when pip has ended: it finds what was installed, too."""
+    lists = {"PATH": packages.programs(reply.added), "PYTHONPATH": reply.added}
+    exports = (
+        f'export {name}={shlex.quote(os.pathsep.join(new))}"${{{name}:+{os.pathsep}${name}}}"; '
+        for name, new in lists.items()
+        if new
+    )
+    return f"{''.join(exports)}return {reply.code}"
+
+
+def _functions(descriptor: int, is_bash: bool) -> str:
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    may_be_named = _bash_name if is_bash else _plain_name
+
+    def define(template: str, *names: str) -> Iterator[str]:
+        return (template.format(name=name) for name in names if may_be_named.fullmatch(name))
+
+    client = shlex.join((sys.executable, "-I", "-S", _CLIENT))
+    pythons = dict.fromkeys(("python", "python3", f"python{version}", sys.executable))
+    return "".join(
+        (
+            _CALL.format(client=client, descriptor=descriptor),
+            *define(_PIP, "pip", "pip3", f"pip{version}"),
+            _UV,
+            *define(_PYTHON, *pythons),
+        )
+    )
+
+
+def install_in_subprocess() -> None:
+    """Has `subprocess`, and all that is built on it, do pip's work without pip."""
+    original = subprocess.Popen.__init__
+
+    @functools.wraps(original)
+    def start(self: Any, args: Any, *more: Any, **options: Any) -> None:
+        arguments = None if more else _arguments_of(args, bool(options.get("shell")))
+        if arguments is None:
+            original(self, args, *more, **options)
+            return
+        reply = pip_answers.carry_out(arguments, os.path.abspath(os.fsdecode(options.get("cwd") or ".")))
+        texts = (_as_argument(reply.out), _as_argument(reply.err), str(reply.code))
+        options.update(shell=False, executable=None)
+        original(self, ["/bin/sh", "-c", _STAND_IN, "pip", *texts], **options)
+        self.args = args
+
+    subprocess.Popen.__init__ = start  # type: ignore[method-assign]
+
+
+def _arguments_of(args: Any, is_for_shell: bool) -> list[str] | None:
+    """Returns pip's arguments if that is what a process is to be started for."""
+    try:
+        if isinstance(args, (str, bytes, os.PathLike)):
+            command = os.fsdecode(args)
+            words = pip_lines.simple_words(command) if is_for_shell and may_start_pip(command) else None
+        elif isinstance(args, (list, tuple)) and not is_for_shell:
+            words = [os.fsdecode(word) for word in args]
+        else:
+            return None
+    except (TypeError, ValueError):
+        return None
+    return None if words is None else pip_lines.arguments_of(words)
+
+
+def _as_argument(text: str) -> bytes:
+    data = text.replace("\0", "").encode("utf-8", "replace")
+    return data if len(data) <= _LARGEST_ARGUMENT else data[:_LARGEST_ARGUMENT] + b"\n[...]\n"

@@ -1,0 +1,214 @@
+//! What is said to the inside and what it answers, as JSON.
+//!
+//! An answer is a claim: it is bounded, checked for form here, and compared with what was asked by `installer`.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::requirement::{is_name, is_version, normalised};
+
+/// The file that holds the request.
+pub(super) const REQUEST_FILE: &str = "request.json";
+/// The file that holds the answer.
+pub(super) const ANSWER_FILE: &str = "answer.json";
+/// The file that holds the certificates of the index.
+pub(super) const CERTIFICATES_FILE: &str = "certificates.pem";
+/// An answer about ten thousand packages is smaller.
+pub(super) const LARGEST_ANSWER: u64 = 4 << 20;
+/// The most distributions that one wish can bring.
+const MOST_PACKAGES: usize = 2_000;
+
+/// Returns the file that holds the stream of the package with this number.
+pub(super) fn stream_file(number: usize) -> String {
+    format!("package-{number}.stream")
+}
+
+/// What `installer.py` is to do.
+#[derive(Debug, Serialize)]
+pub(super) struct Request<'a> {
+    #[serde(flatten)]
+    pub(super) step: Errand<'a>,
+    /// The path of uv inside.
+    pub(super) uv: &'a str,
+    /// Settings of the index, as variables of uv.
+    pub(super) variables: &'a BTreeMap<&'static str, String>,
+    /// The file with the certificates of the index, if it has its own.
+    pub(super) certificates: Option<&'static str>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(tag = "step", rename_all = "lowercase")]
+pub(super) enum Errand<'a> {
+    /// Find versions and hashes, wheels only.
+    Resolve(Wanted<'a>),
+    /// Install exactly these wheels and write a stream of each.
+    Install { pins: &'a [Pin] },
+    /// Find versions, build what has no wheel, and write a stream of each package that the session does not have.
+    Build(Wanted<'a>),
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct Wanted<'a> {
+    pub(super) requirements: Vec<&'a str>,
+    /// What the session has, by name.
+    pub(super) present: BTreeMap<&'a str, &'a str>,
+    /// Names among the requirements: only these may be replaced by another version.
+    pub(super) named: Vec<&'a str>,
+    pub(super) upgrade: bool,
+}
+
+/// One package, chosen by the resolver.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(super) struct Pin {
+    pub(super) name: String,
+    /// Missing for a wheel that was asked for by its address.
+    pub(super) version: Option<String>,
+    pub(super) url: Option<String>,
+    /// `sha256:…`; the installer takes only a file that has one of them.
+    pub(super) hashes: Vec<String>,
+}
+
+/// What the resolver found.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub(super) struct Resolved {
+    /// Everything about Python and the machine that decides which wheel fits.
+    pub(super) tag: String,
+    pub(super) pins: Vec<Pin>,
+}
+
+/// A package whose stream was written.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub(super) struct Packed {
+    pub(super) name: String,
+    pub(super) version: String,
+}
+
+/// An answer, or why there is none.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Answer<T> {
+    Failed {
+        /// What uv said.
+        failed: String,
+        /// Whether it is only for want of a wheel.
+        #[serde(default)]
+        no_wheel: bool,
+    },
+    Done(T),
+}
+
+impl Resolved {
+    /// Brings names into one spelling, or says what is wrong.
+    pub(super) fn checked(mut self) -> Result<Resolved, &'static str> {
+        let is_tag = |letter: char| letter.is_ascii_alphanumeric() || "/._-+ ".contains(letter);
+        if self.tag.is_empty() || self.tag.len() > 500 || !self.tag.chars().all(is_tag) {
+            return Err("the platform has no proper name");
+        }
+        if self.pins.len() > MOST_PACKAGES {
+            return Err("the number of packages is absurd");
+        }
+        for pin in &mut self.pins {
+            pin.check()?;
+        }
+        Ok(self)
+    }
+}
+
+impl Pin {
+    fn check(&mut self) -> Result<(), &'static str> {
+        if !is_name(&self.name) || self.name.len() > 200 {
+            return Err("a package has no proper name");
+        }
+        self.name = normalised(&self.name);
+        let is_hash = |hash: &str| {
+            let digits = hash.strip_prefix("sha256:").unwrap_or_default();
+            digits.len() == 64 && digits.chars().all(|digit| digit.is_ascii_hexdigit())
+        };
+        if self.hashes.is_empty() || !self.hashes.iter().all(|hash| is_hash(hash)) {
+            return Err("a package has no proper hash");
+        }
+        self.hashes.sort();
+        match (&self.version, &self.url) {
+            (Some(version), None) if is_version(version) => Ok(()),
+            (None, Some(url)) if is_plain_address(url) => Ok(()),
+            _ => Err("a package has no proper version"),
+        }
+    }
+}
+
+/// The address goes back inside as a line of a requirements file, so it must be one word.
+fn is_plain_address(url: &str) -> bool {
+    url.starts_with("https://")
+        && url.len() <= 2_000
+        && url.chars().all(|letter| ('!'..='~').contains(&letter) && !"\\$".contains(letter))
+}
+
+/// Checks what was packed, and brings names into one spelling.
+pub(super) fn checked_packages(mut packed: Vec<Packed>) -> Result<Vec<Packed>, &'static str> {
+    if packed.len() > MOST_PACKAGES {
+        return Err("the number of packages is absurd");
+    }
+    for package in &mut packed {
+        if !is_name(&package.name) || !is_version(&package.version) {
+            return Err("a package has no proper name or version");
+        }
+        package.name = normalised(&package.name);
+    }
+    Ok(packed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pin(name: &str, version: Option<&str>, url: Option<&str>, hash: &str) -> Pin {
+        let owned = |text: &str| text.to_owned();
+        Pin { name: owned(name), version: version.map(owned), url: url.map(owned), hashes: vec![owned(hash)] }
+    }
+
+    #[test]
+    fn an_answer_has_names_versions_and_hashes_or_is_refused() {
+        let hash = format!("sha256:{}", "0".repeat(64));
+        let check = |pin: Pin| Resolved { tag: "cpython-311".to_owned(), pins: vec![pin] }.checked();
+        assert_eq!(check(pin("A_b", Some("1.0"), None, &hash)).unwrap().pins[0].name, "a-b"); // control
+        check(pin("a", None, Some("https://example.com/a.whl"), &hash)).unwrap(); // control
+        for bad in [
+            pin("-r", Some("1.0"), None, &hash),
+            pin("a", Some("1.0 --x"), None, &hash),
+            pin("a", Some("1.0\n"), None, &hash),
+            pin("a", None, None, &hash),
+            pin("a", Some("1.0"), Some("https://example.com/a.whl"), &hash),
+            pin("a", None, Some("https://example.com/a.whl --x"), &hash),
+            pin("a", None, Some("file:///a.whl"), &hash),
+            pin("a", Some("1.0"), None, "sha256:00"),
+            pin("a", Some("1.0"), None, &"0".repeat(64)),
+        ] {
+            check(bad.clone()).expect_err(&format!("{bad:?}"));
+        }
+        let pins = vec![pin("a", Some("1"), None, &hash); MOST_PACKAGES + 1];
+        Resolved { tag: "x".to_owned(), pins }.checked().unwrap_err();
+        Resolved { tag: "x\n".to_owned(), pins: Vec::new() }.checked().unwrap_err();
+    }
+
+    #[test]
+    fn a_request_is_flat_json() {
+        let wanted =
+            Wanted { requirements: vec!["a>1"], present: [("b", "1")].into(), named: vec!["a"], upgrade: false };
+        let request =
+            Request { step: Errand::Resolve(wanted), uv: "/uv", variables: &BTreeMap::new(), certificates: None };
+        let expected = serde_json::json!({
+            "step": "resolve", "requirements": ["a>1"], "present": {"b": "1"}, "named": ["a"], "upgrade": false,
+            "uv": "/uv", "variables": {}, "certificates": null,
+        });
+        assert_eq!(serde_json::to_value(&request).unwrap(), expected);
+    }
+
+    #[test]
+    fn a_failure_is_told_from_an_answer() {
+        let read = |text: &str| serde_json::from_str::<Answer<Resolved>>(text).unwrap();
+        let Answer::Failed { failed, no_wheel } = read(r#"{"failed": "no", "no_wheel": true}"#) else { panic!() };
+        assert_eq!((failed.as_str(), no_wheel), ("no", true));
+        assert!(matches!(read(r#"{"tag": "x", "pins": []}"#), Answer::Done(_)));
+    }
+}

@@ -1,0 +1,382 @@
+//! Where packages come from: the operator's index, as uv itself sees it.
+//!
+//! uv is asked which indexes it would use, so its settings files, its variables and its default need no second reader here. It is also asked
+//! where the files of one package lie, because an index may keep them on another host than its pages.
+//!
+//! Addresses of an index may hold a password. It goes to the installer's sandbox and nowhere else: not into logs, not into errors, not into a
+//! sandbox in which a package's own code runs.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::net::{IpAddr, ToSocketAddrs};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use cellblock_egress::address;
+use sha2::{Digest, Sha256};
+use tokio::io::AsyncWriteExt;
+use tokio::process::Command;
+
+/// A package that every index we are used with has: the runner needs it, so every environment is built with it.
+const KNOWN_PACKAGE: &str = "ipython";
+
+/// How long uv may take to say what it knows.
+const LONGEST_ANSWER: Duration = Duration::from_secs(30);
+
+/// Where packages come from and what is trusted on the way.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct IndexSettings {
+    pub index_url: IndexUrl,
+    /// Asked before `index_url`; a package is taken from the first index that has it.
+    pub extra_index_urls: Vec<IndexUrl>,
+    /// Hosts that keep files for these indexes, as `host:port`.
+    pub file_hosts: Vec<String>,
+    /// Hosts whose certificates are not checked.
+    pub trusted_hosts: Vec<String>,
+    /// A file of certificates that are trusted instead of the machine's.
+    pub ca_file: Option<PathBuf>,
+}
+
+/// Why the index is not known.
+#[derive(Debug, thiserror::Error)]
+pub enum IndexError {
+    #[error("\"{0}\" is not the address of a package index; it must begin with https:// or http:// and name a host")]
+    Address(IndexUrl),
+    #[error("could not ask uv which package index it uses: {why}")]
+    NoAnswer { why: String },
+}
+
+impl IndexSettings {
+    /// Asks uv, run with `variables`, which indexes it uses.
+    ///
+    /// `variables` are those that installers of environments run with, in which pip's settings have uv's names. `python` is any interpreter
+    /// on the host.
+    pub async fn read(
+        uv: &Path,
+        python: &Path,
+        variables: &BTreeMap<String, String>,
+    ) -> Result<IndexSettings, IndexError> {
+        let told = ask(uv, python, variables, "", &["--offline", "--emit-index-url"])
+            .await
+            .map_err(|why| IndexError::NoAnswer { why })?;
+        let (index, extra) = urls_in(&told);
+        let index_url = index.ok_or_else(|| IndexError::NoAnswer { why: "it named none".to_owned() })?;
+        // An index without this package still works; its files are then expected where its pages are.
+        let files = ask(uv, python, variables, KNOWN_PACKAGE, &["--no-deps", "--format", "pylock.toml"]).await;
+        let words = |name: &str| {
+            let value = variables.get(name).map_or("", String::as_str);
+            value.split([' ', ',']).filter(|word| !word.is_empty()).map(str::to_owned).collect::<Vec<_>>()
+        };
+        Ok(IndexSettings {
+            index_url: IndexUrl::parse(index_url)?,
+            extra_index_urls: extra.into_iter().map(IndexUrl::parse).collect::<Result<_, _>>()?,
+            file_hosts: file_hosts_in(&files.unwrap_or_default()),
+            trusted_hosts: words("UV_INSECURE_HOST"),
+            ca_file: variables.get("SSL_CERT_FILE").filter(|path| !path.is_empty()).map(PathBuf::from),
+        })
+    }
+
+    /// Returns what the installer's sandbox may reach, as egress rules. Names are looked up, so this may block for a moment.
+    ///
+    /// A rule for a name does not open private addresses. An index that lives on one is the operator's own, so its address is listed as well.
+    pub fn rules(&self) -> Vec<String> {
+        let of_files = self.file_hosts.iter().filter_map(|place| place.rsplit_once(':'));
+        let of_files = of_files.filter_map(|(host, port)| Some((host.to_owned(), port.parse().ok()?)));
+        let places: BTreeSet<(String, u16)> = self.urls().map(IndexUrl::place).chain(of_files).collect();
+        places.iter().flat_map(|(host, port)| rules_for(host, *port, addresses_of)).collect()
+    }
+
+    /// Tells whether an address holds a password.
+    pub fn has_credentials(&self) -> bool {
+        self.urls().any(|url| url.credentials().is_some())
+    }
+
+    /// Replaces every password and user name of these addresses in a text that others will read.
+    pub fn mask(&self, text: &str) -> String {
+        let mut text = text.to_owned();
+        for credentials in self.urls().filter_map(IndexUrl::credentials) {
+            let (user, password) = credentials.split_once(':').unwrap_or((credentials, ""));
+            // A token may be a user name without a password. Short user names are ordinary words and no secret.
+            let parts = [credentials, password, if password.is_empty() { user } else { "" }];
+            for part in parts.into_iter().filter(|part| !part.is_empty()) {
+                text = text.replace(part, "****").replace(&decoded(part), "****");
+            }
+        }
+        text
+    }
+
+    /// Names these indexes for the store. Credentials do not count: they open a door and do not choose one.
+    pub(super) fn identity(&self) -> String {
+        let urls: Vec<String> = self.urls().map(IndexUrl::without_credentials).collect();
+        Sha256::digest(urls.join("\n")).iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// Returns the variables that tell uv of these settings. They hold passwords.
+    pub(super) fn variables(&self) -> BTreeMap<&'static str, String> {
+        let extra: Vec<&str> = self.extra_index_urls.iter().map(|url| url.0.as_str()).collect();
+        let settings = [
+            ("UV_DEFAULT_INDEX", self.index_url.0.clone()),
+            ("UV_INDEX", extra.join(" ")),
+            ("UV_INSECURE_HOST", self.trusted_hosts.join(" ")),
+        ];
+        settings.into_iter().filter(|(_, value)| !value.is_empty()).collect()
+    }
+
+    fn urls(&self) -> impl Iterator<Item = &IndexUrl> {
+        std::iter::once(&self.index_url).chain(&self.extra_index_urls)
+    }
+}
+
+/// The address of an index. Shown without what it holds before the `@`.
+#[derive(Clone, PartialEq, Eq)]
+pub struct IndexUrl(String);
+
+impl IndexUrl {
+    /// Reads an address: `http` or `https`, a host, and a port if it is not the usual one.
+    pub fn parse(text: &str) -> Result<IndexUrl, IndexError> {
+        let url = IndexUrl(text.trim().to_owned());
+        let is_plain = url.0.chars().all(|letter| ('!'..='~').contains(&letter));
+        let has_scheme = url.0.starts_with("https://") || url.0.starts_with("http://");
+        let (host, port) = if is_plain && has_scheme { url.place() } else { (String::new(), 0) };
+        if host.is_empty() || port == 0 { Err(IndexError::Address(url)) } else { Ok(url) }
+    }
+
+    /// Splits into scheme, what stands before the `@`, host with port, and the rest.
+    fn pieces(&self) -> (&str, Option<&str>, &str, &str) {
+        let (scheme, rest) = self.0.split_once("://").unwrap_or(("https", &self.0));
+        let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
+        let (authority, path) = rest.split_at(end);
+        let (credentials, authority) =
+            authority.rsplit_once('@').map_or((None, authority), |(before, after)| (Some(before), after));
+        (scheme, credentials, authority, path)
+    }
+
+    fn credentials(&self) -> Option<&str> {
+        self.pieces().1.filter(|credentials| !credentials.is_empty())
+    }
+
+    fn without_credentials(&self) -> String {
+        let (scheme, _, authority, path) = self.pieces();
+        format!("{scheme}://{}{}", authority.to_ascii_lowercase(), path.trim_end_matches('/'))
+    }
+
+    /// Returns host and port. The port is 0 when it is none.
+    fn place(&self) -> (String, u16) {
+        let (scheme, _, authority, _) = self.pieces();
+        let usual = if scheme == "http" { 80 } else { 443 };
+        let (host, port) = match authority.rsplit_once(':') {
+            Some((host, port)) if !port.ends_with(']') => (host, port.parse().unwrap_or(0)),
+            _ => (authority, usual),
+        };
+        (host.trim_start_matches('[').trim_end_matches(']').to_ascii_lowercase(), port)
+    }
+}
+
+impl fmt::Display for IndexUrl {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.without_credentials())
+    }
+}
+
+impl fmt::Debug for IndexUrl {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "IndexUrl({self})")
+    }
+}
+
+/// Runs `uv pip compile` on one line and returns what it printed.
+async fn ask(
+    uv: &Path,
+    python: &Path,
+    variables: &BTreeMap<String, String>,
+    line: &str,
+    options: &[&str],
+) -> Result<String, String> {
+    let mut child = Command::new(uv)
+        .args(["pip", "compile", "--quiet", "--no-header", "--no-build", "--python"])
+        .arg(python)
+        .args(options)
+        .arg("-")
+        .env_clear()
+        .envs(variables)
+        // A folder that we were started in may hold a uv.toml, which is not ours to follow.
+        .current_dir("/")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .map_err(|error| format!("it cannot be run: {error}"))?;
+    let mut input = child.stdin.take().expect("standard input was asked for");
+    let conversation = async move {
+        // A uv that ends without reading says why on its standard error.
+        let _ = input.write_all(format!("{line}\n").as_bytes()).await;
+        drop(input);
+        child.wait_with_output().await
+    };
+    let answer = tokio::time::timeout(LONGEST_ANSWER, conversation).await;
+    let answer = answer.map_err(|_| "it did not answer".to_owned())?.map_err(|error| error.to_string())?;
+    if answer.status.success() {
+        Ok(String::from_utf8_lossy(&answer.stdout).into_owned())
+    } else {
+        Err(String::from_utf8_lossy(&answer.stderr).trim().to_owned())
+    }
+}
+
+/// Finds the indexes in a compiled file: the default one and the others, in order.
+fn urls_in(compiled: &str) -> (Option<&str>, Vec<&str>) {
+    let index = compiled.lines().find_map(|line| line.strip_prefix("--index-url "));
+    (index, compiled.lines().filter_map(|line| line.strip_prefix("--extra-index-url ")).collect())
+}
+
+/// Finds the hosts of all files in a lock file.
+fn file_hosts_in(lock: &str) -> Vec<String> {
+    let urls = lock.split("url = \"").skip(1).filter_map(|rest| rest.split('"').next());
+    let places = urls.filter_map(|url| IndexUrl::parse(url).ok()).map(|url| url.place());
+    let hosts: BTreeSet<String> = places.map(|(host, port)| format!("{host}:{port}")).collect();
+    hosts.into_iter().collect()
+}
+
+fn rules_for(host: &str, port: u16, addresses: impl Fn(&str, u16) -> Vec<IpAddr>) -> Vec<String> {
+    let listed = |address: IpAddr| match address {
+        IpAddr::V4(address) => format!("{address}:{port}"),
+        IpAddr::V6(address) => format!("[{address}]:{port}"),
+    };
+    if let Ok(address) = host.parse::<IpAddr>() {
+        return vec![listed(address)];
+    }
+    let private: BTreeSet<IpAddr> = addresses(host, port).into_iter().filter(|address| is_own(*address)).collect();
+    std::iter::once(format!("{host}:{port}")).chain(private.into_iter().map(listed)).collect()
+}
+
+fn addresses_of(host: &str, port: u16) -> Vec<IpAddr> {
+    (host, port).to_socket_addrs().map_or_else(|_| Vec::new(), |found| found.map(|place| place.ip()).collect())
+}
+
+/// Addresses that are no public ones, at which an operator's machine has its index all the same. Link-local ones are not among them: there
+/// are metadata services.
+fn is_own(address: IpAddr) -> bool {
+    let is_link_local = match address.to_canonical() {
+        IpAddr::V4(address) => address.is_link_local(),
+        IpAddr::V6(address) => address.is_unicast_link_local(),
+    };
+    address::special(address).is_some_and(|why| !why.contains("metadata")) && !is_link_local
+}
+
+/// Undoes percent-encoding as far as it is valid.
+fn decoded(text: &str) -> String {
+    let bytes = text.as_bytes();
+    let mut plain = Vec::with_capacity(bytes.len());
+    let mut at = 0;
+    while at < bytes.len() {
+        let code = text.get(at + 1..at + 3).filter(|_| bytes[at] == b'%');
+        match code.and_then(|code| u8::from_str_radix(code, 16).ok()) {
+            Some(byte) => {
+                plain.push(byte);
+                at += 3;
+            }
+            None => {
+                plain.push(bytes[at]);
+                at += 1;
+            }
+        }
+    }
+    String::from_utf8_lossy(&plain).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(index: &str, extra: &[&str]) -> IndexSettings {
+        IndexSettings {
+            index_url: IndexUrl::parse(index).unwrap(),
+            extra_index_urls: extra.iter().map(|url| IndexUrl::parse(url).unwrap()).collect(),
+            file_hosts: Vec::new(),
+            trusted_hosts: Vec::new(),
+            ca_file: None,
+        }
+    }
+
+    #[test]
+    fn what_uv_tells_is_read() {
+        let told = "--index-url https://a.example/simple\n--extra-index-url https://b.example/x\n\nx==1\n";
+        assert_eq!(urls_in(told), (Some("https://a.example/simple"), vec!["https://b.example/x"]));
+        let lock =
+            "sdist = { url = \"https://files.example/x.tar.gz\" }\nwheels = [{ url = \"http://f.example:81/x.whl\" }]";
+        assert_eq!(file_hosts_in(lock), ["f.example:81", "files.example:443"]);
+    }
+
+    #[test]
+    fn addresses_must_be_those_of_a_web_server() {
+        for bad in [
+            "",
+            "x",
+            "ftp://x/",
+            "https://",
+            "https:///x",
+            "file:///x",
+            "https://h:x/",
+            "https://h:99999/",
+            "http://a b/",
+        ] {
+            assert!(IndexUrl::parse(bad).is_err(), "{bad:?}");
+        }
+        let places = [
+            ("https://Host.example/simple", ("host.example", 443)),
+            ("http://u:p@host.example", ("host.example", 80)),
+            ("http://127.0.0.1:8080/x", ("127.0.0.1", 8080)),
+            ("https://[::1]:8443/x", ("::1", 8443)),
+            ("https://[::1]/x", ("::1", 443)),
+        ];
+        for (text, (host, port)) in places {
+            assert_eq!(IndexUrl::parse(text).unwrap().place(), (host.to_owned(), port), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_rule_lists_the_address_too_when_the_index_is_private() {
+        let look_up = |host: &str, _: u16| {
+            let addresses: &[&str] = match host {
+                "private.example" => &["10.0.0.7", "fd00::7"],
+                "metadata.example" => &["169.254.169.254", "fe80::1"],
+                _ => &["93.184.216.34"],
+            };
+            addresses.iter().map(|address| address.parse().unwrap()).collect()
+        };
+        assert_eq!(rules_for("public.example", 443, look_up), ["public.example:443"]);
+        let private = ["private.example:8443", "10.0.0.7:8443", "[fd00::7]:8443"];
+        assert_eq!(rules_for("private.example", 8443, look_up), private);
+        assert_eq!(rules_for("metadata.example", 80, look_up), ["metadata.example:80"]);
+        assert_eq!(rules_for("127.0.0.1", 8080, look_up), ["127.0.0.1:8080"]);
+        assert_eq!(rules_for("::1", 8080, look_up), ["[::1]:8080"]);
+    }
+
+    #[test]
+    fn all_hosts_of_all_indexes_are_in_the_rules_once() {
+        let mut settings =
+            settings("http://127.0.0.1:81/simple", &["http://u:p@127.0.0.1:82/x", "http://127.0.0.1:82/y"]);
+        settings.file_hosts = vec!["127.0.0.2:80".to_owned()];
+        assert_eq!(settings.rules(), ["127.0.0.1:81", "127.0.0.1:82", "127.0.0.2:80"]);
+    }
+
+    #[test]
+    fn a_password_is_shown_nowhere() {
+        let settings = settings("https://me:s3cr%40t@a.example/simple", &["https://tok3n@b.example/"]);
+        assert!(settings.has_credentials());
+        let shown = format!("{settings:?} {}", settings.index_url);
+        assert!(!shown.contains("s3cr") && !shown.contains("tok3n"), "{shown}");
+        let said = "could not fetch https://me:s3cr%40t@a.example/x (s3cr@t) with tok3n";
+        assert_eq!(settings.mask(said), "could not fetch https://****@a.example/x (****) with ****");
+        assert!(settings.variables()["UV_DEFAULT_INDEX"].contains("s3cr%40t"), "the installer gets it"); // control
+    }
+
+    #[test]
+    fn an_index_is_known_by_its_address_and_not_by_its_password() {
+        let one = settings("https://me:a@a.example/simple/", &[]);
+        assert_eq!(one.identity(), settings("https://A.example/simple", &[]).identity());
+        assert_ne!(one.identity(), settings("https://a.example/other", &[]).identity());
+        assert_ne!(one.identity(), settings("https://a.example/simple", &["https://b.example/"]).identity());
+    }
+}

@@ -1,0 +1,245 @@
+"""The installer that runs inside a hidden sandbox.
+
+It reads request.json, does one of three errands with uv, and writes answer.json. Its working folder belongs to it alone.
+
+    resolve   which versions and hashes the requirements come to; wheels only, so no code of a package runs
+    install   exactly the wheels that were resolved, each written as one stream of files
+    build     everything, building what has no wheel; this runs code of packages, so nothing here is believed afterwards
+
+Everything is a file or a variable; no text of a request becomes part of a command line or of code.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from typing import Any
+
+TARGET = "target"
+CACHE = "cache"
+# What uv notes about where a wheel came from. Whoever gets the same wheel later must not learn the address that somebody else used.
+ORIGIN = ("direct_url.json", "uv_cache.json", "uv_build.json")
+# How uv says that there would be a package if it were allowed to build it.
+NO_WHEEL = re.compile(
+    r"no usable wheels|no wheels with a matching|Wheels are required|building (from source|source distributions) is disabled"
+)
+NOISE = re.compile(r"^(Using (CPython|Python) |Resolved \d+ |Prepared \d+ |warning: Failed to hardlink)")
+
+
+class Failed(Exception):
+    """uv ended badly. The text is what it said."""
+
+
+def main() -> None:
+    with open("request.json", encoding="utf-8") as file:
+        request = json.load(file)
+    errands = {"resolve": resolve, "install": install, "build": build}
+    try:
+        answer = errands[request["step"]](request)
+    except Failed as failure:
+        words = str(failure)
+        answer = {"failed": words, "no_wheel": bool(NO_WHEEL.search(words))}
+    with open("answer.json", "w", encoding="utf-8") as file:
+        json.dump(answer, file)
+
+
+def resolve(request: dict[str, Any]) -> dict[str, Any]:
+    options = ["--only-binary", ":all:", "--generate-hashes", "--no-annotate", "--no-header"]
+
+    def compiled(wanted: list[str]) -> str:
+        # The file with the requirements, then the option for the constraints.
+        return uv(request, ["pip", "compile", *options, "--python", sys.executable, *wanted])
+
+    return {"tag": platform_tag(), "pins": read_pins(with_constraints(request, compiled))}
+
+
+def install(request: dict[str, Any]) -> list[dict[str, str]]:
+    lines = []
+    for pin in request["pins"]:
+        what = f"{pin['name']} @ {pin['url']}" if pin["url"] else f"{pin['name']}=={pin['version']}"
+        lines.append(" ".join([what, *(f"--hash={digest}" for digest in pin["hashes"])]))
+    write_lines("pins.txt", lines)
+    options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "-r", "pins.txt"]
+    install_into_target(request, options)
+    found = {normalised(name): (name, version, folder) for name, version, folder in distributions()}
+    missing = [pin["name"] for pin in request["pins"] if pin["name"] not in found]
+    if missing:
+        raise Failed("uv did not install " + ", ".join(missing))
+    return pack([found[pin["name"]] for pin in request["pins"]])
+
+
+def build(request: dict[str, Any]) -> list[dict[str, str]]:
+    def installed(wanted: list[str]) -> None:
+        shutil.rmtree(TARGET, ignore_errors=True)
+        install_into_target(request, ["-r", *wanted])
+
+    with_constraints(request, installed)
+    present = request["present"]
+    return pack([found for found in distributions() if present.get(normalised(found[0])) != found[1]])
+
+
+def with_constraints(request: dict[str, Any], attempt: Any) -> Any:
+    """Tries with every version kept that the session has; then with those free to change that were asked for by name.
+
+    What was not asked for by name is never replaced: other packages of the session rely on it.
+    """
+    write_lines("wanted.txt", request["requirements"])
+    present = request["present"]
+    others = {name: version for name, version in present.items() if name not in request["named"]}
+    kept = [others] if request["upgrade"] or len(others) == len(present) else [present, others]
+    for last, versions in enumerate(kept, start=1):
+        write_lines("constraints.txt", [f"{name}=={version}" for name, version in versions.items()])
+        constraints = ["-c", "constraints.txt"] if versions else []
+        try:
+            return attempt(["wanted.txt", *constraints])
+        except Failed:
+            if last == len(kept):
+                raise
+
+
+def install_into_target(request: dict[str, Any], options: list[str]) -> None:
+    place = ["--target", TARGET, "--python", sys.executable, "--compile-bytecode"]
+    uv(request, ["pip", "install", *place, *options])
+    # What is in the target has other names there. Without them, a file that was packed and removed gives its room back.
+    shutil.rmtree(CACHE, ignore_errors=True)
+
+
+def uv(request: dict[str, Any], arguments: list[str]) -> str:
+    here = os.getcwd()
+    variables = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "LANG") if name in os.environ}
+    os.makedirs("temporary", exist_ok=True)
+    variables |= {
+        "HOME": here,
+        "TMPDIR": os.path.join(here, "temporary"),
+        "UV_CACHE_DIR": os.path.join(here, CACHE),
+        "UV_NO_CONFIG": "1",
+        "UV_NO_PROGRESS": "1",
+        "UV_PYTHON_DOWNLOADS": "never",
+        "UV_LINK_MODE": "hardlink",
+        "NO_COLOR": "1",
+        # Compiled modules are moved, so they must be good without a look at their source's time.
+        "PYC_INVALIDATION_MODE": "UNCHECKED_HASH",
+        "GIT_TERMINAL_PROMPT": "0",
+    }
+    variables |= request["variables"]
+    if request["certificates"]:
+        certificates = os.path.join(here, request["certificates"])
+        variables |= {"SSL_CERT_FILE": certificates, "GIT_SSL_CAINFO": certificates}
+    else:
+        variables |= {"UV_SYSTEM_CERTS": "true", "UV_NATIVE_TLS": "true"}
+    done = subprocess.run(
+        [request["uv"], *arguments], env=variables, stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    if done.returncode != 0:
+        said = done.stderr.decode("utf-8", "replace").replace(here + "/", "")
+        lines = [line for line in said.splitlines() if not NOISE.match(line)]
+        raise Failed("\n".join(lines).strip() or f"uv ended with status {done.returncode}")
+    return done.stdout.decode("utf-8", "replace")
+
+
+def read_pins(compiled: str) -> list[dict[str, Any]]:
+    pins = []
+    for line in compiled.replace("\\\n", " ").splitlines():
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        digests = [word.removeprefix("--hash=") for word in words if word.startswith("--hash=")]
+        name, _, version = words[0].partition("==")
+        url = words[2] if len(words) > 2 and words[1] == "@" else None
+        name = normalised(name.partition("[")[0])
+        pins.append({"name": name, "version": None if url else version, "url": url, "hashes": digests})
+    return pins
+
+
+def distributions() -> list[tuple[str, str, str]]:
+    """Returns name, version and describing folder of everything in the target."""
+    found = []
+    for folder in sorted(os.listdir(TARGET)):
+        name, dash, version = folder.removesuffix(".dist-info").partition("-")
+        if folder.endswith(".dist-info") and dash:
+            found.append((name, version, folder))
+    return found
+
+
+def pack(chosen: list[tuple[str, str, str]]) -> list[dict[str, str]]:
+    """Writes one stream for each distribution and removes its files on the way, so that the room is needed once."""
+    files = [files_of(folder) for _, _, folder in chosen]
+    owners = Counter(path for paths in files for path in paths)
+    for number, paths in enumerate(files):
+        with open(f"package-{number}.stream", "wb") as stream:
+            for path in paths:
+                write_file(stream, path)
+                owners[path] -= 1
+                if owners[path] == 0:
+                    os.unlink(os.path.join(TARGET, path))
+            stream.write(json.dumps({"end": len(paths)}).encode() + b"\n")
+    return [{"name": normalised(name), "version": version} for name, version, _ in chosen]
+
+
+def files_of(folder: str) -> list[str]:
+    """Returns the plain files that a distribution's own list names, and their bytecode."""
+    paths = set()
+    for path in listed_files(folder):
+        parent, name = os.path.split(path)
+        paths.add(path)
+        if name.endswith(".py"):
+            compiled = f"{name.removesuffix('.py')}.{sys.implementation.cache_tag}.pyc"
+            paths.add(os.path.join(parent, "__pycache__", compiled))
+    return sorted(path for path in paths if is_plain_file(path))
+
+
+def listed_files(folder: str) -> list[str]:
+    """Reads the list, after it was written anew without the notes about the origin."""
+    place = os.path.join(TARGET, folder, "RECORD")
+    with open(place, encoding="utf-8", newline="") as record:
+        rows = [row for row in csv.reader(record) if row]
+    rows = [row for row in rows if row[0] not in [f"{folder}/{note}" for note in ORIGIN]]
+    os.unlink(place)
+    with open(place, "w", encoding="utf-8", newline="") as record:
+        csv.writer(record, lineterminator="\n").writerows(rows)
+    return [os.path.normpath(row[0]) for row in rows]
+
+
+def is_plain_file(path: str) -> bool:
+    if os.path.isabs(path) or path.split("/")[0] == "..":
+        raise Failed(f"the package wants a file outside of its folder: {path}")
+    try:
+        return stat.S_ISREG(os.lstat(os.path.join(TARGET, path)).st_mode)
+    except OSError:
+        return False
+
+
+def write_file(stream: Any, path: str) -> None:
+    full = os.path.join(TARGET, path)
+    found = os.stat(full)
+    header = {"path": path, "size": found.st_size, "program": bool(found.st_mode & 0o100)}
+    stream.write(json.dumps(header).encode() + b"\n")
+    with open(full, "rb") as source:
+        shutil.copyfileobj(source, stream, 1 << 20)
+
+
+def platform_tag() -> str:
+    """Everything that decides what is installed for a wheel: which one fits, and which Python its scripts name."""
+    libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
+    interface = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
+    return " ".join([str(interface), sysconfig.get_platform(), libc or "another libc", sys.executable])
+
+
+def normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def write_lines(name: str, lines: list[str]) -> None:
+    with open(name, "w", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line in lines)
+
+
+main()

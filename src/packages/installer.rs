@@ -1,0 +1,464 @@
+//! Leads an installation: resolve, look into the store, fetch what is missing, build what has no wheel.
+//!
+//! The inside chooses and unpacks, this side decides: which trees are shared, which answer counts, when it is too much. An answer that
+//! was just given is given again for a while, as an installer's own cache of the index would; then an installation needs no sandbox at all.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{self, Read};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+
+use super::answers::{
+    ANSWER_FILE, Answer, CERTIFICATES_FILE, Errand, LARGEST_ANSWER, Packed, Pin, REQUEST_FILE, Request, Resolved,
+    Wanted, checked_packages, stream_file,
+};
+use super::requirement::{Requirement, Source};
+use super::store::{Key, Sharing, Store, StoreError, Tree};
+use super::stream::{Bounds, StreamError};
+use super::{Builds, IndexSettings, InstallError, Installed, Limits, PACKAGES_INSIDE, Package, Step, Tell};
+use super::{Workshop, Workshops};
+
+/// The code that runs inside.
+const INSTALLER: &str = include_str!("installer.py");
+
+/// How long an answer of the index is good. Indexes themselves ask installers to keep their pages for this long.
+const ANSWERS_KEPT_FOR: Duration = Duration::from_secs(600);
+/// How many answers are kept.
+const ANSWERS_KEPT: usize = 256;
+
+/// Headers and the end of a stream, beside the bytes of its files.
+const ROOM_FOR_HEADERS: u64 = 64 << 20;
+/// The largest file of certificates. A machine's whole collection has a fifth of it.
+const LARGEST_CERTIFICATES: u64 = 1 << 20;
+
+/// How much of what the installer said an error repeats.
+const LINES_KEPT: usize = 40;
+const LONGEST_LINE: usize = 1_000;
+
+/// What a session asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wish {
+    pub requirements: Vec<Requirement>,
+    /// Whether packages named in `requirements` should become as new as possible.
+    pub upgrade: bool,
+    /// What the session has: its environment's packages, then those that were installed into it. Of two versions the last counts.
+    pub present: Vec<Package>,
+}
+
+/// Installs packages for all sessions of a server.
+#[derive(Debug)]
+pub struct Installer {
+    store: Arc<Store>,
+    index: IndexSettings,
+    limits: Limits,
+    answers: Mutex<HashMap<Question, (Instant, Resolved)>>,
+}
+
+/// Everything that an answer of the resolver depends on, apart from the time.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Question {
+    requirements: Vec<String>,
+    present: BTreeMap<String, String>,
+}
+
+/// What a wish comes to.
+struct Chosen {
+    trees: Vec<Tree>,
+    already: Vec<Package>,
+}
+
+impl Installer {
+    /// Makes an installer for one environment. Sessions of another environment need an installer of their own; the store can be the same.
+    pub fn new(store: Arc<Store>, index: IndexSettings, limits: Limits) -> Installer {
+        Installer { store, index, limits, answers: Mutex::default() }
+    }
+
+    /// Returns where packages come from.
+    pub fn index(&self) -> &IndexSettings {
+        &self.index
+    }
+
+    /// Returns where packages are kept.
+    pub fn store(&self) -> &Arc<Store> {
+        &self.store
+    }
+
+    /// Installs what is wished for, or nothing. Dropping the future ends whatever runs for it.
+    pub async fn install(
+        &self,
+        wish: &Wish,
+        workshops: &dyn Workshops,
+        tell: Tell<'_>,
+    ) -> Result<Installed, InstallError> {
+        let time = self.limits.time;
+        let installing = self.install_in_time(wish, workshops, tell);
+        let result = tokio::time::timeout(time, installing).await.unwrap_or(Err(InstallError::TimedOut { time }));
+        result.map_err(|error| match error {
+            InstallError::Refused { words } => InstallError::Refused { words: shortened(&self.index.mask(&words)) },
+            InstallError::Workshop { why } => InstallError::Workshop { why: shortened(&self.index.mask(&why)) },
+            other => other,
+        })
+    }
+
+    async fn install_in_time(
+        &self,
+        wish: &Wish,
+        workshops: &dyn Workshops,
+        tell: Tell<'_>,
+    ) -> Result<Installed, InstallError> {
+        let present: BTreeMap<&str, &str> =
+            wish.present.iter().map(|package| (package.name.as_str(), package.version.as_str())).collect();
+        let is_satisfied = |requirement: &&Requirement| {
+            let is_there = requirement.name().is_some_and(|name| present.contains_key(name));
+            requirement.is_plain() && is_there && !wish.upgrade
+        };
+        let (satisfied, open): (Vec<&Requirement>, Vec<&Requirement>) =
+            wish.requirements.iter().partition(is_satisfied);
+        let mut chosen = if open.is_empty() {
+            Chosen { trees: Vec::new(), already: Vec::new() }
+        } else {
+            Job { installer: self, wish, open, present: &present, workshops, tell, begun: Instant::now() }.run().await?
+        };
+        for name in satisfied.into_iter().filter_map(Requirement::name) {
+            let package = Package::new(name, present[name]);
+            if !chosen.already.contains(&package) {
+                chosen.already.push(package);
+            }
+        }
+        Ok(report(wish, chosen))
+    }
+
+    fn known_answer(&self, question: &Question) -> Option<Resolved> {
+        let answers = self.answers.lock().unwrap_or_else(PoisonError::into_inner);
+        let (when, answer) = answers.get(question)?;
+        (when.elapsed() < ANSWERS_KEPT_FOR).then(|| answer.clone())
+    }
+
+    fn keep_answer(&self, question: Question, answer: Resolved) {
+        let mut answers = self.answers.lock().unwrap_or_else(PoisonError::into_inner);
+        answers.retain(|_, (when, _)| when.elapsed() < ANSWERS_KEPT_FOR);
+        if answers.len() < ANSWERS_KEPT {
+            answers.insert(question, (Instant::now(), answer));
+        }
+    }
+}
+
+/// One installation under way.
+struct Job<'a> {
+    installer: &'a Installer,
+    wish: &'a Wish,
+    /// The requirements that are not satisfied at first sight.
+    open: Vec<&'a Requirement>,
+    present: &'a BTreeMap<&'a str, &'a str>,
+    workshops: &'a dyn Workshops,
+    tell: Tell<'a>,
+    begun: Instant,
+}
+
+impl Job<'_> {
+    async fn run(&self) -> Result<Chosen, InstallError> {
+        if self.open.iter().any(|requirement| matches!(requirement.source(), Source::Code(_))) {
+            return self.build(None).await;
+        }
+        let question = self.question();
+        let known = question.as_ref().and_then(|question| self.installer.known_answer(question));
+        let (resolved, mut workshop) = match known {
+            Some(known) => (known, None),
+            None => {
+                (self.tell)(Step::Resolving);
+                let mut workshop = self.open_workshop().await?;
+                match self.ask(workshop.as_mut(), Errand::Resolve(self.wanted())).await? {
+                    Answer::Done::<Resolved>(answer) => {
+                        let answer = answer.checked().map_err(InstallError::Unfitting)?;
+                        if let Some(question) = question {
+                            self.installer.keep_answer(question, answer.clone());
+                        }
+                        (answer, Some(workshop))
+                    }
+                    Answer::Failed { failed, no_wheel: true } => {
+                        drop(workshop);
+                        return self.build(Some(failed)).await;
+                    }
+                    Answer::Failed { failed, .. } => return Err(self.refused(failed)),
+                }
+            }
+        };
+        let (already, needed): (Vec<Pin>, Vec<Pin>) = resolved.pins.into_iter().partition(|pin| self.has(pin));
+        let already =
+            already.iter().map(|pin| Package::new(&pin.name, pin.version.as_deref().unwrap_or_default())).collect();
+        let trees = self.trees_for(&needed, &resolved.tag, &mut workshop).await?;
+        Ok(Chosen { trees, already })
+    }
+
+    /// Returns the trees of all pins, in order, fetching those that the store does not have.
+    async fn trees_for(
+        &self,
+        needed: &[Pin],
+        tag: &str,
+        workshop: &mut Option<Box<dyn Workshop>>,
+    ) -> Result<Vec<Tree>, InstallError> {
+        let keys: Vec<Key> = needed.iter().map(|pin| self.key(pin, tag)).collect();
+        let mut found = self.find(&keys).await?;
+        let missing: Vec<usize> = (0..needed.len()).filter(|number| found[*number].is_none()).collect();
+        if !missing.is_empty() {
+            (self.tell)(Step::Downloading { packages: missing.len() });
+            let workshop = match workshop {
+                Some(open) => open,
+                closed => closed.insert(self.open_workshop().await?),
+            };
+            let pins: Vec<Pin> = missing.iter().map(|number| needed[*number].clone()).collect();
+            let packed = match self.ask(workshop.as_mut(), Errand::Install { pins: &pins }).await? {
+                Answer::Done::<Vec<Packed>>(packed) => checked_packages(packed).map_err(InstallError::Unfitting)?,
+                Answer::Failed { failed, .. } => return Err(self.refused(failed)),
+            };
+            if !packed.iter().map(|package| &package.name).eq(pins.iter().map(|pin| &pin.name)) {
+                return Err(InstallError::Unfitting("other packages came than were asked for"));
+            }
+            let added = self.add_all(workshop.as_mut(), &packed, Sharing::Shared).await?;
+            for (number, tree) in missing.into_iter().zip(added) {
+                self.installer.store.remember(&keys[number], &tree)?;
+                found[number] = Some(tree);
+            }
+        }
+        Ok(found.into_iter().flatten().collect())
+    }
+
+    /// Builds what has no wheel, in a sandbox of its own. `why` is what the resolver said when it looked for wheels.
+    async fn build(&self, why: Option<String>) -> Result<Chosen, InstallError> {
+        let because = |reason: &str| {
+            let words = why.clone().unwrap_or_else(|| "this is source code and must be built.".to_owned());
+            self.refused(format!("{words}\n{reason}"))
+        };
+        if self.installer.limits.builds == Builds::Refused {
+            return Err(because("Packages are not built from source here; ask for one that has a wheel."));
+        }
+        if self.installer.index.has_credentials() {
+            // The package's code could read the password while it is built and carry it out.
+            return Err(because("Packages are not built from source where the index needs a password."));
+        }
+        (self.tell)(Step::Building);
+        let mut workshop = self.open_workshop().await?;
+        let packed = match self.ask(workshop.as_mut(), Errand::Build(self.wanted())).await? {
+            Answer::Done::<Vec<Packed>>(packed) => checked_packages(packed).map_err(InstallError::Unfitting)?,
+            Answer::Failed { failed, .. } => return Err(self.refused(failed)),
+        };
+        let trees = self.add_all(workshop.as_mut(), &packed, Sharing::Private).await?;
+        let named = self.open.iter().filter_map(|requirement| requirement.name());
+        let unchanged = named.filter(|name| packed.iter().all(|package| package.name != **name));
+        let already = unchanged.filter_map(|name| Some(Package::new(name, self.present.get(name)?))).collect();
+        Ok(Chosen { trees, already })
+    }
+
+    /// Takes the streams of all packages out of a workshop and into the store. When one fails, private ones before it are removed.
+    async fn add_all(
+        &self,
+        workshop: &mut dyn Workshop,
+        packed: &[Packed],
+        sharing: Sharing,
+    ) -> Result<Vec<Tree>, InstallError> {
+        let mut trees = Vec::new();
+        let limit = self.installer.limits.bytes;
+        let mut left = limit;
+        for (number, package) in packed.iter().enumerate() {
+            let told = Package::new(&package.name, &package.version);
+            (self.tell)(Step::Adding { package: told, done: number, total: packed.len() });
+            match self.add(workshop, number, package, left, sharing).await {
+                Ok(tree) => {
+                    left = left.saturating_sub(tree.record.bytes);
+                    trees.push(tree);
+                }
+                Err(error) => {
+                    for tree in trees.iter().filter(|tree| tree.record.sharing == Sharing::Private) {
+                        let _ = self.installer.store.remove(&tree.name);
+                    }
+                    return Err(match error {
+                        InstallError::TooLarge { .. }
+                        | InstallError::Store(StoreError::Stream(StreamError::TooLarge(_))) => {
+                            InstallError::TooLarge { limit }
+                        }
+                        other => other,
+                    });
+                }
+            }
+        }
+        Ok(trees)
+    }
+
+    async fn add(
+        &self,
+        workshop: &mut dyn Workshop,
+        number: usize,
+        package: &Packed,
+        bytes: u64,
+        sharing: Sharing,
+    ) -> Result<Tree, InstallError> {
+        let stream = workshop.take(&stream_file(number), bytes.saturating_add(ROOM_FOR_HEADERS)).await?;
+        let store = Arc::clone(&self.installer.store);
+        let bounds = Bounds { files: self.installer.limits.files, bytes };
+        let tree = blocking(move || store.add(stream, bounds, sharing)).await?;
+        if tree.record.package == package.name {
+            return Ok(tree);
+        }
+        // A shared one stays under the hash of its content, which others may use rightly; no key leads to it.
+        if sharing == Sharing::Private {
+            let _ = self.installer.store.remove(&tree.name);
+        }
+        Err(InstallError::Unfitting("a package is not what it was said to be"))
+    }
+
+    async fn find(&self, keys: &[Key]) -> Result<Vec<Option<Tree>>, InstallError> {
+        let (store, keys) = (Arc::clone(&self.installer.store), keys.to_vec());
+        Ok(blocking(move || keys.iter().map(|key| store.find(key)).collect::<Result<Vec<_>, _>>()).await?)
+    }
+
+    async fn open_workshop(&self) -> Result<Box<dyn Workshop>, InstallError> {
+        let index = self.installer.index.clone();
+        let mut rules = blocking(move || index.rules()).await;
+        rules.extend(self.open.iter().filter_map(|requirement| match requirement.source() {
+            Source::Wheel(location) | Source::Code(location) => Some(location.to_string()),
+            Source::Index => None,
+        }));
+        rules.dedup();
+        self.workshops.open(&rules).await
+    }
+
+    /// Has the inside do an errand and reads its answer.
+    async fn ask<T: DeserializeOwned>(
+        &self,
+        workshop: &mut dyn Workshop,
+        step: Errand<'_>,
+    ) -> Result<Answer<T>, InstallError> {
+        let certificates = match &self.installer.index.ca_file {
+            Some(path) => {
+                workshop.put(CERTIFICATES_FILE, read_certificates(path).map_err(InstallError::Certificates)?).await?;
+                Some(CERTIFICATES_FILE)
+            }
+            None => None,
+        };
+        let uv = workshop.uv();
+        let request = Request { step, uv: &uv, variables: &self.installer.index.variables(), certificates };
+        let request = serde_json::to_vec(&request).expect("texts can always be written as JSON");
+        workshop.put(REQUEST_FILE, request).await?;
+        let left = self.installer.limits.time.saturating_sub(self.begun.elapsed());
+        let printed = workshop.run(INSTALLER, left).await?;
+        let mut answer = Vec::new();
+        let file = workshop.take(ANSWER_FILE, LARGEST_ANSWER).await.map_err(|error| match error {
+            // It ended without an answer; what it printed is the only trace of why.
+            InstallError::Workshop { why } => InstallError::Workshop { why: format!("{why}\n{printed}") },
+            other => other,
+        })?;
+        let read = file.take(LARGEST_ANSWER).read_to_end(&mut answer);
+        read.map_err(|_| InstallError::Unfitting("it cannot be read"))?;
+        serde_json::from_slice(&answer).map_err(|_| InstallError::Unfitting("it is not of the agreed form"))
+    }
+
+    fn wanted(&self) -> Wanted<'_> {
+        Wanted {
+            requirements: self.open.iter().map(|requirement| requirement.text()).collect(),
+            present: self.present.clone(),
+            named: self.open.iter().filter_map(|requirement| requirement.name()).collect(),
+            upgrade: self.wish.upgrade,
+        }
+    }
+
+    /// Returns what to remember an answer by, or nothing when it must be asked again: addresses may lead to something else next time.
+    fn question(&self) -> Option<Question> {
+        let from_index = self.open.iter().all(|requirement| *requirement.source() == Source::Index);
+        let mut requirements: Vec<String> = self.open.iter().map(|requirement| requirement.text().to_owned()).collect();
+        requirements.sort();
+        let present = self.present.iter().map(|(name, version)| ((*name).to_owned(), (*version).to_owned())).collect();
+        (from_index && !self.wish.upgrade).then_some(Question { requirements, present })
+    }
+
+    fn has(&self, pin: &Pin) -> bool {
+        pin.url.is_none() && self.present.get(pin.name.as_str()).copied() == pin.version.as_deref()
+    }
+
+    /// The hashes are part of the key, so a file that was exchanged in the index is fetched anew. A wheel that was asked for by its address
+    /// has no index and no version, only its hash: whoever has the same file has the same tree.
+    fn key(&self, pin: &Pin, tag: &str) -> Key {
+        let (index, version) = match &pin.version {
+            Some(version) => (self.installer.index.identity(), version.as_str()),
+            None => (String::new(), ""),
+        };
+        Key::new(&["1", &index, tag, &pin.name, version, &pin.hashes.join(" ")])
+    }
+
+    /// Adds what the caller can do when a version that the session has is in the way.
+    fn refused(&self, mut words: String) -> InstallError {
+        let named: Vec<&str> = self.open.iter().filter_map(|requirement| requirement.name()).collect();
+        let is_fixed =
+            |(name, version): &(&&str, &&str)| !named.contains(*name) && words.contains(&format!("{name}=={version}"));
+        let fixed: Vec<String> =
+            self.present.iter().filter(is_fixed).map(|(name, version)| format!("{name} {version}")).collect();
+        if !fixed.is_empty() {
+            words.push_str(&format!(
+                "\nThe session has {} already; name it in the request too if it may be replaced.",
+                fixed.join(", ")
+            ));
+        }
+        InstallError::Refused { words }
+    }
+}
+
+fn report(wish: &Wish, chosen: Chosen) -> Installed {
+    let Chosen { trees, already } = chosen;
+    let added: Vec<Package> =
+        trees.iter().map(|tree| Package::new(&tree.record.package, &tree.record.version)).collect();
+    let mut lines = Vec::new();
+    for name in wish.requirements.iter().filter_map(Requirement::name) {
+        if let Some(package) = already.iter().find(|package| package.name == name) {
+            lines.push(format!("Requirement already satisfied: {name} ({})", package.version));
+        }
+    }
+    lines.dedup();
+    if !added.is_empty() {
+        let names: Vec<String> = added.iter().map(Package::to_string).collect();
+        lines.push(format!("Successfully installed {}", names.join(" ")));
+    }
+    if lines.is_empty() {
+        lines.push("Nothing had to be installed: no requirement applies to this Python.".to_owned());
+    }
+    let is_private = |tree: &&Tree| tree.record.sharing == Sharing::Private;
+    Installed {
+        paths: trees.iter().map(|tree| Path::new(PACKAGES_INSIDE).join(tree.name.as_str())).collect(),
+        private: trees.iter().filter(is_private).map(|tree| tree.name.clone()).collect(),
+        added,
+        already,
+        text: lines.join("\n"),
+    }
+}
+
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    tokio::task::spawn_blocking(work).await.expect("work on files does not panic")
+}
+
+fn read_certificates(path: &Path) -> io::Result<Vec<u8>> {
+    let mut content = Vec::new();
+    std::fs::File::open(path)?.take(LARGEST_CERTIFICATES + 1).read_to_end(&mut content)?;
+    if content.len() as u64 > LARGEST_CERTIFICATES {
+        return Err(io::Error::other("the file is too large"));
+    }
+    Ok(content)
+}
+
+/// Keeps the beginning and the end of a long text, and makes control characters harmless.
+fn shortened(words: &str) -> String {
+    let line = |line: &str| -> String {
+        let shown = |letter: char| if letter.is_control() { ' ' } else { letter };
+        line.trim_end().chars().take(LONGEST_LINE).map(shown).collect()
+    };
+    let lines: Vec<String> = words.lines().map(line).collect();
+    if lines.len() <= LINES_KEPT {
+        return lines.join("\n");
+    }
+    let (head, tail) = (LINES_KEPT * 3 / 4, LINES_KEPT / 4);
+    let left_out = format!("… {} lines are left out …", lines.len() - head - tail);
+    [&lines[..head], &[left_out], &lines[lines.len() - tail..]].concat().join("\n")
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,66 @@
+//! What sandboxes can reach, and the gateway of each.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::io;
+use std::net::{TcpListener, UdpSocket};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use cellblock_egress::authority::Authority;
+use cellblock_egress::gateway::{self, Gateway, Limits};
+use cellblock_egress::resolve::Resolver;
+use cellblock_egress::rules::{Listens, Rules};
+use cellblock_egress::secrets::Vault;
+use cellblock_jail::network::{Door, Doors};
+
+/// What the sandboxes of a backend can reach.
+#[derive(Clone)]
+pub struct Network {
+    /// What each may reach unless it is told otherwise.
+    pub rules: Rules,
+    /// Ports of what some may be told to reach. They are open in all sandboxes, and lead nowhere in the others.
+    pub ports: BTreeSet<u16>,
+    pub vault: Arc<Vault>,
+    /// Signs for the hosts that have a secret, if any have.
+    pub authority: Option<Arc<Authority>>,
+    pub limits: Limits,
+    pub resolver: Arc<dyn Resolver>,
+}
+
+impl fmt::Debug for Network {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("Network")
+            .field("rules", &self.rules)
+            .field("ports", &self.ports)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Network {
+    /// The sockets that every sandbox needs.
+    pub(super) fn doors(&self) -> Doors {
+        match self.rules.listens() {
+            Listens::Ports(ports) => Doors::Ports(ports.union(&self.ports).copied().collect()),
+            Listens::All => Doors::All,
+        }
+    }
+
+    /// Opens the gateway of a sandbox.
+    pub(super) fn open(&self, doors: Vec<(Door, OwnedFd)>) -> io::Result<Gateway> {
+        let doors = doors.into_iter().map(|(door, socket)| match door {
+            Door::Names => gateway::Door::Names(UdpSocket::from(socket)),
+            Door::Port(port) => gateway::Door::Port(port, TcpListener::from(socket)),
+            Door::AnyPort => gateway::Door::AnyPort(TcpListener::from(socket)),
+        });
+        Gateway::open(
+            doors.collect(),
+            self.rules.clone(),
+            Arc::clone(&self.vault),
+            self.authority.clone(),
+            self.limits,
+            Arc::clone(&self.resolver),
+        )
+    }
+}

@@ -1,0 +1,63 @@
+//! Hidden sessions: for work that the server does in a sandbox by itself.
+//!
+//! Nobody finds such a session, it counts against nobody's limit, nothing of it is kept, and it ends with whoever made it.
+
+use std::fs::File;
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
+
+use super::driver::{Job, Origin};
+use super::manager::{Entry, Sessions};
+use super::{ExecuteRequest, InsidePath, Outcome, Refused, SessionId};
+use crate::sandbox::Rules;
+
+/// A session that only its maker knows. Dropping it destroys it.
+pub struct Hidden {
+    sessions: Sessions,
+    entry: Entry,
+}
+
+impl Sessions {
+    /// Makes a fresh session that nobody sees and that can reach what `rules` list.
+    pub fn hidden(&self, rules: Rules) -> Result<Hidden, Refused> {
+        let origin = Origin::Hidden { backend: self.backend(), rules };
+        let entry = self.hide_as(SessionId::hidden(), origin)?;
+        Ok(Hidden { sessions: self.clone(), entry })
+    }
+}
+
+impl Hidden {
+    /// Runs a cell.
+    pub async fn execute(&self, code: &str, timeout: Duration, max_output_chars: usize) -> Result<Outcome, Refused> {
+        let (reply, answer) = oneshot::channel();
+        let request = ExecuteRequest { code: code.to_owned(), timeout, max_output_chars };
+        self.ask(Job::Execute { request, reply }, answer).await
+    }
+
+    /// Writes a file into the working folder.
+    pub async fn write(&self, path: &InsidePath, content: &[u8]) -> Result<u64, Refused> {
+        let staged = super::manager::stage(&mut &content[..]).await;
+        let source = staged.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        let (reply, answer) = oneshot::channel();
+        self.ask(Job::Write { path: path.clone(), overwrite: true, source, reply }, answer).await
+    }
+
+    /// Copies a file of the working folder, of at most `limit` bytes.
+    pub async fn read(&self, path: &InsidePath, limit: u64) -> Result<File, Refused> {
+        let (reply, answer) = oneshot::channel();
+        let staged = self.ask(Job::Read { path: path.clone(), limit, reply }, answer).await?;
+        let file = tokio::task::spawn_blocking(move || staged.into_file()).await;
+        match file {
+            Ok(Ok(file)) => Ok(file),
+            Ok(Err(error)) => Err(Refused::Transfer { why: error.to_string() }),
+            Err(_) => Err(Refused::ShuttingDown),
+        }
+    }
+
+    async fn ask<T>(&self, job: Job, answer: oneshot::Receiver<Result<T, Refused>>) -> Result<T, Refused> {
+        let asked = self.sessions.ask(&self.entry, job, answer, &CancellationToken::new()).await;
+        asked.unwrap_or(Err(Refused::ClosedWhileWaiting))
+    }
+}

@@ -1,0 +1,101 @@
+//! Packages for sessions: what is asked, what is given, and who does it.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
+
+use super::driver::Job;
+use super::manager::Sessions;
+use super::{Principal, Refused, SessionId};
+
+/// What is to be installed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InstallRequest {
+    /// As pip takes them, unchecked.
+    pub requirements: Vec<String>,
+    /// Also when a version is there that would do.
+    pub upgrade: bool,
+    /// The folders of packages that the session has already.
+    pub has: Vec<String>,
+}
+
+/// What was installed.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Installed {
+    /// Folders as they are seen inside.
+    pub paths: Vec<String>,
+    /// What the installer says, for a reader.
+    pub text: String,
+}
+
+/// Why nothing was installed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum InstallError {
+    /// It is not allowed, or not understood.
+    #[error("{0}")]
+    Refused(String),
+    /// The resolver's own words.
+    #[error("{0}")]
+    Failed(String),
+}
+
+/// Installs packages where sandboxes can see them.
+pub trait Installer: Send + Sync {
+    /// Installs what is asked for; `tell` is told each step in a sentence.
+    fn install<'a>(
+        &'a self,
+        request: InstallRequest,
+        tell: &'a (dyn Fn(String) + Send + Sync),
+    ) -> Pin<Box<dyn Future<Output = Result<Installed, InstallError>> + Send + 'a>>;
+}
+
+/// Where sessions get packages, if anywhere.
+#[derive(Clone, Default)]
+pub struct Source(pub Option<Arc<dyn Installer>>);
+
+impl fmt::Debug for Source {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(if self.0.is_some() { "Source(an installer)" } else { "Source(nothing)" })
+    }
+}
+
+/// What an installation did to a session.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InstallReport {
+    pub text: String,
+    /// Modules of these packages that were imported before, from elsewhere; a reset is needed to use the new ones.
+    pub loaded: Vec<String>,
+}
+
+impl Sessions {
+    /// Installs packages into a session, which is made if need be.
+    pub async fn install(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        requirements: Vec<String>,
+        cancel: CancellationToken,
+        tell: &(dyn Fn(String) + Send + Sync),
+    ) -> Result<InstallReport, Refused> {
+        let installer = self.packages().0.ok_or(Refused::NoPackages)?;
+        let entry = self.find_or_create(owner, id)?;
+        let has = entry.shared.facts().packages.clone();
+        let request = InstallRequest { requirements, upgrade: false, has };
+        let installed = tokio::select! {
+            installed = installer.install(request, tell) => installed.map_err(Refused::Install)?,
+            () = cancel.cancelled() => return Err(Refused::CancelledWhileWaiting),
+        };
+        let Installed { paths, text } = installed;
+        if paths.is_empty() {
+            return Ok(InstallReport { text, loaded: Vec::new() });
+        }
+        let (reply, answer) = oneshot::channel();
+        let added = self.ask(&entry, Job::Packages { paths, reply }, answer, &cancel).await;
+        let loaded = added.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))?;
+        Ok(InstallReport { text, loaded })
+    }
+}

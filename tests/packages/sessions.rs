@@ -1,0 +1,150 @@
+//! Packages in live sessions of the built program: installed by the tool and by `pip`, kept over a reset, carried by forks, taken back by undo.
+
+use serde_json::json;
+
+use super::index::{Index, Manner};
+use crate::support::native::host_python;
+use crate::support::server::{Era, MINIMAL, Server, Session, ToolResult, program};
+
+/// A server whose only index is ours.
+fn server(index: &Index, arguments: &[&str]) -> Server {
+    let mut command = program();
+    command.arg("mcp").args(MINIMAL).args(arguments);
+    command.env_remove("PIP_FIND_LINKS").env("UV_DEFAULT_INDEX", index.url_without_password());
+    let server = Server::spawn(&mut command, Era::Initialize);
+    server.greet();
+    server
+}
+
+fn install(session: &Session<'_>, packages: serde_json::Value) -> ToolResult {
+    session.call("install_package", json!({"package_name": packages}))
+}
+
+fn lacks(session: &Session<'_>, module: &str) -> bool {
+    session.text(&format!("from importlib.util import find_spec; print(find_spec('{module}') is None)")) == "True"
+}
+
+#[test]
+fn a_package_is_there_at_once_and_in_every_copy_and_goes_with_an_undo() {
+    let index = Index::start(&host_python("minimal"), Manner::Open);
+    let server = server(&index, &[]);
+    let session = server.session();
+    assert!(lacks(&session, "tool_kit")); // control
+    let installed = install(&session, json!("tool-kit"));
+    assert!(!installed.is_error(), "{}", installed.text());
+    assert_eq!(installed.text(), "Successfully installed pure-2.0 tool-kit-1.5");
+    assert_eq!(installed.structured()["reset_needed_for"], json!([]));
+    assert_eq!(session.text("import tool_kit; tool_kit.main()"), "tool 2");
+    assert_eq!(session.text("!python -c 'import tool_kit; tool_kit.main()'"), "tool 2");
+
+    let fork = session.call("fork_session", json!({"names": ["copy"]}));
+    assert!(!fork.is_error(), "{}", fork.text());
+    let fork = Session { server: &server, id: "copy".to_owned() };
+    assert_eq!(fork.text("tool_kit.main()"), "tool 2");
+    for each in [&session, &fork] {
+        assert!(!each.call("reset", json!({})).is_error());
+        assert_eq!(each.text("import tool_kit; tool_kit.main()"), "tool 2", "{}", each.id);
+    }
+
+    // Back before the installation: the package is gone, and a reset does not bring it back.
+    let other = server.session();
+    other.text("x = 1");
+    other.text("x = 2");
+    assert!(!install(&other, json!(["pure"])).is_error());
+    other.text("import pure; x = 3");
+    assert!(!other.call("undo", json!({"cells": 2})).is_error());
+    assert!(lacks(&other, "pure"));
+    assert!(!other.call("reset", json!({})).is_error());
+    assert!(lacks(&other, "pure"));
+}
+
+#[test]
+fn pip_in_a_cell_does_the_same_and_says_what_pip_says() {
+    let index = Index::start(&host_python("minimal"), Manner::Open);
+    let server = server(&index, &[]);
+    let ways = [
+        "!pip install pure",
+        "%pip install pure",
+        "!uv pip install pure",
+        "import subprocess, sys; subprocess.check_call([sys.executable, '-m', 'pip', 'install', 'pure'])",
+    ];
+    for way in ways {
+        let session = server.session();
+        let said = session.text(way);
+        assert!(said.contains("Successfully installed pure-2.0"), "{way}: {said}");
+        assert_eq!(session.text("import pure; print('imported')"), "imported", "{way}");
+        assert!(session.text("!pip list").contains("pure"), "{way}");
+    }
+    let session = server.session();
+    let unknown = session.text("!pip install there-is-no-such-package");
+    assert!(unknown.contains("there-is-no-such-package") && unknown.contains("not found"), "{unknown}");
+    for refused in ["!pip install --index-url http://192.0.2.1/simple pure", "!pip install ./pure.whl"] {
+        assert!(!session.text(refused).contains("Successfully"), "{refused}");
+    }
+    assert!(lacks(&session, "pure"));
+}
+
+#[test]
+fn what_cannot_be_installed_is_an_error_with_the_resolvers_words() {
+    let index = Index::start(&host_python("minimal"), Manner::Open);
+    let server = server(&index, &[]);
+    let session = server.session();
+    for (wish, words) in [
+        (json!("there-is-no-such-package"), "not found"),
+        (json!("pure>99"), "pure"),
+        (json!("--index-url=http://192.0.2.1"), "options are not accepted"),
+        (json!(["pure", "-e ."]), "cannot be installed"),
+        (json!("pure @ file:///etc/passwd"), "cannot be installed"),
+        (json!("https://192.0.2.1/pure-1.0-py3-none-any.whl"), "not in the allowed list"),
+        (json!([]), "must be"),
+        (json!(7), "must be"),
+    ] {
+        let refused = install(&session, wish.clone());
+        assert!(refused.is_error() && refused.text().contains(words), "{wish}: {}", refused.text());
+    }
+    assert!(!install(&session, json!("pure")).is_error()); // control
+}
+
+#[test]
+fn a_session_without_network_installs_and_still_reaches_nothing() {
+    let index = Index::start(&host_python("minimal"), Manner::Open);
+    let server = server(&index, &[]);
+    let session = server.session();
+    assert!(!install(&session, json!("pure")).is_error());
+    index.forget_requests();
+    let url = index.url_without_password();
+    let tried = session.text(&format!("import urllib.request\ntry:\n    urllib.request.urlopen('{url}')\n    print('reached')\nexcept OSError as error:\n    print('refused')"));
+    assert!(tried.starts_with("refused"), "{tried}");
+    assert_eq!(index.requests(), Vec::<String>::new());
+}
+
+#[test]
+fn nothing_of_an_installation_is_seen_in_a_workspace_that_sessions_share() {
+    let index = Index::start(&host_python("minimal"), Manner::Open);
+    let workspace = tempfile::tempdir().unwrap();
+    let server = server(&index, &["--workspace", workspace.path().to_str().unwrap()]);
+    let (watcher, session) = (server.session(), server.session());
+    watcher.text(
+        "import os, threading
+seen, over = set(), threading.Event()
+def watch():
+    while not over.is_set():
+        seen.update(os.listdir())
+watching = threading.Thread(target=watch)
+watching.start()
+open('control', 'w').close()",
+    );
+    assert!(!install(&session, json!("tool-kit")).is_error());
+    assert_eq!(session.text("import tool_kit; tool_kit.main()"), "tool 2");
+    assert_eq!(watcher.text("over.set(); watching.join(); print(sorted(seen))"), "['control']");
+}
+
+#[test]
+fn where_installing_is_switched_off_it_says_so() {
+    let index = Index::start(&host_python("minimal"), Manner::Open);
+    let server = server(&index, &["--install-packages", "off"]);
+    let session = server.session();
+    let refused = install(&session, json!("pure"));
+    assert!(refused.is_error() && refused.text().contains("cannot be installed on this server"), "{}", refused.text());
+    assert!(session.text("!pip install pure").contains("cannot be installed on this server"));
+}
