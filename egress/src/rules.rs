@@ -242,6 +242,11 @@ impl Rule {
         }
     }
 
+    /// Tells whether it is about every name and every address.
+    pub fn is_everything(&self) -> bool {
+        self.target == Target::Everything
+    }
+
     /// Tells whether this rule takes away what others permit.
     pub fn is_denial(&self) -> bool {
         self.effect == Effect::Deny

@@ -181,6 +181,17 @@ pub(super) async fn find_tools(
     }
 }
 
+/// A range is open above more often than not, and the newest Python has the fewest wheels.
+fn version_to_download(python: &PythonRequest) -> &str {
+    let accepts_line =
+        || ["0", "999"].iter().all(|patch| python.accepts_version(&format!("{DOWNLOADED_PYTHON}.{patch}")));
+    match python {
+        PythonRequest::Version(version) => version,
+        PythonRequest::Range(range) if !accepts_line() => range,
+        PythonRequest::Range(_) | PythonRequest::Any | PythonRequest::Path(_) => DOWNLOADED_PYTHON,
+    }
+}
+
 /// Lets uv find a Python that is not on the path, or download one into our own folder.
 async fn download_python(
     python: &PythonRequest,
@@ -189,10 +200,7 @@ async fn download_python(
     variables: &BTreeMap<String, String>,
     progress: Progress<'_>,
 ) -> Result<Interpreter, EnvironmentError> {
-    let version = match python {
-        PythonRequest::Version(version) | PythonRequest::Range(version) => version.as_str(),
-        PythonRequest::Any | PythonRequest::Path(_) => DOWNLOADED_PYTHON,
-    };
+    let version = version_to_download(python);
     let mut variables = uv::installer_variables(variables);
     let mut found = String::new();
     let find = ["python", "find", "--system", "--no-project", "--no-python-downloads", version];
@@ -426,6 +434,16 @@ mod tests {
         let written = std::fs::read_to_string(folder.path().join("pyvenv.cfg")).unwrap();
         assert!(written.starts_with("home = /opt/cellblock/python/bin\n") && !written.contains("/home/me"));
         assert!(!bin.join("activate").exists() && bin.join("ipython").exists());
+    }
+
+    #[test]
+    fn a_range_leads_to_the_usual_python_if_it_may_be_any_of_its_line() {
+        let range = |text: &str| version_to_download(&PythonRequest::range(text).unwrap()).to_owned();
+        assert_eq!(range(">=3.11"), DOWNLOADED_PYTHON);
+        assert_eq!(range(">=3.11,<3.13"), ">=3.11,<3.13");
+        assert_eq!(range("<=3.13"), "<=3.13", "3.13.1 would not do");
+        assert_eq!(version_to_download(&PythonRequest::Version("3.11".to_owned())), "3.11");
+        assert_eq!(version_to_download(&PythonRequest::Any), DOWNLOADED_PYTHON);
     }
 
     #[test]

@@ -113,10 +113,16 @@ pub struct McpSettings {
 impl McpSettings {
     /// Says what sessions can reach, as the end of a sentence.
     fn reach(&self) -> String {
-        if self.network.is_everything() {
-            return "with network".to_owned();
+        let (denied, allowed): (Vec<_>, Vec<_>) = self.network.iter().partition(|rule| rule.is_denial());
+        let all: Vec<String> = allowed.iter().map(ToString::to_string).collect();
+        if allowed.iter().any(|rule| rule.is_everything()) {
+            let denied: Vec<String> = denied.iter().map(|rule| rule.to_string().replacen('!', "", 1)).collect();
+            return match denied.as_slice() {
+                [] => "with network".to_owned(),
+                few if few.len() <= MOST_RULES_TOLD => format!("with network, but not to {}", few.join(", ")),
+                _ => "with network, some places excepted".to_owned(),
+            };
         }
-        let all: Vec<String> = self.network.iter().map(ToString::to_string).collect();
         match all.len() {
             0 => "without network".to_owned(),
             few if few <= MOST_RULES_TOLD => format!("whose network reaches only {}", all.join(", ")),

@@ -45,17 +45,14 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream, target: Socket
     let work = pin!(carry(&peer, Inside::new(stream, peer.shared.meter.clone(), fate.clone())));
     // Dropped before `work` if this whole future is: then the connection was cut off and did not end.
     let unfinished = ResetOnDrop(Some(fate));
-    let outcome = tokio::select! {
-        outcome = work => {
-            unfinished.defuse();
-            outcome
-        }
-        () = cut_off => Err(Reason::NoLongerListed),
-    };
-    if let Err(reason) = outcome {
-        peer.note(reason);
+    tokio::select! {
+        _ = work => unfinished.defuse(),
+        () = cut_off => peer.note(Reason::NoLongerListed),
     }
 }
+
+/// A connection was refused, and that is noted already: before whoever is inside can notice it.
+struct Refused;
 
 /// How long a TLS client may take for its hello. Clients send it at once; this is for slow ones on a busy machine.
 const LONGEST_HELLO: Duration = Duration::from_secs(10);
@@ -96,6 +93,11 @@ impl Peer {
         self.shared.notes.add(format!("{}:{}", self.host, self.port), reason);
     }
 
+    fn refuse(&self, reason: Reason) -> Refused {
+        self.note(reason);
+        Refused
+    }
+
     /// Tells whether the rules of this moment allow everything about this connection.
     fn is_allowed(&self) -> bool {
         let dialled = self.dialled.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -115,8 +117,12 @@ impl Peer {
         }
     }
 
+    async fn dial(&self) -> Result<TcpStream, Refused> {
+        self.try_dial().await.map_err(|reason| self.refuse(reason))
+    }
+
     /// Opens a connection to the host, by the rules of this moment.
-    async fn dial(&self) -> Result<TcpStream, Reason> {
+    async fn try_dial(&self) -> Result<TcpStream, Reason> {
         let rules = self.shared.rules();
         let (stream, address) = self.shared.dialer.dial(&self.host, self.port, &rules).await?;
         self.dialled.lock().unwrap_or_else(PoisonError::into_inner).insert(address);
@@ -126,7 +132,7 @@ impl Peer {
 
     /// Opens a connection for a part of this crate that knows nothing of notes.
     async fn dial_and_note(self: Arc<Self>) -> io::Result<TcpStream> {
-        self.dial().await.map_err(|reason| {
+        self.try_dial().await.map_err(|reason| {
             self.note(reason.clone());
             io::Error::other(reason)
         })
@@ -152,10 +158,10 @@ fn traffic(peer: &Peer) -> Traffic<'_> {
     }
 }
 
-/// Decides about a connection and carries its bytes. An error is why it was refused.
-async fn carry(peer: &Arc<Peer>, mut inside: Inside) -> Result<(), Reason> {
+/// Decides about a connection and carries its bytes.
+async fn carry(peer: &Arc<Peer>, mut inside: Inside) -> Result<(), Refused> {
     if !peer.is_allowed() {
-        return Err(Reason::NotListed);
+        return Err(peer.refuse(Reason::NotListed));
     }
     match traffic(peer) {
         Traffic::Copied => copy(inside, peer.dial().await?).await,
@@ -169,7 +175,7 @@ async fn carry(peer: &Arc<Peer>, mut inside: Inside) -> Result<(), Reason> {
         }
         Traffic::Tls(name) => {
             let Some(hello) = read_hello(&mut inside, LONGEST_HELLO).await else { return Ok(()) };
-            check_hello(&hello, name)?;
+            check_hello(&hello, name).map_err(|reason| peer.refuse(reason))?;
             carry_tls(peer, inside, name).await?;
         }
         Traffic::Perhaps(name) => match read_hello(&mut inside, LONGEST_GUESS).await {
@@ -217,7 +223,7 @@ fn check_hello(hello: &Hello, name: &HostName) -> Result<(), Reason> {
 }
 
 /// Carries TLS that asks for the right name: to where it ends here, if the name has a secret; otherwise untouched.
-async fn carry_tls(peer: &Arc<Peer>, inside: Inside, name: &HostName) -> Result<(), Reason> {
+async fn carry_tls(peer: &Arc<Peer>, inside: Inside, name: &HostName) -> Result<(), Refused> {
     let shared = &peer.shared;
     let Some(authority) = shared.authority.as_ref().filter(|_| shared.vault.has(name)) else {
         copy(inside, peer.dial().await?).await;

@@ -7,10 +7,14 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use cellblock_jail::cgroup;
 use rustix::fs::FlockOperation;
 use tracing::info;
+
+/// How many entries this process has made.
+static REGISTERED: AtomicU32 = AtomicU32::new(0);
 
 /// This server's entry in the runtime folder.
 pub(super) struct Instance {
@@ -29,11 +33,9 @@ impl Instance {
         let turn = File::open(&folder)?;
         rustix::fs::flock(&turn, FlockOperation::LockExclusive)?;
         sweep(&folder)?;
-        let name = format!("cellblock-{}", std::process::id());
-        let number = (0..)
-            .find(|number| !folder.join(format!("{name}-{number}")).exists())
-            .expect("there is always a free number");
-        let name = format!("{name}-{number}");
+        // Never the same twice: whoever still cleans up after an earlier one must not find this one.
+        let number = REGISTERED.fetch_add(1, Ordering::Relaxed);
+        let name = format!("cellblock-{}-{number}", std::process::id());
         let path = folder.join(&name);
         let mut file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&path)?;
         rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
