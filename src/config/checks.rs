@@ -705,7 +705,7 @@ mod tests {
     fn changing_only_the_python_keeps_the_packages() {
         let settings = case().yaml("environments: {default: {python: 3.13}}").settings();
         let changed = &settings.environments[&name("default")];
-        assert_eq!(changed.packages.len(), 4);
+        assert_eq!(changed.packages.len(), 13);
         assert_eq!(changed.preload.len(), 3);
         assert_eq!(changed.python, PythonRequest::Version("3.13".to_owned()));
     }

@@ -50,7 +50,7 @@ use serde_json::json;
 use tokio::io::AsyncWriteExt;
 use tokio::sync::{Semaphore, watch};
 
-use crate::sandbox::Rules;
+use crate::sandbox::{Rule, Rules};
 use crate::session::{
     ExecuteRequest, ExploreProgress, ExploreRequest, InsidePath, Principal, SessionId, Sessions, WorkFolder,
 };
@@ -114,19 +114,17 @@ impl McpSettings {
     /// Says what sessions can reach, as the end of a sentence.
     fn reach(&self) -> String {
         let (denied, allowed): (Vec<_>, Vec<_>) = self.network.iter().partition(|rule| rule.is_denial());
-        let all: Vec<String> = allowed.iter().map(ToString::to_string).collect();
-        if allowed.iter().any(|rule| rule.is_everything()) {
-            let denied: Vec<String> = denied.iter().map(|rule| rule.to_string().replacen('!', "", 1)).collect();
-            return match denied.as_slice() {
-                [] => "with network".to_owned(),
-                few if few.len() <= MOST_RULES_TOLD => format!("with network, but not to {}", few.join(", ")),
-                _ => "with network, some places excepted".to_owned(),
-            };
-        }
-        match all.len() {
-            0 => "without network".to_owned(),
-            few if few <= MOST_RULES_TOLD => format!("whose network reaches only {}", all.join(", ")),
+        let texts = |rules: &[&Rule]| rules.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let reached = match allowed.len() {
+            0 => return "without network".to_owned(),
+            _ if allowed.iter().any(|rule| rule.is_everything()) => "with network".to_owned(),
+            few if few <= MOST_RULES_TOLD => format!("whose network reaches only {}", texts(&allowed)),
             more => format!("whose network reaches only {more} listed places"),
+        };
+        match denied.len() {
+            0 => reached,
+            few if few <= MOST_RULES_TOLD => format!("{reached}, but not {}", texts(&denied).replace('!', "")),
+            more => format!("{reached}, but not {more} others"),
         }
     }
 }

@@ -755,8 +755,8 @@ pub(super) mod tests {
         };
         assert!(described(Rules::none()).contains("without network"));
         assert!(described(Rules::everything()).contains("with network"));
-        let few = described(Rules::parse(&["example.com", "10.0.0.0/8:5432"]).unwrap());
-        assert!(few.contains("only example.com, 10.0.0.0/8:5432"), "{few}");
+        let few = described(Rules::parse(&["example.com", "10.0.0.0/8:5432", "!b.example.com"]).unwrap());
+        assert!(few.contains("only example.com, 10.0.0.0/8:5432, but not b.example.com"), "{few}");
         let many: Vec<String> = (0..100).map(|number| format!("host{number}.example.com")).collect();
         assert!(described(Rules::parse(&many).unwrap()).contains("only 100 listed places"));
     }

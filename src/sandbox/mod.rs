@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 pub use cellblock_egress::gateway::{Blocked, Reason};
-pub use cellblock_egress::rules::Rules;
+pub use cellblock_egress::rules::{Rule, Rules};
 use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
 
