@@ -125,26 +125,30 @@ fn process_start_to_initialize(peers: &Peers) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Measures the first results of sessions, one after the other, in a server with a pool of this size and with these flags.
+fn new_sessions(pool: &str, flags: &[&str], count: usize) -> anyhow::Result<Sample> {
+    let mut command = with_setting(cellblock("mcp"), "CELLBLOCK_POOL", pool);
+    command.args(flags);
+    let (mut server, _) = Server::start(command)?;
+    server.execute("first", FIRST_CELL)?;
+    let mut number = 0;
+    repeat(count, || {
+        // The members of the pool are made in the background; the next caller comes when that is done.
+        server.wait_until_idle();
+        number += 1;
+        let id = format!("s{number}");
+        let (result, elapsed) = server.execute(&id, FIRST_CELL)?;
+        ensure!(printed(&result) == Some("1"), "unexpected answer: {result}");
+        server.call("close_session", &close(&id))?;
+        Ok(elapsed)
+    })
+}
+
 fn new_session_to_first_result(peers: &Peers) -> anyhow::Result<()> {
     println!("\nnew session to first result, numpy + pandas + pyplot imported");
-    let new_sessions = |pool: &str| {
-        let (mut server, _) = Server::start(with_setting(cellblock("mcp"), "CELLBLOCK_POOL", pool))?;
-        server.execute("first", FIRST_CELL)?;
-        let mut number = 0;
-        repeat(NEW_SESSIONS, || {
-            // The members of the pool are made in the background; the next caller comes when that is done.
-            server.wait_until_idle();
-            number += 1;
-            let id = format!("s{number}");
-            let (result, elapsed) = server.execute(&id, FIRST_CELL)?;
-            ensure!(printed(&result) == Some("1"), "unexpected answer: {result}");
-            server.call("close_session", &close(&id))?;
-            Ok(elapsed)
-        })
-    };
-    let pooled = new_sessions("2")?;
+    let pooled = new_sessions("2", &[], NEW_SESSIONS)?;
     report("from the warm pool", &pooled, Some(Duration::from_millis(3)));
-    let made = new_sessions("0")?;
+    let made = new_sessions("0", &[], NEW_SESSIONS)?;
     report("pool empty", &made, Some(Duration::from_millis(15)));
     let plain = repeat(PLAIN_RUNS, || peers.plain.run(FIRST_CELL))?;
     report("python -c 'import …; print(1)'", &plain, None);

@@ -10,7 +10,7 @@ use serde_json::json;
 
 use crate::server::{Server, cellblock, close, printed};
 use crate::statistics::{in_milliseconds, repeat, report};
-use crate::{FIRST_CELL, Peers, target, with_setting};
+use crate::{FIRST_CELL, Peers, new_sessions, target};
 
 const CONNECTIONS: usize = 300;
 const DOWNLOAD: usize = 512 << 20;
@@ -91,24 +91,9 @@ pub(crate) fn first_byte_and_throughput(peers: &Peers) -> anyhow::Result<()> {
 
 pub(crate) fn cost_of_a_network_list(_: &Peers) -> anyhow::Result<()> {
     println!("\nnew session to first result with a network list, pool empty");
-    let new_sessions = |flags: &[&str]| {
-        let mut command = with_setting(cellblock("mcp"), "CELLBLOCK_POOL", "0");
-        command.args(["--install-packages", "off"]).args(flags);
-        let (mut server, _) = Server::start(command)?;
-        server.execute("first", FIRST_CELL)?;
-        let mut number = 0;
-        repeat(NEW_SESSIONS, || {
-            server.wait_until_idle();
-            number += 1;
-            let id = format!("s{number}");
-            let (_, elapsed) = server.execute(&id, FIRST_CELL)?;
-            server.call("close_session", &close(&id))?;
-            Ok(elapsed)
-        })
-    };
-    let without = new_sessions(&[])?;
+    let without = new_sessions("0", &["--install-packages", "off"], NEW_SESSIONS)?;
     report("no network", &without, None);
-    let with = new_sessions(&["--allowed-domain", "example.com"])?;
+    let with = new_sessions("0", &["--install-packages", "off", "--allowed-domain", "example.com"], NEW_SESSIONS)?;
     report("two ports and names", &with, None);
     let added = with.median().saturating_sub(without.median());
     target("added to the median", in_milliseconds(added), "≤ 3 ms", added <= Duration::from_millis(3));

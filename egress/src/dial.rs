@@ -25,7 +25,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use crate::address;
 use crate::name::Host;
 use crate::resolve::{BoxFuture, Resolver};
-use crate::rules::{Rule, Rules};
+use crate::rules::Rules;
 
 /// Opens another checked connection to the host that a connection from inside is for. Every call is a new decision by the rules of that moment.
 pub(crate) type Dial = dyn Fn() -> BoxFuture<'static, io::Result<TcpStream>> + Send + Sync;
@@ -141,17 +141,11 @@ pub(crate) fn objection(address: IpAddr, port: u16, rules: &Rules, own: &HashSet
         return Some(Objection::Special(kind));
     }
     let is_loopback = |meaning: IpAddr| meaning.is_loopback() || meaning.is_unspecified();
-    if address::meanings(address).any(is_loopback) && !is_written_down(address, port, rules) {
+    if address::meanings(address).any(is_loopback) && !rules.lists_address(address, port) {
         return Some(Objection::Loopback);
     }
     let is_own = address::meanings(address).any(|meaning| own.contains(&meaning));
     (is_own && !rules.allows_address(address, port)).then_some(Objection::Own)
-}
-
-/// Tells whether a rule for addresses lists this one, and not only the choice of everything.
-fn is_written_down(address: IpAddr, port: u16, rules: &Rules) -> bool {
-    let written: Vec<String> = rules.iter().filter(|rule| !rule.is_wildcard()).map(Rule::to_string).collect();
-    Rules::parse(&written).is_ok_and(|rules| rules.allows_address(address, port))
 }
 
 /// Resolvers bound their own time; this is for one that does not.

@@ -110,9 +110,9 @@ impl Packages {
 
     async fn installer(&self, facts: &Facts) -> Result<&Installer, install::InstallError> {
         let make = || async {
-            let uv = self.tools.uv(&self.data_dir).await.map_err(|error| chain(&error))?;
+            let uv = self.tools.uv(&self.data_dir).await.map_err(with_causes)?;
             let index = IndexSettings::read(&uv, &facts.python, &self.tools.variables).await;
-            let index = index.map_err(|error| chain(&error))?;
+            let index = index.map_err(with_causes)?;
             Ok(Installer::new(Arc::clone(&self.store), index, self.limits))
         };
         self.installer.get_or_try_init(make).await.map_err(install::InstallError::Failed)
@@ -157,7 +157,7 @@ impl Packages {
         let wish = Wish { requirements, upgrade: request.upgrade, present: self.present(&facts, &request.has) };
         let workshops = HiddenSessions { sessions: sessions.clone() };
         let installed = installer.install(&wish, &workshops, &|step: Step| tell(step.to_string())).await;
-        let installed = installed.map_err(|error| install::InstallError::Failed(chain(&error)))?;
+        let installed = installed.map_err(|error| install::InstallError::Failed(with_causes(error)))?;
         self.private.lock().unwrap_or_else(PoisonError::into_inner).extend(installed.private);
         let paths = installed.paths.iter().map(|path| path.to_string_lossy().into_owned()).collect();
         Ok(install::Installed { paths, text: installed.text })
@@ -175,9 +175,8 @@ impl install::Installer for Packages {
 }
 
 /// Returns an error with its causes.
-fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let causes = std::iter::successors(error.source(), |cause| cause.source());
-    std::iter::once(error.to_string()).chain(causes.map(ToString::to_string)).collect::<Vec<_>>().join(": ")
+fn with_causes(error: impl Into<anyhow::Error>) -> String {
+    format!("{:#}", error.into())
 }
 
 /// The port that an address names.

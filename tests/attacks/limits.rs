@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
 use crate::support::native::{self, Builder, Native, run};
-use crate::support::{is_root, skipped};
+use crate::support::{has_control_groups, skipped};
 
 const TIGHT: SandboxLimits =
     SandboxLimits { memory: 96 << 20, family_memory: 192 << 20, cpus: 1.0, processes: 24, disk: 8 << 20, files: 200 };
@@ -19,13 +19,6 @@ const TIGHT: SandboxLimits =
 fn tight() -> &'static Native {
     static BACKEND: OnceLock<Native> = OnceLock::new();
     BACKEND.get_or_init(|| Builder::new("minimal").limits(TIGHT).start())
-}
-
-fn has_control_groups() -> bool {
-    if !is_root() {
-        skipped("root (control groups)");
-    }
-    is_root()
 }
 
 const OUT_OF_MEMORY: Status = Status::Died { exit: Exit::OutOfMemory { limit: TIGHT.memory } };

@@ -6,7 +6,8 @@ use std::time::Duration;
 use cellblock::session::{ExploreRequest, Keep, Principal, Status, Variant};
 use cellblock_jail::wire::Bind;
 
-use super::{TIGHT, has_control_groups};
+use super::TIGHT;
+use crate::support::has_control_groups;
 use crate::support::native::{self, Builder, Session, run};
 
 fn request(variants: &[(&str, &str)], keep: Keep, replace: bool) -> ExploreRequest {

@@ -11,7 +11,8 @@ use cellblock_jail::wire::Bind;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
-use super::{TIGHT, has_control_groups};
+use super::TIGHT;
+use crate::support::has_control_groups;
 use crate::support::native::{self, Builder, Session, run};
 use crate::support::server::{Era, MINIMAL, PATIENCE, Server, program};
 

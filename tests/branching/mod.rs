@@ -14,7 +14,6 @@ use std::sync::OnceLock;
 use cellblock::sandbox::SandboxLimits;
 
 use crate::support::native::{Builder, Native};
-use crate::support::{is_root, skipped};
 
 /// Limits that are soon reached, and a family that may hold no more than two sessions at their limit.
 const TIGHT: SandboxLimits = SandboxLimits {
@@ -30,11 +29,4 @@ const TIGHT: SandboxLimits = SandboxLimits {
 fn tight() -> &'static Native {
     static BACKEND: OnceLock<Native> = OnceLock::new();
     BACKEND.get_or_init(|| Builder::new("minimal").limits(TIGHT).start())
-}
-
-fn has_control_groups() -> bool {
-    if !is_root() {
-        skipped("root (control groups)");
-    }
-    is_root()
 }

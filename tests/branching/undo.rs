@@ -10,7 +10,8 @@ use cellblock_jail::wire::OperatorMount;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
-use super::{has_control_groups, tight};
+use super::tight;
+use crate::support::has_control_groups;
 use crate::support::native::{self, Builder, Session, run};
 
 /// Everything about the files of the working folder but when they were changed.

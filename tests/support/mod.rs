@@ -26,3 +26,11 @@ pub(crate) fn skipped(why: &str) {
 pub(crate) fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
+
+/// Tells whether this process can give sessions control groups; says so when it cannot.
+pub(crate) fn has_control_groups() -> bool {
+    if !is_root() {
+        skipped("root (control groups)");
+    }
+    is_root()
+}

@@ -1,11 +1,21 @@
 //! How a value is spelled at the place where it stands: percent-encoded, in a JSON string, in XML, in base64.
 
+use base64::alphabet;
+use base64::engine::general_purpose::{
+    GeneralPurpose, GeneralPurposeConfig, STANDARD, STANDARD_NO_PAD, URL_SAFE_NO_PAD,
+};
+use base64::engine::{DecodePaddingMode, Engine};
 use zeroize::Zeroizing;
 
 const HEXADECIMAL: &[u8; 16] = b"0123456789ABCDEF";
-const STANDARD: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-/// The alphabet of base64 whose characters need no encoding in an address.
-pub(super) const URL_SAFE: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
+
+/// Reads what any program may have written, also one that leaves bits behind at the end.
+const LENIENT: GeneralPurpose = GeneralPurpose::new(
+    &alphabet::STANDARD,
+    GeneralPurposeConfig::new()
+        .with_decode_padding_mode(DecodePaddingMode::RequireNone)
+        .with_decode_allow_trailing_bits(true),
+);
 
 /// Returns `byte` as a percent sign and two digits.
 pub(super) fn percent_byte(byte: u8) -> [u8; 3] {
@@ -71,33 +81,19 @@ pub(super) fn xml_entities(byte: u8) -> &'static [&'static [u8]] {
 
 /// Encodes in base64 with the usual alphabet and padding.
 pub(super) fn base64(bytes: &[u8]) -> Vec<u8> {
-    let mut encoded = base64_with(STANDARD, bytes);
-    while !encoded.len().is_multiple_of(4) {
-        encoded.push(b'=');
-    }
-    encoded
+    STANDARD.encode(bytes).into_bytes()
 }
 
 /// Decodes base64 of either alphabet, with or without padding.
 pub(super) fn base64_decoded(text: &[u8]) -> Option<Vec<u8>> {
     let digits = text.trim_ascii_end();
     let digits = digits.strip_suffix(b"==").or_else(|| digits.strip_suffix(b"=")).unwrap_or(digits);
-    let mut decoded = Vec::with_capacity(digits.len() * 3 / 4);
-    for group in digits.chunks(4) {
-        let mut bits = 0_u32;
-        for &digit in group {
-            bits = bits << 6 | base64_value(digit)?;
-        }
-        bits <<= 6 * (4 - group.len());
-        let bytes = [(bits >> 16) as u8, (bits >> 8) as u8, bits as u8];
-        decoded.extend_from_slice(match group.len() {
-            4 => &bytes,
-            3 => &bytes[..2],
-            2 => &bytes[..1],
-            _ => return None,
-        });
-    }
-    Some(decoded)
+    let standard = |digit: &u8| match digit {
+        b'-' => b'+',
+        b'_' => b'/',
+        other => *other,
+    };
+    LENIENT.decode(digits.iter().map(standard).collect::<Vec<u8>>()).ok()
 }
 
 /// Returns what `value` looks like somewhere in the middle of longer text in base64: one form for each place it can have in a group of three
@@ -105,11 +101,11 @@ pub(super) fn base64_decoded(text: &[u8]) -> Option<Vec<u8>> {
 /// end are not part of it.
 pub(super) fn base64_forms(value: &[u8]) -> Vec<Vec<u8>> {
     let mut forms = Vec::new();
-    for alphabet in [STANDARD, URL_SAFE] {
+    for engine in [STANDARD_NO_PAD, URL_SAFE_NO_PAD] {
         for (bytes_before, mixed_characters) in [(0, 0), (1, 2), (2, 3)] {
             let text = Zeroizing::new([&[0; 2][..bytes_before], value].concat());
             let last = text.len() * 8 / 6;
-            let form = base64_with(alphabet, &text)[mixed_characters..last].to_vec();
+            let form = engine.encode(&*text).as_bytes()[mixed_characters..last].to_vec();
             if !forms.contains(&form) {
                 forms.push(form);
             }
@@ -127,30 +123,6 @@ fn percent(value: &str, kept: &[u8]) -> Vec<u8> {
         }
     }
     encoded
-}
-
-fn base64_with(alphabet: &[u8; 64], bytes: &[u8]) -> Vec<u8> {
-    let mut encoded = Vec::with_capacity(bytes.len().div_ceil(3) * 4);
-    for group in bytes.chunks(3) {
-        let byte = |index: usize| u32::from(group.get(index).copied().unwrap_or(0));
-        let bits = byte(0) << 16 | byte(1) << 8 | byte(2);
-        for index in 0..=group.len() {
-            encoded.push(alphabet[(bits >> (18 - 6 * index)) as usize & 63]);
-        }
-    }
-    encoded
-}
-
-fn base64_value(digit: u8) -> Option<u32> {
-    let value = match digit {
-        b'A'..=b'Z' => digit - b'A',
-        b'a'..=b'z' => digit - b'a' + 26,
-        b'0'..=b'9' => digit - b'0' + 52,
-        b'+' | b'-' => 62,
-        b'/' | b'_' => 63,
-        _ => return None,
-    };
-    Some(u32::from(value))
 }
 
 #[cfg(test)]
