@@ -1,6 +1,7 @@
 //! `cellblock mcp`: serves one client over standard input and output.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::Context;
 use tracing::info;
@@ -16,8 +17,8 @@ const LARGEST_FILE: u64 = 1 << 30;
 pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
     let files = HostFiles::new(&settings.allowed_dirs, LARGEST_FILE).context("an allowed directory cannot be used")?;
     let house = house(&settings, Warmth::Full)?;
-    let server = mcp::Server::new(
-        house.sessions.clone(),
+    let server = mcp::Server::local(
+        Arc::new(house.sessions.clone()),
         files,
         McpSettings {
             default_timeout: settings.timeout,

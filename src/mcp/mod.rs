@@ -4,7 +4,7 @@
 //! transport (stdio) → Server (this file) → tools    names and schemas; arguments: what was written, checked
 //!                          │             → render   outcomes as text, images and structured content; compare: many of them
 //!                          │             → resources, progress, host_files
-//!                          └→ sessions, through session_access
+//!                          └→ sessions, through session::SessionAccess
 //! ```
 //!
 //! A transport carries messages, `Server` decides what each one means and carries it out, the other files are pure.
@@ -24,7 +24,6 @@ mod host_files;
 mod progress;
 mod render;
 mod resources;
-mod session_access;
 mod stdio;
 mod tools;
 mod turns;
@@ -48,18 +47,18 @@ use rmcp::service::RequestContext;
 use rmcp::{RoleServer, ServerHandler};
 use serde_json::json;
 use tokio::io::AsyncWriteExt;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::Semaphore;
 
+use crate::auth::Caller;
 use crate::sandbox::{Rule, Rules};
 use crate::session::{
-    ExecuteRequest, ExploreProgress, ExploreRequest, InsidePath, Principal, SessionId, Sessions, WorkFolder,
+    ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Principal, SessionAccess, SessionId, WorkFolder,
 };
 use arguments::Call;
 use host_files::{Capped, HostFileError, Overwrite};
 pub use host_files::{HostFiles, RootError};
 use progress::Reporter;
 use resources::{Address, CutOutputs};
-use session_access::SessionAccess;
 pub use stdio::{ServeError, serve_stdio};
 use tools::{Catalogue, ToolName};
 use turns::Turn;
@@ -160,9 +159,19 @@ struct Shared {
     reach: String,
     /// What all variants of one `explore` may tell together.
     most_compared_chars: usize,
-    owner: Principal,
+    /// What tells who is calling.
+    front: Front,
     cut_outputs: Mutex<CutOutputs>,
     calls: Semaphore,
+}
+
+/// How callers are told apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Front {
+    /// Whoever has the pipe started this program.
+    Stdio,
+    /// The HTTP stack has put a [`Caller`] into every request that it let through.
+    Http,
 }
 
 /// Why a call was given up by this room.
@@ -183,11 +192,11 @@ struct WriteFailed(#[source] std::io::Error);
 
 impl Server {
     /// Makes the server of one local caller.
-    pub fn new(sessions: Sessions, files: HostFiles, settings: McpSettings) -> Server {
-        Server::over(Arc::new(sessions), files, settings)
+    pub fn local(sessions: Arc<dyn SessionAccess>, files: HostFiles, settings: McpSettings) -> Server {
+        Server::over(Front::Stdio, sessions, files, settings)
     }
 
-    fn over(sessions: Arc<dyn SessionAccess>, files: HostFiles, settings: McpSettings) -> Server {
+    fn over(front: Front, sessions: Arc<dyn SessionAccess>, files: HostFiles, settings: McpSettings) -> Server {
         Server {
             shared: Arc::new(Shared {
                 sessions,
@@ -197,15 +206,28 @@ impl Server {
                 can_undo: settings.can_undo,
                 reach: settings.reach(),
                 most_compared_chars: settings.default_max_output_chars,
-                owner: Principal::local(),
+                front,
                 cut_outputs: Mutex::default(),
                 calls: Semaphore::new(MOST_CALLS),
             }),
         }
     }
 
+    /// Tells who sent a request.
+    fn caller(&self, context: &RequestContext<RoleServer>) -> Result<Caller, ErrorData> {
+        match self.shared.front {
+            Front::Stdio => Ok(Caller::local()),
+            Front::Http => {
+                let request = context.extensions.get::<axum::http::request::Parts>();
+                let caller = request.and_then(|request| request.extensions.get::<Caller>());
+                caller.cloned().ok_or_else(|| ErrorData::internal_error("it is not known who is calling", None))
+            }
+        }
+    }
+
     async fn carry_out(
         &self,
+        owner: &Principal,
         tool: ToolName,
         arguments: JsonObject,
         context: &RequestContext<RoleServer>,
@@ -215,16 +237,16 @@ impl Server {
             Err(bad) => return render::refused(&bad),
         };
         let Ok(_place) = self.shared.calls.try_acquire() else { return render::refused(&GivenUp::Busy) };
-        let (sessions, owner) = (&self.shared.sessions, &self.shared.owner);
+        let sessions = &self.shared.sessions;
         match call {
             // Execution listens for cancellation itself, because it has an outcome to tell.
             Call::Execute { session, code, timeout, max_output_chars } => {
-                self.execute(&session, ExecuteRequest { code, timeout, max_output_chars }, context).await
+                self.execute(owner, &session, ExecuteRequest { code, timeout, max_output_chars }, context).await
             }
             Call::Install { session, requirements } => {
-                let steps = watch::Sender::new(String::new());
-                let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME).with_steps(steps.subscribe());
-                let installation = sessions.install(owner, &session, requirements, context.ct.clone(), steps);
+                let news = News::default();
+                let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
+                let installation = sessions.install(owner, &session, requirements, context.ct.clone(), news);
                 match with_progress(installation, reporter, context).await {
                     Ok(report) => render::installed(&session, &report),
                     Err(refused) => render::refused(&refused),
@@ -238,7 +260,7 @@ impl Server {
                 let done = or_cancelled(context, sessions.undo(owner, &session, cells)).await;
                 answer(done, |report| render::undone(&session, &report))
             }
-            Call::Checkpoints { session } => match sessions.checkpoints(owner, &session) {
+            Call::Checkpoints { session } => match sessions.checkpoints(owner, &session).await {
                 Ok(checkpoints) => render::checkpoints(&session, &checkpoints),
                 Err(refused) => render::refused(&refused),
             },
@@ -249,20 +271,21 @@ impl Server {
             Call::Explore { session, variants, timeout, keep, replace } => {
                 let max_output_chars = self.shared.most_compared_chars;
                 let request = ExploreRequest { variants, timeout, max_output_chars, keep, replace };
-                self.explore(&session, request, context).await
+                self.explore(owner, &session, request, context).await
             }
             Call::Upload { session, relpath, local_path, overwrite } => {
-                let done = or_cancelled(context, self.upload(&session, &relpath, local_path, overwrite)).await;
+                let done = or_cancelled(context, self.upload(owner, &session, &relpath, local_path, overwrite)).await;
                 answer(done, |bytes| render::transfer(&session, relpath.as_str(), bytes, render::Direction::In))
             }
             Call::Download { session, relpath, local_path, overwrite } => {
                 let overwrite = if overwrite { Overwrite::Allowed } else { Overwrite::Refused };
                 let done =
-                    or_cancelled(context, self.download(&session, &relpath, local_path.clone(), overwrite)).await;
+                    or_cancelled(context, self.download(owner, &session, &relpath, local_path.clone(), overwrite))
+                        .await;
                 let direction = render::Direction::Out { local_path: &local_path };
                 answer(done, |bytes| render::transfer(&session, relpath.as_str(), bytes, direction))
             }
-            Call::List => render::sessions(&sessions.list(owner)),
+            Call::List => render::sessions(&sessions.list(owner).await),
             Call::Close { session } => {
                 let done = or_cancelled(context, sessions.close(owner, &session)).await;
                 answer(done, |()| render::closed(&session, self.shared.work_folder))
@@ -272,21 +295,24 @@ impl Server {
 
     async fn execute(
         &self,
+        owner: &Principal,
         session: &SessionId,
         request: ExecuteRequest,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResult {
-        let Shared { sessions, owner, cut_outputs, .. } = &*self.shared;
-        let reporter = Reporter::new(sessions.preparation(), request.timeout);
-        let execution = sessions.execute(owner, session, request, context.ct.clone());
+        let Shared { sessions, cut_outputs, .. } = &*self.shared;
+        let news = News::default();
+        let reporter = Reporter::new(sessions.preparation(), request.timeout, &news);
+        let execution = sessions.execute(owner, session, request, None, context.ct.clone(), news);
         match with_progress(execution, reporter, context).await {
-            Ok(outcome) => {
+            Ok(Executed::Underway(_)) => unreachable!("it was waited for without end"),
+            Ok(Executed::Finished(outcome)) => {
                 if outcome.output.cut_chars > 0 {
                     let mut outputs = cut_outputs.lock().unwrap_or_else(PoisonError::into_inner);
                     outputs.remember(owner, session, outcome.execution);
                 }
                 // A session that was closed meanwhile has nothing to undo.
-                let can_undo = sessions.checkpoints(owner, session).map_or(0, |left| render::most_undone(&left));
+                let can_undo = sessions.checkpoints(owner, session).await.map_or(0, |left| render::most_undone(&left));
                 render::execution(session, &outcome, can_undo)
             }
             Err(refused) => render::refused(&refused),
@@ -295,14 +321,15 @@ impl Server {
 
     async fn explore(
         &self,
+        owner: &Principal,
         session: &SessionId,
         request: ExploreRequest,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResult {
-        let Shared { sessions, owner, most_compared_chars, .. } = &*self.shared;
-        let progress = watch::Sender::new(ExploreProgress::default());
-        let reporter = Reporter::new(sessions.preparation(), request.timeout).with_variants(progress.subscribe());
-        let exploration = sessions.explore(owner, session, request, context.ct.clone(), progress);
+        let Shared { sessions, most_compared_chars, .. } = &*self.shared;
+        let news = News::default();
+        let reporter = Reporter::new(sessions.preparation(), request.timeout, &news);
+        let exploration = sessions.explore(owner, session, request, context.ct.clone(), news);
         match with_progress(exploration, reporter, context).await {
             Ok(report) => compare::comparison(session, &report, *most_compared_chars),
             Err(refused) => render::refused(&refused),
@@ -311,12 +338,13 @@ impl Server {
 
     async fn upload(
         &self,
+        owner: &Principal,
         session: &SessionId,
         relpath: &InsidePath,
         local_path: String,
         overwrite: bool,
     ) -> Result<u64, Box<dyn Error + Send + Sync>> {
-        let Shared { sessions, files, owner, .. } = &*self.shared;
+        let Shared { sessions, files, .. } = &*self.shared;
         let file = on_a_thread(files, move |files| files.open(&local_path)).await?;
         let mut source = Capped::new(tokio::fs::File::from_std(file), files.largest());
         Ok(sessions.write_file(owner, session, relpath, &mut source, overwrite).await?)
@@ -325,12 +353,13 @@ impl Server {
     /// Copies to the host. Whatever goes wrong on the way, dropping the destination removes what was written.
     async fn download(
         &self,
+        owner: &Principal,
         session: &SessionId,
         relpath: &InsidePath,
         local_path: String,
         overwrite: Overwrite,
     ) -> Result<u64, Box<dyn Error + Send + Sync>> {
-        let Shared { sessions, files, owner, .. } = &*self.shared;
+        let Shared { sessions, files, .. } = &*self.shared;
         let mut destination = on_a_thread(files, move |files| files.create(&local_path, overwrite)).await?;
         let mut sink = tokio::fs::File::from_std(destination.take_file());
         let bytes = sessions.read_file(owner, session, relpath, files.largest(), &mut sink).await?;
@@ -341,8 +370,8 @@ impl Server {
         Ok(bytes)
     }
 
-    async fn read_output(&self, uri: &str) -> Result<ReadResourceResult, ErrorData> {
-        let Shared { sessions, owner, .. } = &*self.shared;
+    async fn read_output(&self, owner: &Principal, uri: &str) -> Result<ReadResourceResult, ErrorData> {
+        let sessions = &self.shared.sessions;
         let not_found = |text: String| ErrorData::invalid_params(text, Some(json!({"uri": uri})));
         let address: Address = uri.parse().map_err(|bad: resources::BadAddress| not_found(bad.to_string()))?;
         let length = address.limit + resources::CHARACTER_MARGIN;
@@ -412,7 +441,8 @@ impl ServerHandler for Server {
             return Err(unknown_tool(&request.name, &self.shared.catalogue));
         };
         let started = Instant::now();
-        let call = self.carry_out(tool, request.arguments.unwrap_or_default(), &context);
+        let owner = &Principal(self.caller(&context)?.principal);
+        let call = self.carry_out(owner, tool, request.arguments.unwrap_or_default(), &context);
         let result = match context.extensions.get::<Turn>() {
             Some(turn) => turn.run(tool.extent(), call).await,
             None => call.await,
@@ -428,13 +458,16 @@ impl ServerHandler for Server {
         context: RequestContext<RoleServer>,
     ) -> Result<ListResourcesResult, ErrorData> {
         refuse_cursor(request)?;
-        let Shared { sessions, owner, cut_outputs, .. } = &*self.shared;
+        let owner = &Principal(self.caller(&context)?.principal);
+        let Shared { sessions, cut_outputs, .. } = &*self.shared;
         let cut = cut_outputs.lock().unwrap_or_else(PoisonError::into_inner).of(owner);
-        let listed = cut.into_iter().filter_map(|(session, execution)| {
-            let size = sessions.output_size(owner, &session, execution)?;
-            Some(resources::listed(&session, execution, size))
-        });
-        let mut result = ListResourcesResult::with_all_items(listed.collect());
+        let mut listed = Vec::new();
+        for (session, execution) in cut {
+            if let Some(size) = sessions.output_size(owner, &session, execution).await {
+                listed.push(resources::listed(&session, execution, size));
+            }
+        }
+        let mut result = ListResourcesResult::with_all_items(listed);
         if let Some(meta) = modern_meta(&context) {
             // Every execution may change this list.
             result = result.with_ttl_ms(0).with_cache_scope(CacheScope::Private);
@@ -462,7 +495,8 @@ impl ServerHandler for Server {
         request: ReadResourceRequestParams,
         context: RequestContext<RoleServer>,
     ) -> Result<ReadResourceResponse, ErrorData> {
-        let mut result = self.read_output(&request.uri).await?;
+        let owner = &Principal(self.caller(&context)?.principal);
+        let mut result = self.read_output(owner, &request.uri).await?;
         if let Some(meta) = modern_meta(&context) {
             // The output of a finished execution never changes, but it can go.
             result = result.with_ttl_ms(FIXED_FOR.as_millis() as u64).with_cache_scope(CacheScope::Private);

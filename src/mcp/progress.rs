@@ -1,7 +1,7 @@
 //! Progress of a call, for clients that asked for it.
 //!
 //! While the one-time work of the backend goes on, each of its steps is reported, at most four a second. After that, a
-//! call that runs variants tells how many have finished, one that installs packages what it is at, and one that takes long says so every few seconds. The figure is
+//! call tells what it is at (the latest line of output, a step, how many variants have finished), and one without news says every few seconds that it runs. The figure is
 //! the time that has passed, because it is the only one that always grows; the sentence beside it is for a person.
 
 use std::time::Duration;
@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::tools::Seconds;
 use crate::sandbox::Preparation;
-use crate::session::ExploreProgress;
+use crate::session::News;
 
 /// Steps may come in bursts; a person cannot read more than this.
 const BETWEEN_STEPS: Duration = Duration::from_millis(250);
@@ -29,7 +29,7 @@ pub(super) struct Report {
 /// Makes the reports of one call.
 pub(super) struct Reporter {
     preparation: watch::Receiver<Preparation>,
-    own: Own,
+    news: watch::Receiver<String>,
     timeout: Duration,
     started: Instant,
     last: Option<(Instant, String)>,
@@ -37,19 +37,10 @@ pub(super) struct Reporter {
 }
 
 impl Reporter {
-    pub(super) fn new(preparation: watch::Receiver<Preparation>, timeout: Duration) -> Reporter {
+    /// Reports the news of a call that may take so long.
+    pub(super) fn new(preparation: watch::Receiver<Preparation>, timeout: Duration, news: &News) -> Reporter {
         let started = Instant::now();
-        Reporter { preparation, own: Own::Nothing, timeout, started, last: None, last_progress: 0.0 }
-    }
-
-    /// Tells also how many variants have finished.
-    pub(super) fn with_variants(self, variants: watch::Receiver<ExploreProgress>) -> Reporter {
-        Reporter { own: Own::Variants(variants), ..self }
-    }
-
-    /// Tells also these steps of the call, as long as they say something.
-    pub(super) fn with_steps(self, steps: watch::Receiver<String>) -> Reporter {
-        Reporter { own: Own::Steps(steps), ..self }
+        Reporter { preparation, news: news.subscribe(), timeout, started, last: None, last_progress: 0.0 }
     }
 
     /// Waits for the next thing worth reporting. Never ends by itself.
@@ -71,12 +62,12 @@ impl Reporter {
                 }
                 Some(step) => tokio::select! {
                     () = news(&mut self.preparation) => {}
-                    () = self.own.news() => {}
+                    () = news(&mut self.news) => {}
                     () = sleep_until(said_at + BETWEEN_SIGNS_OF_LIFE) => break step,
                 },
                 None => tokio::select! {
                     () = news(&mut self.preparation) => {}
-                    () = self.own.news() => {}
+                    () = news(&mut self.news) => {}
                     () = sleep_until(said_at + BETWEEN_SIGNS_OF_LIFE) => {
                         let elapsed = Duration::from_secs(self.started.elapsed().as_secs());
                         break format!("running for {} (time-out {})", Seconds(elapsed), Seconds(self.timeout));
@@ -93,35 +84,7 @@ impl Reporter {
     /// Says what the call is at, if there is more to say than that it runs.
     fn step(&mut self) -> Option<String> {
         let prepared = step_text(&self.preparation.borrow_and_update());
-        prepared.or_else(|| self.own.step())
-    }
-}
-
-/// What a call itself has to tell.
-enum Own {
-    Nothing,
-    Variants(watch::Receiver<ExploreProgress>),
-    Steps(watch::Receiver<String>),
-}
-
-impl Own {
-    fn step(&mut self) -> Option<String> {
-        match self {
-            Own::Nothing => None,
-            Own::Variants(variants) => {
-                let ExploreProgress { finished, total } = *variants.borrow_and_update();
-                (finished > 0).then(|| format!("{finished} of {total} variants finished"))
-            }
-            Own::Steps(steps) => Some(steps.borrow_and_update().clone()).filter(|step| !step.is_empty()),
-        }
-    }
-
-    async fn news(&mut self) {
-        match self {
-            Own::Nothing => std::future::pending().await,
-            Own::Variants(variants) => news(variants).await,
-            Own::Steps(steps) => news(steps).await,
-        }
+        prepared.or_else(|| Some(self.news.borrow_and_update().clone()).filter(|news| !news.is_empty()))
     }
 }
 
@@ -154,7 +117,7 @@ mod tests {
     async fn a_step_under_way_is_reported_at_once() {
         let (_sender, preparation) = watch::channel(working("installing numpy"));
         let started = Instant::now();
-        let report = Reporter::new(preparation, Duration::from_secs(120)).next().await;
+        let report = Reporter::new(preparation, Duration::from_secs(120), &News::default()).next().await;
         assert_eq!(report.message, "preparing: installing numpy (1 of 3)");
         assert_eq!(started.elapsed(), Duration::ZERO);
     }
@@ -162,7 +125,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_burst_of_steps_gives_at_most_four_reports_a_second_and_the_newest_wins() {
         let (sender, preparation) = watch::channel(working("a"));
-        let mut reporter = Reporter::new(preparation, Duration::from_secs(120));
+        let mut reporter = Reporter::new(preparation, Duration::from_secs(120), &News::default());
         let started = Instant::now();
         let first = reporter.next().await;
         sender.send(working("b")).unwrap();
@@ -179,7 +142,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_long_call_gives_a_sign_of_life_every_five_seconds() {
         let (_sender, preparation) = watch::channel(Preparation::Ready);
-        let mut reporter = Reporter::new(preparation, Duration::from_secs(120));
+        let mut reporter = Reporter::new(preparation, Duration::from_secs(120), &News::default());
         let started = Instant::now();
         assert_eq!(reporter.next().await.message, "running for 5 s (time-out 2 min)");
         assert_eq!(started.elapsed(), Duration::from_secs(5));
@@ -188,17 +151,17 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn variants_are_counted_as_they_finish() {
+    async fn news_are_told_as_they_come() {
         let (_sender, preparation) = watch::channel(Preparation::Ready);
-        let variants = watch::Sender::new(ExploreProgress { finished: 0, total: 5 });
-        let mut reporter = Reporter::new(preparation, Duration::from_secs(120)).with_variants(variants.subscribe());
+        let news = News::default();
+        let mut reporter = Reporter::new(preparation, Duration::from_secs(120), &news);
         let finish = async {
             tokio::time::sleep(Duration::from_millis(100)).await;
-            variants.send_replace(ExploreProgress { finished: 3, total: 5 });
+            news.send_replace("3 of 5 variants finished".to_owned());
         };
         let (report, ()) = tokio::join!(reporter.next(), finish);
         assert_eq!(report.message, "3 of 5 variants finished");
-        drop(variants);
+        drop(news);
         let next = reporter.next().await;
         assert_eq!(next.message, "3 of 5 variants finished", "a sign of life");
         assert!(next.progress > report.progress + 4.0);
@@ -208,14 +171,14 @@ mod tests {
     async fn reports_go_on_after_the_backend_is_gone() {
         let (sender, preparation) = watch::channel(Preparation::Ready);
         drop(sender);
-        let mut reporter = Reporter::new(preparation, Duration::from_secs(9));
+        let mut reporter = Reporter::new(preparation, Duration::from_secs(9), &News::default());
         assert_eq!(reporter.next().await.message, "running for 5 s (time-out 9 s)");
     }
 
     #[tokio::test(start_paused = true)]
     async fn progress_always_grows() {
         let (sender, preparation) = watch::channel(working("a"));
-        let mut reporter = Reporter::new(preparation, Duration::from_secs(9));
+        let mut reporter = Reporter::new(preparation, Duration::from_secs(9), &News::default());
         let mut last = -1.0;
         for number in 0..20 {
             sender.send(working(&number.to_string())).unwrap();

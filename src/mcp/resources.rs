@@ -14,7 +14,7 @@ use std::str::FromStr;
 use rmcp::model::{MetaObject, Resource, ResourceContents, ResourceTemplate};
 use serde_json::Value;
 
-use crate::session::{ExecutionId, Principal, SessionId};
+use crate::session::{ExecutionId, Principal, SessionId, Slice};
 
 /// Bytes in one answer unless the reader asks for another number. Large enough for nearly every output, small enough
 /// for a context window.
@@ -89,14 +89,6 @@ impl FromStr for Address {
 fn within(name: &'static str, number: &str, least: u64, most: u64) -> Result<u64, BadAddress> {
     let parsed = number.parse().ok().filter(|number| (least..=most).contains(number));
     parsed.ok_or(BadAddress::Number { name, least, most })
-}
-
-/// Bytes of an output, read with a margin after the asked-for end.
-pub(super) struct Slice {
-    pub(super) bytes: Vec<u8>,
-    pub(super) total: u64,
-    /// The output was longer than what is kept of it.
-    pub(super) kept_in_part: bool,
 }
 
 /// Renders one slice. `slice.bytes` starts at `address.offset` and holds up to `limit` bytes and a margin.

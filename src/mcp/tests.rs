@@ -14,16 +14,15 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::resources::Slice;
 use super::tools::tests::assert_valid_output;
 use super::*;
 use crate::sandbox::fake::FakeBackend;
 use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation};
 use crate::session::install::{InstallError, InstallReport};
 use crate::session::{
-    CheckpointInfo, ExecutionId, ExploreReport, FilesCarried, ForkNames, ForkReport, Outcome, Output, Part,
-    ProgressSink, Refused, ResetReport, SessionInfo, SessionSettings, StateAfter, Status, Stream, UndoReport,
-    VariantReport,
+    Checked, CheckpointInfo, ExecutionId, ExploreReport, FilesCarried, ForkNames, ForkReport, Outcome, Output, Part,
+    Refused, ResetReport, SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport,
+    VariantReport, Which,
 };
 
 /// What the answerer of these tests printed for `long`: more than one default slice of a resource.
@@ -50,8 +49,10 @@ impl SessionAccess for FakeSessions {
         _owner: &Principal,
         _id: &SessionId,
         request: ExecuteRequest,
+        _wait: Option<Duration>,
         cancel: CancellationToken,
-    ) -> Result<Outcome, Refused> {
+        _news: News,
+    ) -> Result<Executed, Refused> {
         self.started.try_send(request.code.clone()).unwrap();
         let said = |text: &str| Part::Text { stream: Stream::Stdout, text: text.to_owned() };
         let (status, parts, cut_chars) = match request.code.as_str() {
@@ -75,7 +76,7 @@ impl SessionAccess for FakeSessions {
         let mut preparation = self.preparation.subscribe();
         let settled = |state: &Preparation| !matches!(state, Preparation::Working { .. });
         preparation.wait_for(settled).await.expect("the sender is ours");
-        Ok(Outcome {
+        Ok(Executed::Finished(Box::new(Outcome {
             execution: ExecutionId(1),
             status,
             output: Output { parts, total_chars: 6, total_lines: 1, cut_chars },
@@ -86,7 +87,22 @@ impl SessionAccess for FakeSessions {
             isolation: Isolation::default(),
             blocked: Vec::new(),
             notes: Vec::new(),
-        })
+        })))
+    }
+
+    async fn check(
+        &self,
+        _owner: &Principal,
+        _which: &Which,
+        _wait: Duration,
+        _max_chars: usize,
+        _news: News,
+    ) -> Result<Checked, Refused> {
+        Ok(Checked::Nothing)
+    }
+
+    async fn stop(&self, _owner: &Principal, _which: &Which) -> Result<(), Refused> {
+        Ok(())
     }
 
     async fn reset(&self, _owner: &Principal, _id: &SessionId) -> Result<ResetReport, Refused> {
@@ -103,12 +119,12 @@ impl SessionAccess for FakeSessions {
             revived: false,
             lost: vec!["1 connection".to_owned()],
             files: FilesCarried::Restored,
-            left: self.checkpoints(owner, id)?,
+            left: self.checkpoints(owner, id).await?,
             notes: Vec::new(),
         })
     }
 
-    fn checkpoints(&self, _owner: &Principal, _id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
+    async fn checkpoints(&self, _owner: &Principal, _id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
         Ok(vec![CheckpointInfo { cells_back: 3, before: "x = 1".to_owned(), age: Duration::from_secs(1) }])
     }
 
@@ -130,16 +146,16 @@ impl SessionAccess for FakeSessions {
         id: &SessionId,
         request: ExploreRequest,
         cancel: CancellationToken,
-        progress: ProgressSink,
+        news: News,
     ) -> Result<ExploreReport, Refused> {
         let (timeout, max_output_chars) = (request.timeout, request.max_output_chars);
         let total = request.variants.len();
         let mut variants = Vec::new();
         for (number, variant) in request.variants.into_iter().enumerate() {
             let cell = ExecuteRequest { code: variant.code, timeout, max_output_chars };
-            let ended = self.execute(owner, id, cell, cancel.clone()).await;
+            let ended = self.execute(owner, id, cell, None, cancel.clone(), News::default()).await.map(finished);
             variants.push(VariantReport { name: variant.name, ended, score: None });
-            progress.send_replace(ExploreProgress { finished: number + 1, total });
+            news.send_replace(format!("{} of {total} variants finished", number + 1));
         }
         Ok(ExploreReport { variants, kept: vec![], replaced: false, notes: vec![], lost: vec![] })
     }
@@ -150,9 +166,9 @@ impl SessionAccess for FakeSessions {
         _id: &SessionId,
         requirements: Vec<String>,
         _cancel: CancellationToken,
-        steps: watch::Sender<String>,
+        news: News,
     ) -> Result<InstallReport, Refused> {
-        steps.send_replace("resolving packages".to_owned());
+        news.send_replace("resolving packages".to_owned());
         match requirements[0].as_str() {
             "nothing" => Err(Refused::Install(InstallError::Failed("No solution found".to_owned()))),
             _ => Ok(InstallReport {
@@ -191,7 +207,7 @@ impl SessionAccess for FakeSessions {
         Ok(9)
     }
 
-    fn list(&self, _owner: &Principal) -> Vec<SessionInfo> {
+    async fn list(&self, _owner: &Principal) -> Vec<SessionInfo> {
         Vec::new()
     }
 
@@ -199,7 +215,7 @@ impl SessionAccess for FakeSessions {
         Ok(())
     }
 
-    fn output_size(&self, _owner: &Principal, _id: &SessionId, execution: ExecutionId) -> Option<u64> {
+    async fn output_size(&self, _owner: &Principal, _id: &SessionId, execution: ExecutionId) -> Option<u64> {
         (execution == ExecutionId(1)).then_some(LONG_OUTPUT as u64)
     }
 
@@ -214,6 +230,13 @@ impl SessionAccess for FakeSessions {
         let total = LONG_OUTPUT as u64;
         let left = total.saturating_sub(offset).min(length as u64) as usize;
         (execution == ExecutionId(1)).then(|| Ok(Slice { bytes: vec![b'x'; left], total, kept_in_part: false }))
+    }
+}
+
+fn finished(executed: Executed) -> Outcome {
+    match executed {
+        Executed::Finished(outcome) => *outcome,
+        Executed::Underway(_) => unreachable!("nobody asked to be answered early"),
     }
 }
 
@@ -252,7 +275,7 @@ impl Client {
     ) -> Client {
         let folder = tempfile::tempdir().unwrap();
         let files = HostFiles::new(&[folder.path().to_owned()], 100).unwrap();
-        let server = Server::over(sessions, files, McpSettings::default());
+        let server = Server::local(sessions, files, McpSettings::default());
         let (near, far) = tokio::io::duplex(64 * 1024);
         let (reader, writer) = tokio::io::split(far);
         let serving = tokio::spawn(stdio::serve(server, Box::new(reader), Box::new(writer)));

@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use tokio::sync::watch;
-
 use super::{Outcome, Refused, SessionId};
 
 /// Forks made by one request.
@@ -145,13 +143,3 @@ pub struct VariantReport {
     /// The value of the expression that variants are compared by, or why there is none. `None` when nobody asked.
     pub score: Option<Result<f64, String>>,
 }
-
-/// How far an exploration has come.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct ExploreProgress {
-    pub finished: usize,
-    pub total: usize,
-}
-
-/// Where an exploration tells how far it has come. Nobody needs to listen.
-pub type ProgressSink = watch::Sender<ExploreProgress>;

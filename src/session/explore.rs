@@ -12,8 +12,8 @@ use tokio_util::sync::CancellationToken;
 use super::driver::{Command, Fork, Forked, ForksWanted, Job, all};
 use super::manager::{Entry, leave};
 use super::{
-    ExecuteRequest, ExploreProgress, ExploreReport, ExploreRequest, Keep, LARGEST_CODE, MOST_VARIANTS, Outcome, Part,
-    Principal, ProgressSink, Refused, SessionId, Sessions, Status, Stream, Variant, VariantReport,
+    ExecuteRequest, ExploreReport, ExploreRequest, Keep, LARGEST_CODE, MOST_VARIANTS, News, Outcome, Part, Principal,
+    Refused, SessionId, Sessions, Status, Stream, Variant, VariantReport,
 };
 
 /// Characters of a score's text, and of the reason why there is none.
@@ -29,7 +29,7 @@ impl Sessions {
         id: &SessionId,
         request: ExploreRequest,
         cancel: CancellationToken,
-        progress: ProgressSink,
+        news: News,
     ) -> Result<ExploreReport, Refused> {
         check(&request)?;
         if cancel.is_cancelled() {
@@ -38,7 +38,6 @@ impl Sessions {
         let source = self.find(owner, id)?;
         self.has_room_for(owner, sessions_made(&request))?;
         let total = request.variants.len();
-        progress.send_replace(ExploreProgress { finished: 0, total });
         let wanted = ForksWanted { count: total, undoable: false };
         let Forked { forks, lost, .. } = self.fork_of(owner, id, &source, wanted, &cancel).await?;
         let named = request.variants.iter().map(|variant| variant.name.as_str());
@@ -54,7 +53,7 @@ impl Sessions {
             turns: Semaphore::new(self.settings().explore_parallel.max(1)),
             cancel: &cancel,
             finished: AtomicUsize::new(0),
-            progress,
+            news,
         };
         let runs = request.variants.iter().zip(&entries);
         let variants = all(runs.map(|(variant, entry)| exploration.run(variant, entry)).collect()).await;
@@ -82,7 +81,7 @@ struct Exploration<'a> {
     turns: Semaphore,
     cancel: &'a CancellationToken,
     finished: AtomicUsize,
-    progress: ProgressSink,
+    news: News,
 }
 
 impl Exploration<'_> {
@@ -108,7 +107,7 @@ impl Exploration<'_> {
             leave(entry).await;
         }
         let finished = self.finished.fetch_add(1, Ordering::Relaxed) + 1;
-        self.progress.send_modify(|progress| progress.finished = finished);
+        self.news.send_replace(format!("{finished} of {} variants finished", self.request.variants.len()));
         VariantReport { name: variant.name.clone(), ended, score }
     }
 

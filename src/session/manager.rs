@@ -17,9 +17,9 @@ use tokio_util::sync::CancellationToken;
 use super::driver::{self, Command, Fork, Forked, ForksWanted, Job, Origin, STAGED_IN_MEMORY, Shared};
 use super::install::Source;
 use super::{
-    CheckpointInfo, ExecuteRequest, ExecutionId, ForkNames, ForkReport, FullOutput, InsidePath, LARGEST_CODE,
-    MOST_FORKS, Outcome, Principal, Refused, ResetReport, SessionId, SessionInfo, SessionSettings, Undo, UndoReport,
-    WorkFolder,
+    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ForkNames, ForkReport, FullOutput, InsidePath,
+    LARGEST_CODE, MOST_FORKS, News, Outcome, Principal, Refused, ResetReport, SessionId, SessionInfo, SessionSettings,
+    Undo, UndoReport, Which, WorkFolder,
 };
 use crate::sandbox::{Backend, Preparation, Rules};
 
@@ -121,6 +121,33 @@ impl Sessions {
         let (reply, answer) = oneshot::channel();
         let job = Job::Execute { request, reply };
         self.ask(&entry, job, answer, &cancel).await.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))
+    }
+
+    pub async fn begin(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ExecuteRequest,
+        _wait: Option<Duration>,
+        cancel: CancellationToken,
+        _news: News,
+    ) -> Result<Executed, Refused> {
+        self.execute(owner, id, request, cancel).await.map(|outcome| Executed::Finished(Box::new(outcome)))
+    }
+
+    pub async fn check(
+        &self,
+        _owner: &Principal,
+        _which: &Which,
+        _wait: Duration,
+        _max_chars: usize,
+        _news: News,
+    ) -> Result<Checked, Refused> {
+        Ok(Checked::Nothing)
+    }
+
+    pub async fn stop(&self, _owner: &Principal, _which: &Which) -> Result<(), Refused> {
+        Ok(())
     }
 
     /// Makes new sessions that have everything this one has, each in a sandbox of its own. All are made or none.

@@ -16,6 +16,7 @@
 //! A session does not know which backend it runs on. A session that lost its state says so until somebody resets it; it is never
 //! replaced in silence.
 
+mod access;
 #[cfg(test)]
 mod behaviour;
 mod branch;
@@ -34,6 +35,7 @@ mod rich;
 mod spool;
 mod state;
 mod terminal;
+mod underway;
 
 use std::fmt;
 use std::str::FromStr;
@@ -41,11 +43,13 @@ use std::time::Duration;
 
 use crate::runner_client::Trouble;
 use crate::sandbox::{LaunchError, Rules};
+pub use access::{News, SessionAccess, Slice};
 pub use branch::*;
 pub use hidden::Hidden;
 pub use manager::Sessions;
 pub use outcome::*;
 pub use spool::FullOutput;
+pub use underway::*;
 
 /// Code longer than this is refused. A cell is typed or generated text; data belongs in a file.
 pub const LARGEST_CODE: usize = 8 * 1024 * 1024;

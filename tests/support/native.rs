@@ -17,8 +17,8 @@ use cellblock::environment::{self, EnvironmentSpec};
 use cellblock::sandbox::native::{NativeBackend, NativeSettings, Network};
 use cellblock::sandbox::{Backend, LaunchError, Preparation, SandboxLimits};
 use cellblock::session::{
-    CheckpointInfo, ExecuteRequest, ExploreProgress, ExploreReport, ExploreRequest, ForkNames, ForkReport, InsidePath,
-    Outcome, Part, Principal, Refused, SessionId, SessionSettings, Sessions, Status, Stream, UndoReport,
+    CheckpointInfo, ExecuteRequest, ExploreReport, ExploreRequest, ForkNames, ForkReport, InsidePath, News, Outcome,
+    Part, Principal, Refused, SessionId, SessionSettings, Sessions, Status, Stream, UndoReport,
 };
 use cellblock_jail::posture::{NAMESPACES, Posture};
 use cellblock_jail::wire::{Bind, LeftOut, OperatorMount};
@@ -322,8 +322,7 @@ impl Session {
     }
 
     pub(crate) async fn explore(&self, request: ExploreRequest) -> Result<ExploreReport, Refused> {
-        let progress = watch::Sender::new(ExploreProgress::default());
-        self.sessions.explore(&Principal::local(), &self.id, request, CancellationToken::new(), progress).await
+        self.sessions.explore(&Principal::local(), &self.id, request, CancellationToken::new(), News::default()).await
     }
 
     /// Waits until a cell runs in the session.

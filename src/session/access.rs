@@ -1,40 +1,71 @@
-//! What this room asks of sessions, and nothing more.
+//! What others ask of sessions, and nothing more.
 //!
-//! `Sessions` is the real answerer; the tests of this room have another, so that the wire can be tested without a
-//! sandbox.
+//! `Sessions` is the real answerer. The keeper's client asks it from another process; the tests of `mcp` have one of their own, so
+//! that the wire can be tested without a sandbox.
 
 use std::io;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use super::resources::Slice;
-use crate::sandbox::Preparation;
-use crate::session::install::InstallReport;
-use crate::session::{
-    CheckpointInfo, ExecuteRequest, ExecutionId, ExploreReport, ExploreRequest, ForkNames, ForkReport, InsidePath,
-    Outcome, Principal, ProgressSink, Refused, ResetReport, SessionId, SessionInfo, Sessions, UndoReport,
+use super::install::InstallReport;
+use super::{
+    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, ForkNames,
+    ForkReport, InsidePath, Principal, Refused, ResetReport, SessionId, SessionInfo, Sessions, UndoReport, Which,
 };
+use crate::sandbox::Preparation;
+
+/// Where a call tells what it is at, as a sentence or the latest line of output. Nobody needs to listen.
+pub type News = watch::Sender<String>;
+
+/// A part of an execution's text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slice {
+    pub bytes: Vec<u8>,
+    /// Bytes that are kept in all.
+    pub total: u64,
+    /// There was more text than is kept.
+    pub kept_in_part: bool,
+}
 
 #[async_trait]
-pub(super) trait SessionAccess: Send + Sync {
+pub trait SessionAccess: Send + Sync {
     fn preparation(&self) -> watch::Receiver<Preparation>;
 
+    /// Runs code, and answers when it has finished or after `wait`. A cancelled token interrupts the code; dropping the future does
+    /// not, and its outcome can be checked.
     async fn execute(
         &self,
         owner: &Principal,
         id: &SessionId,
         request: ExecuteRequest,
+        wait: Option<Duration>,
         cancel: CancellationToken,
-    ) -> Result<Outcome, Refused>;
+        news: News,
+    ) -> Result<Executed, Refused>;
+
+    /// Tells how an execution that was not answered at once goes on, after `wait` or when it has finished. Texts have at most
+    /// `max_chars`, the newest.
+    async fn check(
+        &self,
+        owner: &Principal,
+        which: &Which,
+        wait: Duration,
+        max_chars: usize,
+        news: News,
+    ) -> Result<Checked, Refused>;
+
+    /// Interrupts an execution, or takes it out of the queue. It ends with an outcome that can be checked.
+    async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused>;
 
     async fn reset(&self, owner: &Principal, id: &SessionId) -> Result<ResetReport, Refused>;
 
     async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused>;
 
-    fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused>;
+    async fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused>;
 
     async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused>;
 
@@ -44,17 +75,17 @@ pub(super) trait SessionAccess: Send + Sync {
         id: &SessionId,
         request: ExploreRequest,
         cancel: CancellationToken,
-        progress: ProgressSink,
+        news: News,
     ) -> Result<ExploreReport, Refused>;
 
-    /// Installs packages; `steps` hears what it is at.
+    /// Installs packages; `news` hears what it is at.
     async fn install(
         &self,
         owner: &Principal,
         id: &SessionId,
         requirements: Vec<String>,
         cancel: CancellationToken,
-        steps: watch::Sender<String>,
+        news: News,
     ) -> Result<InstallReport, Refused>;
 
     async fn write_file(
@@ -75,12 +106,12 @@ pub(super) trait SessionAccess: Send + Sync {
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<u64, Refused>;
 
-    fn list(&self, owner: &Principal) -> Vec<SessionInfo>;
+    async fn list(&self, owner: &Principal) -> Vec<SessionInfo>;
 
     async fn close(&self, owner: &Principal, id: &SessionId) -> Result<(), Refused>;
 
     /// Returns how many bytes of an execution's output are kept, or nothing when it is not kept.
-    fn output_size(&self, owner: &Principal, id: &SessionId, execution: ExecutionId) -> Option<u64>;
+    async fn output_size(&self, owner: &Principal, id: &SessionId, execution: ExecutionId) -> Option<u64>;
 
     /// Reads a part of an execution's output, or nothing when it is not kept.
     async fn read_output(
@@ -104,9 +135,26 @@ impl SessionAccess for Sessions {
         owner: &Principal,
         id: &SessionId,
         request: ExecuteRequest,
+        wait: Option<Duration>,
         cancel: CancellationToken,
-    ) -> Result<Outcome, Refused> {
-        self.execute(owner, id, request, cancel).await
+        news: News,
+    ) -> Result<Executed, Refused> {
+        self.begin(owner, id, request, wait, cancel, news).await
+    }
+
+    async fn check(
+        &self,
+        owner: &Principal,
+        which: &Which,
+        wait: Duration,
+        max_chars: usize,
+        news: News,
+    ) -> Result<Checked, Refused> {
+        self.check(owner, which, wait, max_chars, news).await
+    }
+
+    async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused> {
+        self.stop(owner, which).await
     }
 
     async fn reset(&self, owner: &Principal, id: &SessionId) -> Result<ResetReport, Refused> {
@@ -117,8 +165,8 @@ impl SessionAccess for Sessions {
         self.undo(owner, id, cells).await
     }
 
-    fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
-        self.checkpoints(owner, id)
+    async fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
+        Sessions::checkpoints(self, owner, id)
     }
 
     async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused> {
@@ -131,9 +179,9 @@ impl SessionAccess for Sessions {
         id: &SessionId,
         request: ExploreRequest,
         cancel: CancellationToken,
-        progress: ProgressSink,
+        news: News,
     ) -> Result<ExploreReport, Refused> {
-        self.explore(owner, id, request, cancel, progress).await
+        self.explore(owner, id, request, cancel, news).await
     }
 
     async fn install(
@@ -142,9 +190,9 @@ impl SessionAccess for Sessions {
         id: &SessionId,
         requirements: Vec<String>,
         cancel: CancellationToken,
-        steps: watch::Sender<String>,
+        news: News,
     ) -> Result<InstallReport, Refused> {
-        self.install(owner, id, requirements, cancel, &|step| drop(steps.send_replace(step))).await
+        self.install(owner, id, requirements, cancel, &|step| drop(news.send_replace(step))).await
     }
 
     async fn write_file(
@@ -169,15 +217,15 @@ impl SessionAccess for Sessions {
         self.read_file(owner, id, path, limit, sink).await
     }
 
-    fn list(&self, owner: &Principal) -> Vec<SessionInfo> {
-        self.list(owner)
+    async fn list(&self, owner: &Principal) -> Vec<SessionInfo> {
+        Sessions::list(self, owner)
     }
 
     async fn close(&self, owner: &Principal, id: &SessionId) -> Result<(), Refused> {
         self.close(owner, id).await
     }
 
-    fn output_size(&self, owner: &Principal, id: &SessionId, execution: ExecutionId) -> Option<u64> {
+    async fn output_size(&self, owner: &Principal, id: &SessionId, execution: ExecutionId) -> Option<u64> {
         self.full_output(owner, id, execution).map(|output| output.total_bytes())
     }
 

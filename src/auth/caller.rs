@@ -1,0 +1,79 @@
+//! Callers and their scopes.
+
+use std::time::SystemTime;
+
+/// Somebody whose identity was checked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Caller {
+    /// Names them for ever, and nobody else.
+    pub principal: String,
+    pub scopes: Scopes,
+    /// When the proof of identity stops being good.
+    pub expires: Option<SystemTime>,
+}
+
+impl Caller {
+    /// The one caller of a stdio server: whoever started it may do everything.
+    pub fn local() -> Caller {
+        Caller { principal: "local".to_owned(), scopes: Scopes::everything(), expires: None }
+    }
+}
+
+/// A right that a token can carry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Scope {
+    /// Run code: everything about one's own sessions but installing packages and registering servers.
+    Execute,
+    /// See one's own sessions, their output and files, and change nothing.
+    Read,
+    /// Install packages into one's own sessions.
+    Install,
+    /// Register MCP servers for one's own sessions.
+    Register,
+    /// See the figures of the whole server. Implies all others.
+    Admin,
+}
+
+impl Scope {
+    pub const ALL: [Scope; 5] = [Scope::Execute, Scope::Read, Scope::Install, Scope::Register, Scope::Admin];
+
+    /// The word used in tokens.
+    pub fn name(self) -> &'static str {
+        match self {
+            Scope::Execute => "python:execute",
+            Scope::Read => "sessions:read",
+            Scope::Install => "packages:install",
+            Scope::Register => "mcp:register",
+            Scope::Admin => "admin",
+        }
+    }
+
+    pub fn from_name(name: &str) -> Option<Scope> {
+        Scope::ALL.into_iter().find(|scope| scope.name() == name)
+    }
+}
+
+/// A set of scopes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Scopes(u8);
+
+impl Scopes {
+    pub fn everything() -> Scopes {
+        Scope::ALL.into_iter().collect()
+    }
+
+    /// Tells whether something that needs `scope` may be done. `admin` may do everything, and whoever runs code may see what it does.
+    pub fn allow(self, scope: Scope) -> bool {
+        self.has(scope) || self.has(Scope::Admin) || (scope == Scope::Read && self.has(Scope::Execute))
+    }
+
+    fn has(self, scope: Scope) -> bool {
+        self.0 & (1 << scope as u8) != 0
+    }
+}
+
+impl FromIterator<Scope> for Scopes {
+    fn from_iter<I: IntoIterator<Item = Scope>>(scopes: I) -> Scopes {
+        Scopes(scopes.into_iter().fold(0, |set, scope| set | 1 << scope as u8))
+    }
+}

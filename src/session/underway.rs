@@ -1,0 +1,89 @@
+//! Executions that outlive the call that began them: the vocabulary between sessions and whoever shows results.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use super::{Outcome, SessionId};
+
+/// How a call that runs code ended.
+#[derive(Debug, Clone)]
+pub enum Executed {
+    Finished(Box<Outcome>),
+    /// The caller's patience ended first. The code goes on, and `check` tells how.
+    Underway(Underway),
+}
+
+/// An execution that has not finished.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Underway {
+    pub handle: ExecutionHandle,
+    pub session: SessionId,
+    /// Executions of the same session that come first; zero when it runs.
+    pub ahead: usize,
+    /// Since it began to run, or to wait.
+    pub elapsed: Duration,
+    /// What was printed since the last answer about it, the newest part of it.
+    pub text: String,
+    /// Characters that were printed since then and are not in `text`. The whole output can be read when it has finished.
+    pub omitted: u64,
+}
+
+/// What is known of an execution that was asked about.
+#[derive(Debug, Clone)]
+pub enum Checked {
+    Finished {
+        session: SessionId,
+        outcome: Box<Outcome>,
+        /// It was told before.
+        again: bool,
+    },
+    Underway(Underway),
+    /// The session has run nothing, or it is too long ago.
+    Nothing,
+}
+
+/// Which execution is meant.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Which {
+    /// The first of a session that nobody has heard the end of, or else the last one.
+    Of(SessionId),
+    This(ExecutionHandle),
+}
+
+/// Names an execution for its owner: 128 random bits, so that nobody can guess it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct ExecutionHandle(String);
+
+impl ExecutionHandle {
+    pub(super) fn random() -> ExecutionHandle {
+        let mut bytes = [0; 16];
+        rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
+            .expect("the kernel has random bytes");
+        ExecutionHandle(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for ExecutionHandle {
+    type Err = BadHandle;
+
+    fn from_str(text: &str) -> Result<ExecutionHandle, BadHandle> {
+        let sound = text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        if sound { Ok(ExecutionHandle(text.to_owned())) } else { Err(BadHandle) }
+    }
+}
+
+impl fmt::Display for ExecutionHandle {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
+/// A text that names no execution.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("this names no execution")]
+pub struct BadHandle;
