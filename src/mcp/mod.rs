@@ -27,6 +27,7 @@ mod resources;
 mod stdio;
 mod tools;
 mod turns;
+mod wire;
 
 use std::borrow::Cow;
 use std::error::Error;
