@@ -21,6 +21,7 @@
 mod arguments;
 mod compare;
 mod host_files;
+pub mod http;
 mod progress;
 mod render;
 mod resources;
