@@ -27,8 +27,9 @@ use tracing::{debug, info, warn};
 use self::branching::{Copying, Replacement};
 pub(super) use self::branching::{Fork, Forked, ForksWanted};
 use self::packages::{Answered, Questions};
+use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
-use super::output::{Gatherer, bounded_text};
+use super::output::{Gatherer, Glance, Seen, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
 use super::{
     ExecuteRequest, ExecutionId, FileChanges, FileNote, FullOutput, InsidePath, Outcome, PythonError, Refused,
@@ -59,6 +60,12 @@ const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 pub(super) enum Command {
     Submit(RequestId, Job),
     Cancel(RequestId),
+    /// Asks what the running cell printed since this was last asked; nothing when it does not run.
+    Look {
+        request: RequestId,
+        max_chars: usize,
+        reply: oneshot::Sender<Option<Glance>>,
+    },
     Reset(oneshot::Sender<Result<ResetReport, Refused>>),
     Undo {
         cells: u32,
@@ -79,7 +86,7 @@ pub(super) enum Command {
 pub(super) enum Job {
     Execute {
         request: ExecuteRequest,
-        reply: oneshot::Sender<Result<Outcome, Refused>>,
+        teller: Teller,
     },
     Write {
         path: InsidePath,
@@ -132,6 +139,7 @@ pub(super) enum Origin {
 pub(super) struct Shared {
     facts: Mutex<Facts>,
     spools: Mutex<VecDeque<(ExecutionId, FullOutput)>>,
+    pub(super) docket: Arc<Docket>,
     pub(super) created: Instant,
 }
 
@@ -162,11 +170,16 @@ impl Shared {
             rules: Rules::none(),
             packages: Vec::new(),
         };
-        Shared { facts: Mutex::new(facts), spools: Mutex::default(), created: now }
+        Shared { facts: Mutex::new(facts), spools: Mutex::default(), docket: Arc::default(), created: now }
     }
 
     pub(super) fn facts(&self) -> MutexGuard<'_, Facts> {
         self.facts.lock().expect("nothing panics while it holds the facts")
+    }
+
+    /// Notes that somebody has asked for something.
+    pub(super) fn touch(&self) {
+        self.facts().last_used = Instant::now();
     }
 
     pub(super) fn full_output(&self, execution: ExecutionId) -> Option<FullOutput> {
@@ -370,7 +383,9 @@ enum Task {
         begun_inside: bool,
         request: ExecuteRequest,
         done: Option<Box<DoneClaim>>,
-        reply: oneshot::Sender<Result<Outcome, Refused>>,
+        teller: Teller,
+        /// What was told of its text while it runs.
+        seen: Seen,
     },
     Write {
         path: InsidePath,
@@ -534,7 +549,7 @@ impl Driver {
     }
 
     fn command(&mut self, command: Command) {
-        self.shared.facts().last_used = Instant::now();
+        self.shared.touch();
         match command {
             Command::Submit(id, job) => {
                 let kind = job.kind();
@@ -542,6 +557,7 @@ impl Driver {
                 self.happen(Event::Submitted(id, kind));
             }
             Command::Cancel(id) => self.happen(Event::CancelAsked(id)),
+            Command::Look { request, max_chars, reply } => self.look(request, max_chars, reply),
             Command::Reset(reply) => {
                 let interrupted = matches!(self.running, Some(Running { task: Task::Cell { .. }, .. }));
                 self.resets.push((reply, interrupted));
@@ -595,7 +611,7 @@ impl Driver {
         let Some(job) = self.waiting.remove(&id) else { return };
         let begun = Instant::now();
         let (task, deadline, header, payload) = match job {
-            Job::Execute { mut request, reply } => {
+            Job::Execute { mut request, teller } => {
                 if let Some(sandbox) = &self.sandbox {
                     sandbox.forget_peak();
                 }
@@ -604,7 +620,9 @@ impl Driver {
                 self.remember(&code);
                 let deadline = begun + request.timeout.min(LONGEST_TIMEOUT);
                 let gatherer = Box::new(Gatherer::new(request.max_output_chars));
-                let task = Task::Cell { gatherer, begun_inside: false, request, done: None, reply };
+                teller.begin(begun);
+                let seen = Seen::default();
+                let task = Task::Cell { gatherer, begun_inside: false, request, done: None, teller, seen };
                 (task, deadline, json!({"type": "execute", "id": id}), code.into_bytes())
             }
             Job::Write { path, overwrite, source, reply } => {
@@ -633,6 +651,19 @@ impl Driver {
         self.running = Some(Running { id, task, begun, deadline });
         self.send(&header, &payload);
         self.send_file();
+    }
+
+    /// Tells what the running cell has printed. Who went away meanwhile has not seen it.
+    fn look(&mut self, request: RequestId, max_chars: usize, reply: oneshot::Sender<Option<Glance>>) {
+        let glance = match &mut self.running {
+            Some(Running { id, task: Task::Cell { gatherer, seen, .. }, .. })
+                if *id == request && !reply.is_closed() =>
+            {
+                Some(gatherer.glance(seen, max_chars))
+            }
+            _ => None,
+        };
+        let _ = reply.send(glance);
     }
 
     /// Puts a cell that begins into the history.
@@ -868,10 +899,15 @@ impl Driver {
         let id = running.id;
         match (&mut running.task, event) {
             (
-                Task::Cell { gatherer, begun_inside: true, done: None, .. },
+                Task::Cell { gatherer, begun_inside: true, done: None, teller, .. },
                 runner_client::Event::Text { pipe, bytes },
             ) => {
                 gatherer.text(pipe, &bytes);
+                if teller.is_heard()
+                    && let Some(line) = gatherer.latest_line()
+                {
+                    teller.print(line);
+                }
             }
             (Task::Cell { gatherer, begun_inside, done, .. }, runner_client::Event::Claim(claim)) if done.is_none() => {
                 match claim {
@@ -969,12 +1005,12 @@ impl Driver {
         let Some(running) = self.running.take_if(|running| running.id == id) else { return };
         self.questions.clear();
         match running.task {
-            Task::Cell { gatherer, request, done, reply, .. } => {
+            Task::Cell { gatherer, request, done, teller, .. } => {
                 let Ok(status) = self.status(answer, &request, done.as_deref()) else {
-                    let _ = reply.send(Err(self.refusal(answer)));
+                    teller.end(Err(self.refusal(answer)));
                     return;
                 };
-                self.report(running.id, running.begun, *gatherer, status, done, reply);
+                self.report(running.id, running.begun, *gatherer, status, done, teller);
             }
             Task::Write { result, reply, .. } => {
                 let _ = reply.send(match (answer, result) {
@@ -1028,7 +1064,7 @@ impl Driver {
         mut gatherer: Gatherer,
         status: Status,
         done: Option<Box<DoneClaim>>,
-        reply: oneshot::Sender<Result<Outcome, Refused>>,
+        teller: Teller,
     ) {
         let duration = begun.elapsed();
         let execution = ExecutionId(id);
@@ -1068,11 +1104,9 @@ impl Driver {
             notes,
         };
         if draft.has_images() {
-            tokio::task::spawn_blocking(move || {
-                let _ = reply.send(Ok(outcome(draft.develop())));
-            });
+            tokio::task::spawn_blocking(move || teller.end(Ok(outcome(draft.develop()))));
         } else {
-            let _ = reply.send(Ok(outcome(draft.develop())));
+            teller.end(Ok(outcome(draft.develop())));
         }
     }
 
@@ -1146,7 +1180,7 @@ impl Driver {
                     refuse(job, self.refusal(Answer::Refused(answer)));
                 }
                 // Their senders learn from the silence that the session is gone; a fork is destroyed or comes back.
-                Command::Cancel(_) | Command::Undo { .. } | Command::Surrender(_) => {}
+                Command::Cancel(_) | Command::Look { .. } | Command::Undo { .. } | Command::Surrender(_) => {}
                 Command::Adopt { fork, reply, .. } => drop(reply.send(Err(fork))),
                 Command::Reset(reply) => self.resets.push((reply, false)),
                 Command::Leave(reply) => self.closers.push(reply),
@@ -1183,7 +1217,7 @@ impl Driver {
 
 fn refuse(job: Job, refused: Refused) {
     match job {
-        Job::Execute { reply, .. } => drop(reply.send(Err(refused))),
+        Job::Execute { teller, .. } => teller.end(Err(refused)),
         Job::Write { reply, .. } => drop(reply.send(Err(refused))),
         Job::Read { reply, .. } => drop(reply.send(Err(refused))),
         Job::Packages { reply, .. } => drop(reply.send(Err(refused))),

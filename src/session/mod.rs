@@ -22,8 +22,12 @@ mod behaviour;
 mod branch;
 #[cfg(test)]
 mod branching_behaviour;
+mod docket;
 mod driver;
 mod explore;
+mod follow;
+#[cfg(test)]
+mod following_behaviour;
 mod hidden;
 mod history;
 mod images;
@@ -257,6 +261,10 @@ pub enum Refused {
         /// Whether its earlier state can be brought back.
         undo: bool,
     },
+    #[error(
+        "there is no such execution. It is not known here, its session is gone, or it ended too long ago; `list_sessions` shows the sessions that exist"
+    )]
+    UnknownExecution,
     #[error("{}", too_many(*.limit, .oldest_idle))]
     TooManySessions { limit: usize, oldest_idle: Vec<SessionId> },
     #[error(
