@@ -79,6 +79,11 @@ pub(super) enum Command {
     },
     /// Ends the session and gives its interpreter and sandbox away, if they are alive and at rest.
     Surrender(oneshot::Sender<Option<Box<Fork>>>),
+    /// Changes what can be reached from inside, within what the operator allows.
+    Narrow {
+        rules: Rules,
+        reply: oneshot::Sender<Result<(), Refused>>,
+    },
     Leave(oneshot::Sender<()>),
 }
 
@@ -256,6 +261,9 @@ pub(super) async fn drive(
         exit: Exit::Unknown,
         notes: note.into_iter().collect(),
         questions: Questions::default(),
+        ceiling: None,
+        narrowed: None,
+        narrowing: Vec::new(),
         resets: Vec::new(),
         closers: Vec::new(),
         expired: false,
@@ -310,8 +318,17 @@ struct Live {
     connection: Result<Connection, Instant>,
     /// A copy of the state in which it began, until it is in the history.
     beginning: Option<CheckpointId>,
-    /// Folders of packages that it has from the beginning, being a copy.
+    /// What a copy has from its source.
+    inheritance: Inheritance,
+}
+
+/// What a copy takes along that its interpreter does not know.
+#[derive(Clone, Default)]
+struct Inheritance {
+    /// Folders of packages, the latest first.
     packages: Vec<String>,
+    /// What the operator allows.
+    ceiling: Option<Rules>,
 }
 
 async fn launch(backend: Arc<dyn Backend>) -> Finished {
@@ -355,7 +372,7 @@ async fn greet(interpreter: Interpreter) -> Result<Box<Live>, LaunchError> {
             process: interpreter.process,
             connection: Ok(connection),
             beginning: interpreter.beginning,
-            packages: Vec::new(),
+            inheritance: Inheritance::default(),
         })),
         Ok(Err(error)) => {
             interpreter.process.kill();
@@ -441,6 +458,12 @@ struct Driver {
     /// What the next execution's reader must know.
     notes: Vec<String>,
     questions: Questions,
+    /// What the operator lets sessions reach, once there is a sandbox to tell.
+    ceiling: Option<Rules>,
+    /// What this session may reach, if somebody has said so.
+    narrowed: Option<Rules>,
+    /// Changes of it that wait for the sandbox.
+    narrowing: Vec<(Rules, oneshot::Sender<Result<(), Refused>>)>,
     resets: Vec<(oneshot::Sender<Result<ResetReport, Refused>>, bool)>,
     closers: Vec<oneshot::Sender<()>>,
     expired: bool,
@@ -566,6 +589,10 @@ impl Driver {
             }
             Command::Undo { cells, reply } => self.undo(cells, reply),
             Command::Adopt { fork, note, reply } => self.adopt(fork, note, reply),
+            Command::Narrow { rules, reply } => {
+                self.narrowing.push((rules, reply));
+                self.narrow();
+            }
             Command::Surrender(reply) => {
                 let given = self.surrender();
                 self.happen(Event::LeaveAsked);
@@ -772,20 +799,15 @@ impl Driver {
 
     fn started(&mut self, sandbox: Option<Box<dyn Sandbox>>, live: Result<Box<Live>, LaunchError>) {
         self.sandbox = sandbox;
-        if let Some(sandbox) = &self.sandbox {
-            self.shared.facts().rules = sandbox.rules();
-        }
         match live {
             Ok(live) => {
+                self.inherit(&live.inheritance);
                 let carried = match &live.connection {
                     Ok(connection) => connection.carried().clone(),
                     Err(_) => Carried::default(),
                 };
-                let Live { process, connection, beginning, packages } = *live;
-                if !packages.is_empty() {
-                    self.shared.facts().packages = packages;
-                }
-                self.live = Some(Live { process, connection, beginning: None, packages: Vec::new() });
+                let Live { process, connection, beginning, .. } = *live;
+                self.live = Some(Live { process, connection, beginning: None, inheritance: Inheritance::default() });
                 self.ended = None;
                 self.failure = None;
                 self.replaced(&carried);
@@ -809,9 +831,51 @@ impl Driver {
                 for (reply, _) in self.resets.drain(..) {
                     let _ = reply.send(Err(Refused::Launch(error.clone())));
                 }
+                for (_, reply) in self.narrowing.drain(..) {
+                    let _ = reply.send(Err(Refused::Launch(error.clone())));
+                }
                 self.failure = Some(error);
                 self.happen(Event::StartFailed);
             }
+        }
+    }
+
+    /// Takes over what a copy has from its source, and sees to the rules of the sandbox that has just come.
+    fn inherit(&mut self, inheritance: &Inheritance) {
+        let Some(sandbox) = &self.sandbox else { return };
+        if !inheritance.packages.is_empty() {
+            self.shared.facts().packages = inheritance.packages.clone();
+        }
+        // A fresh sandbox has what the operator allows, no more and no less.
+        let allowed = inheritance.ceiling.clone().or(self.ceiling.take());
+        self.ceiling = Some(allowed.unwrap_or_else(|| sandbox.rules()));
+        if let Some(rules) = &self.narrowed {
+            sandbox.set_rules(rules.clone());
+        }
+        self.shared.facts().rules = sandbox.rules();
+        self.narrow();
+    }
+
+    /// Returns what a copy is to take along.
+    fn inheritance(&self) -> Inheritance {
+        Inheritance { packages: self.shared.facts().packages.clone(), ceiling: self.ceiling.clone() }
+    }
+
+    /// Changes what can be reached, as far as that was asked for and the sandbox is here.
+    fn narrow(&mut self) {
+        let (Some(sandbox), Some(ceiling)) = (&self.sandbox, &self.ceiling) else { return };
+        for (rules, reply) in self.narrowing.drain(..) {
+            let rules = rules.under_denials_of(ceiling);
+            let result = match rules.beyond(ceiling) {
+                Some(rule) => Err(Refused::BeyondRules { rule: rule.to_string() }),
+                None => {
+                    sandbox.set_rules(rules.clone());
+                    self.shared.facts().rules = sandbox.rules();
+                    self.narrowed = Some(rules);
+                    Ok(())
+                }
+            };
+            let _ = reply.send(result);
         }
     }
 
@@ -1180,7 +1244,11 @@ impl Driver {
                     refuse(job, self.refusal(Answer::Refused(answer)));
                 }
                 // Their senders learn from the silence that the session is gone; a fork is destroyed or comes back.
-                Command::Cancel(_) | Command::Look { .. } | Command::Undo { .. } | Command::Surrender(_) => {}
+                Command::Cancel(_)
+                | Command::Look { .. }
+                | Command::Narrow { .. }
+                | Command::Undo { .. }
+                | Command::Surrender(_) => {}
                 Command::Adopt { fork, reply, .. } => drop(reply.send(Err(fork))),
                 Command::Reset(reply) => self.resets.push((reply, false)),
                 Command::Leave(reply) => self.closers.push(reply),
@@ -1190,6 +1258,7 @@ impl Driver {
             let _ = reply.send(Err(Refused::Unknown { id: self.id.clone() }));
         }
         self.postponed.clear();
+        self.narrowing.clear();
         self.replacement = None;
         self.give_copying_up();
         self.live = None;

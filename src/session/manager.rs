@@ -215,6 +215,16 @@ impl Sessions {
         unstage(staged, sink).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })
     }
 
+    /// Says what a session may reach from now on, creating it if its id is new. It can never be more than the operator allows.
+    ///
+    /// It holds at once for new connections, ends those that it does not allow, outlives a reset, and forks begin with it.
+    pub async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
+        let entry = self.find_or_create(owner, id)?;
+        let (reply, answer) = oneshot::channel();
+        entry.commands.send(Command::Narrow { rules, reply }).await.map_err(|_| self.gone(owner, id))?;
+        answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
+    }
+
     /// Tells about an owner's sessions, also those that ended and are remembered.
     pub fn list(&self, owner: &Principal) -> Vec<SessionInfo> {
         let table = self.table();
