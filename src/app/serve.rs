@@ -6,7 +6,8 @@ use std::sync::Arc;
 use anyhow::Context;
 use tracing::info;
 
-use super::{Warmth, house, work_folder};
+use super::{Warmth, house, open_audit, work_folder};
+use crate::audit::{Event, ServerStarted, ServerStopped};
 use crate::config::{Settings, Undo};
 use crate::mcp::{self, HostFiles, McpSettings};
 
@@ -16,6 +17,8 @@ const LARGEST_FILE: u64 = 1 << 30;
 /// Serves until the client closes standard input or a signal asks to end.
 pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
     let files = HostFiles::new(&settings.allowed_dirs, LARGEST_FILE).context("an allowed directory cannot be used")?;
+    let audit = open_audit(&settings)?;
+    audit.record(Event::new(ServerStarted { version: env!("CARGO_PKG_VERSION").into(), serving: "stdio".into() }))?;
     let house = house(&settings, Warmth::Full)?;
     let server = mcp::Server::local(
         Arc::new(house.sessions.clone()),
@@ -32,14 +35,16 @@ pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
         },
     );
     let served = tokio::select! {
-        served = mcp::serve_stdio(server) => served.map_err(anyhow::Error::from),
+        served = mcp::serve_stdio(server) => served.map(|()| "end of input").map_err(anyhow::Error::from),
         signal = asked_to_end() => {
             info!(signal, "asked to end");
-            Ok(())
+            Ok(signal)
         }
     };
     house.shut_down().await;
-    served.map(|()| ExitCode::SUCCESS)
+    let reason = served.as_ref().map_or("the connection failed", |reason| *reason);
+    audit.note(Event::new(ServerStopped { reason: reason.into() }));
+    served.map(|_| ExitCode::SUCCESS)
 }
 
 /// Waits for SIGTERM or SIGINT and returns its name.

@@ -4,8 +4,10 @@
 //! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
 //!
 //! `network` has the settings about what sessions may reach. Files that hold secrets are read there, by those who know how to treat them.
+//! `watch` has those about what operators see: log, traces, audit.
 
 mod network;
+mod watch;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
@@ -140,6 +142,9 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
             Some(level) => Some(level),
             None => surroundings.get("RUST_LOG").filter(|filter| !filter.is_empty()).cloned(),
         },
+        log_format: check.log_format()?,
+        traces: check.traces(&surroundings)?,
+        audit: check.audit()?,
         workspace,
         allowed_dirs,
         limits,
