@@ -6,8 +6,11 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, Parser, Subcommand};
 
+use crate::audit::Kind;
+use crate::audit::verify::Noted;
 use crate::config::{Flags, Key, LOG_LEVELS};
 use crate::sandbox::LayerKind;
+use crate::telemetry::LogFormat;
 
 /// Runs untrusted Python in fresh, locked-down Linux sandboxes.
 #[derive(Parser)]
@@ -38,6 +41,9 @@ pub(super) struct GeneralArguments {
     /// How much to log to standard error [default: $RUST_LOG, then a level that suits the command]
     #[arg(long, global = true, value_name = "LEVEL", value_parser = clap::builder::PossibleValuesParser::new(LOG_LEVELS), ignore_case = true)]
     pub log_level: Option<String>,
+    /// How lines of the log are written: text or json [default: text]
+    #[arg(long, global = true, value_name = "FORMAT", value_parser = clap::builder::PossibleValuesParser::new(LogFormat::ALL.map(LogFormat::name)))]
+    pub log_format: Option<String>,
 }
 
 #[derive(Subcommand)]
@@ -56,6 +62,9 @@ pub(super) enum Command {
     /// List, build, show and remove Python environments
     #[command(subcommand, arg_required_else_help = true)]
     Env(EnvCommand),
+    /// Verify and read audit logs
+    #[command(subcommand, arg_required_else_help = true)]
+    Audit(AuditCommand),
 }
 
 const MCP_EXAMPLES: &str = "\
@@ -86,6 +95,8 @@ pub(super) struct McpArguments {
     pub sandbox: SandboxArguments,
     #[command(flatten)]
     branching: BranchingArguments,
+    #[command(flatten)]
+    watch: WatchArguments,
 }
 
 #[derive(Args)]
@@ -96,6 +107,8 @@ pub(super) struct ServeArguments {
     pub sandbox: SandboxArguments,
     #[command(flatten)]
     branching: BranchingArguments,
+    #[command(flatten)]
+    watch: WatchArguments,
 }
 
 /// Flags about the HTTP service itself.
@@ -191,6 +204,63 @@ pub(super) enum EnvCommand {
         /// The environment's name
         name: String,
     },
+}
+
+#[derive(Subcommand)]
+pub(super) enum AuditCommand {
+    /// Find out whether logs are as they were written: nothing changed, cut, moved or put in
+    #[command(after_help = VERIFY_EXAMPLES)]
+    Verify(VerifyArguments),
+    /// Print the records of logs
+    #[command(after_help = RECORDS_EXAMPLES)]
+    Show(ShowArguments),
+}
+
+const VERIFY_EXAMPLES: &str = "\
+Examples:
+  cellblock audit verify audit.jsonl*                         all files of a log, in any order
+  cellblock audit verify audit.jsonl* --last 1234:9f86d0…     … which must still hold this record; see the server's log for it
+
+The exit status is 0 if everything is as it was written, 1 if not, 2 if a file cannot be read.";
+
+const RECORDS_EXAMPLES: &str = "\
+Examples:
+  cellblock audit show audit.jsonl --principal anna
+  cellblock audit show audit.jsonl* --kind execution --json | jq .details.code";
+
+#[derive(Args)]
+pub(super) struct VerifyArguments {
+    /// The files of one log
+    #[arg(value_name = "FILE", required = true)]
+    pub files: Vec<PathBuf>,
+    /// A record that must be in the files: its number, and its hash if it is known. Finds an end that was cut off
+    #[arg(long, value_name = "NUMBER[:HASH]")]
+    pub last: Option<Noted>,
+    /// The record before the first one in the files, if older files were put away
+    #[arg(long, value_name = "NUMBER[:HASH]")]
+    pub after: Option<Noted>,
+    /// Print the findings as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Args)]
+pub(super) struct ShowArguments {
+    /// The files to print, in this order
+    #[arg(value_name = "FILE", required = true)]
+    pub files: Vec<PathBuf>,
+    /// Only what this principal did
+    #[arg(long, value_name = "NAME")]
+    pub principal: Option<String>,
+    /// Only what happened in this session
+    #[arg(long, value_name = "ID")]
+    pub session: Option<String>,
+    /// Only records of this kind
+    #[arg(long, value_name = "KIND", value_parser = clap::builder::PossibleValuesParser::new(Kind::NAMES))]
+    pub kind: Option<String>,
+    /// Print the lines as they are
+    #[arg(long)]
+    pub json: bool,
 }
 
 const BUILD_EXAMPLES: &str = "\
@@ -324,17 +394,32 @@ struct BranchingArguments {
     family_memory: Option<String>,
 }
 
+/// Flags about what operators see of a server.
+#[derive(Args, Default)]
+struct WatchArguments {
+    /// File that every decision is recorded in, as a chain of lines that can be verified [default: none]
+    #[arg(long, value_name = "FILE")]
+    audit_file: Option<String>,
+    /// Collector that traces are sent to, such as http://127.0.0.1:4318 [default: $OTEL_EXPORTER_OTLP_ENDPOINT, else none]
+    #[arg(long, value_name = "URL")]
+    otlp_endpoint: Option<String>,
+}
+
 impl Arguments {
     /// Returns all settings among the flags, as they were written.
     pub(super) fn flags(&self) -> Flags {
-        let flags = Flags::default().single(Key::LogLevel, self.general.log_level.clone());
+        let flags = Flags::default()
+            .single(Key::LogLevel, self.general.log_level.clone())
+            .single(Key::LogFormat, self.general.log_format.clone());
         match &self.command {
-            Command::Mcp(McpArguments { sandbox, branching }) => branching.add_to(sandbox.add_to(flags)),
-            Command::Serve(ServeArguments { service, sandbox, branching }) => {
-                service.add_to(branching.add_to(sandbox.add_to(flags)))
+            Command::Mcp(McpArguments { sandbox, branching, watch }) => {
+                watch.add_to(branching.add_to(sandbox.add_to(flags)))
+            }
+            Command::Serve(ServeArguments { service, sandbox, branching, watch }) => {
+                service.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags))))
             }
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
-            Command::Doctor(_) | Command::Env(_) => flags,
+            Command::Doctor(_) | Command::Env(_) | Command::Audit(_) => flags,
         }
     }
 }
@@ -396,6 +481,12 @@ impl BranchingArguments {
     }
 }
 
+impl WatchArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        flags.single(Key::AuditFile, self.audit_file.clone()).single(Key::OtlpEndpoint, self.otlp_endpoint.clone())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
@@ -448,6 +539,9 @@ mod tests {
             &["run", "-c", "1", "--allowed-domain", "example.com:8000,8443"],
             &["serve", "--listen", "8001", "--keep-sessions", "off", "--allowed-host", "a.test", "--max-wait", "30s"],
             &["--config", "x.yaml", "mcp"],
+            &["mcp", "--audit-file", "a.jsonl", "--otlp-endpoint", "http://127.0.0.1:4318", "--log-format", "json"],
+            &["audit", "verify", "a.jsonl", "a.jsonl.000000000001", "--last", "7", "--json"],
+            &["audit", "show", "a.jsonl", "--principal", "anna", "--session", "s", "--kind", "execution", "--json"],
             &["doctor", "--json"],
             &["env", "list", "--json"],
             &["env", "build"],
@@ -471,6 +565,10 @@ mod tests {
             &["env", "build", "a", "--packages", "x", "--extra", "y"],
             &["env", "build", "a", "--preload", "x"],
             &["mcp", "--log-level", "loud"],
+            &["mcp", "--log-format", "xml"],
+            &["audit", "verify"],
+            &["audit", "verify", "a.jsonl", "--last", "7:short"],
+            &["audit", "show", "a.jsonl", "--kind", "everything"],
             &["run", "-c", "1", "--undo", "on"],
         ] {
             assert!(parse(line).is_err(), "{line:?}");

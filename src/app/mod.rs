@@ -3,6 +3,7 @@
 //! This is the only room that knows all others. It reads the command line, makes the parts and connects them; what a command does is in
 //! the file of its name.
 
+mod audit_command;
 mod cli;
 mod doctor;
 mod env_command;
@@ -17,6 +18,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
 use cellblock_jail::wire::{Bind, OperatorMount};
@@ -26,6 +28,7 @@ use tokio::sync::watch;
 use self::cli::{Arguments, Command};
 use self::network::WayOut;
 use self::packages::Packages;
+use crate::audit::Audit;
 use crate::config::{self, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
 use crate::sandbox::native::{NativeBackend, NativeSettings, WORK_FOLDER, WarmEnvironment};
@@ -33,7 +36,7 @@ use crate::sandbox::{Backend, Preparation};
 use crate::mcp::{Front, McpSettings};
 use crate::session::install::{Installer, Source};
 use crate::session::{self, SessionSettings, Sessions, WorkFolder};
-use crate::telemetry;
+use crate::telemetry::{self, TelemetrySettings};
 
 /// Runs the program.
 pub fn main() -> ExitCode {
@@ -50,8 +53,15 @@ pub fn main() -> ExitCode {
 fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     let settings = config::load(arguments.general.config.as_deref(), arguments.flags())?;
     // What goes wrong in the other commands is their answer, not a line in a log.
-    let fallback = if matches!(arguments.command, Command::Mcp(_) | Command::Serve(_)) { "info" } else { "error" };
-    telemetry::start(settings.log_filter.as_deref(), fallback)?;
+    let serves = matches!(arguments.command, Command::Mcp(_) | Command::Serve(_));
+    let fallback = if serves { "info" } else { "error" };
+    let telemetry = telemetry::start(&TelemetrySettings {
+        filter: settings.log_filter.clone(),
+        fallback,
+        format: settings.log_format,
+        // Commands that end at once have nothing to trace.
+        traces: settings.traces.clone().filter(|_| serves),
+    })?;
     for notice in &settings.notices {
         tracing::warn!("{notice}");
     }
@@ -64,6 +74,7 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             Command::Serve(_) => service::serve(settings).await,
             Command::Run(run) => run::execute(&run, settings).await,
             Command::Doctor(doctor) => doctor::execute(&doctor, &settings).await,
+            Command::Audit(command) => audit_command::execute(command, &mut std::io::stdout()),
             Command::Env(command) => {
                 env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
@@ -71,7 +82,19 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     });
     // A read of standard input that never ends must not keep the program alive.
     runtime.shutdown_background();
+    telemetry.shut_down(LONGEST_FLUSH);
     status
+}
+
+/// How long the end of the program waits for a collector to take the last spans.
+const LONGEST_FLUSH: Duration = Duration::from_secs(3);
+
+/// Opens the audit log that the settings name, or none.
+fn open_audit(settings: &Settings) -> anyhow::Result<Audit> {
+    Ok(match &settings.audit {
+        Some(log) => Audit::open(&log.file, log.settings)?,
+        None => Audit::off(),
+    })
 }
 
 /// Prints to standard output. A reader that has gone away has seen enough.

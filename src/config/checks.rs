@@ -3,10 +3,12 @@
 //! `settle` is pure: it takes the sources as values and a way to read the few files they name. Every refusal names the setting, where
 //! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
 //!
-//! `network` has the settings about what sessions may reach, `service` those of the HTTP service. Files that hold secrets are read there, by those who know how to treat them.
+//! `network` has the settings about what sessions may reach, `service` those of the HTTP service, `watch` those about what operators
+//! see: log, traces, audit. Files that hold secrets are read in `network`, by those who know how to treat them.
 
 mod network;
 mod service;
+mod watch;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
@@ -142,6 +144,9 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
             Some(level) => Some(level),
             None => surroundings.get("RUST_LOG").filter(|filter| !filter.is_empty()).cloned(),
         },
+        log_format: check.log_format()?,
+        traces: check.traces(&surroundings)?,
+        audit: check.audit()?,
         workspace,
         allowed_dirs,
         limits,

@@ -62,6 +62,13 @@ pub enum Key {
     AllowMissing,
     DataDir,
     LogLevel,
+    LogFormat,
+    OtlpEndpoint,
+    AuditFile,
+    AuditSync,
+    AuditFailure,
+    AuditFileSize,
+    AuditRecords,
 }
 
 /// How a setting is written.
@@ -80,7 +87,7 @@ enum Shape {
 
 impl Key {
     /// Every setting: its name in the file, its flag, its shape. `CELLBLOCK_` and the name in capitals is its variable.
-    const TABLE: [(Key, &'static str, &'static str, Shape); 45] = [
+    const TABLE: [(Key, &'static str, &'static str, Shape); 52] = [
         (Key::Workspace, "workspace", "--workspace", Shape::Single),
         (Key::AllowedDirs, "allowed_dirs", "--allowed-dir", Shape::List),
         (Key::Environment, "environment", "--environment", Shape::Single),
@@ -126,6 +133,13 @@ impl Key {
         (Key::AllowMissing, "allow_missing", "--allow-missing", Shape::List),
         (Key::DataDir, "data_dir", "", Shape::Single),
         (Key::LogLevel, "log_level", "--log-level", Shape::Single),
+        (Key::LogFormat, "log_format", "--log-format", Shape::Single),
+        (Key::OtlpEndpoint, "otlp_endpoint", "--otlp-endpoint", Shape::Single),
+        (Key::AuditFile, "audit_file", "--audit-file", Shape::Single),
+        (Key::AuditSync, "audit_sync", "", Shape::Single),
+        (Key::AuditFailure, "audit_failure", "", Shape::Single),
+        (Key::AuditFileSize, "audit_file_size", "", Shape::Single),
+        (Key::AuditRecords, "audit_records", "", Shape::Single),
     ];
 
     /// The name used in the configuration file and in messages.

@@ -32,9 +32,11 @@ use cellblock_egress::rules::Rules;
 use cellblock_egress::secrets::Secret;
 use rustix::fs::{CWD, Mode, OFlags};
 
+use crate::audit::AuditSettings;
 use crate::environment::{self, EnvironmentName, EnvironmentSpec};
 use crate::http::{AllowedHost, Origin as PageOrigin};
 use crate::sandbox::{LayerKind, SandboxLimits};
+use crate::telemetry::LogFormat;
 use checks::{NamedFile, Sources};
 use folders::Machine;
 
@@ -83,6 +85,11 @@ pub struct Settings {
     pub runtime_dir: PathBuf,
     /// What to log, from `log_level` or `RUST_LOG`.
     pub log_filter: Option<String>,
+    pub log_format: LogFormat,
+    /// Where spans are sent, with the path; nowhere unless the operator names a collector.
+    pub traces: Option<String>,
+    /// The audit log, if there is to be one.
+    pub audit: Option<AuditLog>,
     /// What was coped with while settings were read; to be logged as warnings once there is a log.
     pub notices: Vec<String>,
     /// Files that hold secrets. `load` has made sure that no sandbox is shown one.
@@ -153,6 +160,13 @@ pub struct Service {
 pub struct TlsFiles {
     pub certificates: PathBuf,
     pub key: PathBuf,
+}
+
+/// Where and how an audit log is kept.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AuditLog {
+    pub file: PathBuf,
+    pub settings: AuditSettings,
 }
 
 /// A host folder shown below the working folder.
@@ -238,6 +252,11 @@ pub enum ConfigError {
         path.display(), shown.display()
     )]
     SecretShown { key: &'static str, path: PathBuf, shown: PathBuf },
+    #[error(
+        "the audit log {} lies in {}, which the setting {key} shows to sandboxes or to clients. Move it to another folder",
+        path.display(), shown.display()
+    )]
+    AuditShown { key: &'static str, path: PathBuf, shown: PathBuf },
 }
 
 /// A value that a setting cannot have.
@@ -351,7 +370,8 @@ fn make_folders(settings: &mut Settings, user_id: u32) -> Result<(), ConfigError
         mount.host = real.map_err(folder_error("mounts", &mount.host))?;
     }
     refuse_overlaps(settings)?;
-    refuse_shown_secrets(settings)
+    refuse_shown_secrets(settings)?;
+    refuse_shown_audit(settings)
 }
 
 /// Refuses to let a sandbox write where the host's own tools, environments or sockets are.
@@ -370,10 +390,7 @@ fn refuse_overlaps(settings: &Settings) -> Result<(), ConfigError> {
 
 /// Refuses a secret in a file that code inside could read, or that a client could have uploaded.
 fn refuse_shown_secrets(settings: &Settings) -> Result<(), ConfigError> {
-    let workspace = settings.workspace.iter().map(|path| ("workspace", path));
-    let allowed_dirs = settings.allowed_dirs.iter().map(|path| ("allowed_dirs", path));
-    let mounts = settings.mounts.iter().map(|mount| ("mounts", &mount.host));
-    let folders: Vec<_> = workspace.chain(allowed_dirs).chain(mounts).collect();
+    let folders = shown_folders(settings);
     for written in &settings.secret_files {
         let unreadable = |cause| ConfigError::Unreadable { path: written.clone(), cause };
         let real = written.canonicalize().map_err(unreadable)?;
@@ -386,6 +403,26 @@ fn refuse_shown_secrets(settings: &Settings) -> Result<(), ConfigError> {
         }
     }
     Ok(())
+}
+
+/// Refuses an audit log that those could read, change or replace whom it is about.
+fn refuse_shown_audit(settings: &Settings) -> Result<(), ConfigError> {
+    let Some(audit) = &settings.audit else { return Ok(()) };
+    // A folder that is not there yet is nobody's; opening the log says what is wrong with it.
+    let folder = audit.file.parent().unwrap_or(Path::new("/"));
+    let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+    match shown_folders(settings).into_iter().find(|(_, shown)| folder.starts_with(shown)) {
+        Some((key, shown)) => Err(ConfigError::AuditShown { key, path: audit.file.clone(), shown: shown.clone() }),
+        None => Ok(()),
+    }
+}
+
+/// Returns every folder that code inside or a client can see, with the setting that shows it.
+fn shown_folders(settings: &Settings) -> Vec<(&'static str, &PathBuf)> {
+    let workspace = settings.workspace.iter().map(|path| ("workspace", path));
+    let allowed_dirs = settings.allowed_dirs.iter().map(|path| ("allowed_dirs", path));
+    let mounts = settings.mounts.iter().map(|mount| ("mounts", &mount.host));
+    workspace.chain(allowed_dirs).chain(mounts).collect()
 }
 
 /// Adds environments that were built by hand and are described nowhere else.
@@ -439,6 +476,30 @@ mod tests {
         outcome(None, mount(false), &base).unwrap();
         outcome(Some(&base.join("work")), vec![], &base).unwrap();
         assert!(base.join("work").is_dir(), "a missing workspace is made");
+    }
+
+    #[test]
+    fn an_audit_log_that_sandboxes_or_clients_can_reach_is_refused() {
+        let base = tempfile::tempdir().unwrap();
+        let base = base.path().canonicalize().unwrap();
+        for folder in ["work", "logs", "readable"] {
+            std::fs::create_dir(base.join(folder)).unwrap();
+        }
+        std::os::unix::fs::symlink(base.join("work"), base.join("link")).unwrap();
+        let outcome = |file: &str| {
+            let mut settings = settings_below(&base);
+            settings.workspace = Some(base.join("work"));
+            settings.mounts = vec![Mount { host: base.join("readable"), inside: "x".into(), writable: false }];
+            settings.audit = Some(AuditLog { file: base.join(file), settings: AuditSettings::default() });
+            make_folders(&mut settings, rustix::process::geteuid().as_raw())
+        };
+        outcome("logs/audit.jsonl").unwrap();
+        for (file, setting) in
+            [("work/audit.jsonl", "workspace"), ("link/audit.jsonl", "workspace"), ("readable/audit.jsonl", "mounts")]
+        {
+            let Err(ConfigError::AuditShown { key, .. }) = outcome(file) else { panic!("{file} was accepted") };
+            assert_eq!(key, setting);
+        }
     }
 
     #[test]
