@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args, Parser, Subcommand};
 
 use crate::config::{Flags, Key, LOG_LEVELS};
+use crate::keeper::KeeperName;
 use crate::sandbox::LayerKind;
 
 /// Runs untrusted Python in fresh, locked-down Linux sandboxes.
@@ -53,6 +54,31 @@ pub(super) enum Command {
     /// List, build, show and remove Python environments
     #[command(subcommand, arg_required_else_help = true)]
     Env(EnvCommand),
+    /// Show and stop the processes that keep sessions while their server restarts
+    #[command(subcommand, arg_required_else_help = true)]
+    Keeper(KeeperCommand),
+}
+
+#[derive(Subcommand)]
+pub(super) enum KeeperCommand {
+    /// List the keepers of this user: process, age, sessions, version
+    Status {
+        /// Print the list as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// End a keeper and all its sessions, unless code is running in one
+    Stop {
+        /// The keeper's name
+        #[arg(default_value = "serve")]
+        name: KeeperName,
+        /// Also when code is running, which is interrupted
+        #[arg(long)]
+        now: bool,
+    },
+    /// Keep sessions. The server starts this itself
+    #[command(hide = true)]
+    Hold,
 }
 
 const MCP_EXAMPLES: &str = "\
@@ -75,6 +101,8 @@ pub(super) struct McpArguments {
     pub sandbox: SandboxArguments,
     #[command(flatten)]
     branching: BranchingArguments,
+    #[command(flatten)]
+    keeping: KeepingArguments,
 }
 
 #[derive(Args)]
@@ -271,14 +299,27 @@ struct BranchingArguments {
     family_memory: Option<String>,
 }
 
+/// Flags about sessions that outlive the server.
+#[derive(Args, Default)]
+struct KeepingArguments {
+    /// Whether sessions outlive this process, kept by one of their own: on or off [default: off]
+    #[arg(long, value_name = "WORD")]
+    keep_sessions: Option<String>,
+    /// Name of the process that keeps them; servers with the same one have the same sessions [default: mcp]
+    #[arg(long, value_name = "NAME")]
+    keeper: Option<String>,
+}
+
 impl Arguments {
     /// Returns all settings among the flags, as they were written.
     pub(super) fn flags(&self) -> Flags {
         let flags = Flags::default().single(Key::LogLevel, self.general.log_level.clone());
         match &self.command {
-            Command::Mcp(McpArguments { sandbox, branching }) => branching.add_to(sandbox.add_to(flags)),
+            Command::Mcp(McpArguments { sandbox, branching, keeping }) => {
+                keeping.add_to(branching.add_to(sandbox.add_to(flags)))
+            }
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
-            Command::Doctor(_) | Command::Env(_) => flags,
+            Command::Doctor(_) | Command::Env(_) | Command::Keeper(_) => flags,
         }
     }
 }
@@ -322,6 +363,12 @@ impl BranchingArguments {
             .single(Key::UndoFiles, self.undo_files.clone())
             .single(Key::ExploreParallel, self.explore_parallel.clone())
             .single(Key::FamilyMemory, self.family_memory.clone())
+    }
+}
+
+impl KeepingArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        flags.single(Key::KeepSessions, self.keep_sessions.clone()).single(Key::Keeper, self.keeper.clone())
     }
 }
 
@@ -386,6 +433,11 @@ mod tests {
             &["env", "build", "science", "--locked", "science.lock"],
             &["env", "show", "science"],
             &["env", "remove", "science"],
+            &["mcp", "--keep-sessions", "on", "--keeper", "mine"],
+            &["keeper", "status", "--json"],
+            &["keeper", "stop"],
+            &["keeper", "stop", "mcp", "--now"],
+            &["keeper", "hold"],
         ] {
             assert!(parse(line).is_ok(), "{line:?}");
         }
@@ -400,6 +452,9 @@ mod tests {
             &["env", "build", "a", "--preload", "x"],
             &["mcp", "--log-level", "loud"],
             &["run", "-c", "1", "--undo", "on"],
+            &["run", "-c", "1", "--keep-sessions", "on"],
+            &["keeper"],
+            &["keeper", "stop", "../x"],
         ] {
             assert!(parse(line).is_err(), "{line:?}");
         }

@@ -6,6 +6,7 @@
 mod cli;
 mod doctor;
 mod env_command;
+mod keeper;
 mod network;
 mod packages;
 mod progress;
@@ -22,7 +23,7 @@ use cellblock_jail::wire::{Bind, OperatorMount};
 use clap::Parser;
 use tokio::sync::watch;
 
-use self::cli::{Arguments, Command};
+use self::cli::{Arguments, Command, KeeperCommand};
 use self::network::WayOut;
 use self::packages::Packages;
 use crate::config::{self, Settings};
@@ -46,9 +47,18 @@ pub fn main() -> ExitCode {
 }
 
 fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
-    let settings = config::load(arguments.general.config.as_deref(), arguments.flags())?;
+    // A keeper takes everything from the server that starts it, before there is a second thread.
+    let inheritance = match arguments.command {
+        Command::Keeper(KeeperCommand::Hold) => Some(keeper::inherit()?),
+        _ => None,
+    };
+    let settings = match &inheritance {
+        Some(inheritance) => config::load_handed_over(inheritance.settings.clone())?,
+        None => config::load(arguments.general.config.as_deref(), arguments.flags())?,
+    };
     // What goes wrong in the other commands is their answer, not a line in a log.
-    let fallback = if matches!(arguments.command, Command::Mcp(_)) { "info" } else { "error" };
+    let serves = matches!(arguments.command, Command::Mcp(_) | Command::Keeper(KeeperCommand::Hold));
+    let fallback = if serves { "info" } else { "error" };
     telemetry::start(settings.log_filter.as_deref(), fallback)?;
     for notice in &settings.notices {
         tracing::warn!("{notice}");
@@ -64,6 +74,7 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             Command::Env(command) => {
                 env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
+            Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
         }
     });
     // A read of standard input that never ends must not keep the program alive.

@@ -1,12 +1,12 @@
 //! `cellblock mcp`: serves one client over standard input and output.
 
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use anyhow::Context;
 use tracing::info;
 
-use super::{Warmth, house, work_folder};
+use super::keeper::{Home, KeepByDefault};
+use super::work_folder;
 use crate::config::{Settings, Undo};
 use crate::mcp::{self, HostFiles, McpSettings};
 
@@ -16,9 +16,9 @@ const LARGEST_FILE: u64 = 1 << 30;
 /// Serves until the client closes standard input or a signal asks to end.
 pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
     let files = HostFiles::new(&settings.allowed_dirs, LARGEST_FILE).context("an allowed directory cannot be used")?;
-    let house = house(&settings, Warmth::Full)?;
+    let home = Home::of(&settings, KeepByDefault::No, "mcp").await?;
     let server = mcp::Server::local(
-        Arc::new(house.sessions.clone()),
+        home.sessions(),
         files,
         McpSettings {
             default_timeout: settings.timeout,
@@ -27,7 +27,7 @@ pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
             work_folder: work_folder(&settings),
             can_undo: settings.undo != Undo::Off,
             network: settings.network.rules.clone(),
-            can_install: house.packages.is_some(),
+            can_install: settings.packages.allowed,
             ..McpSettings::default()
         },
     );
@@ -38,7 +38,7 @@ pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
             Ok(())
         }
     };
-    house.shut_down().await;
+    home.leave().await;
     served.map(|()| ExitCode::SUCCESS)
 }
 
