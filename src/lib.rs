@@ -10,6 +10,7 @@ pub mod auth;
 pub mod config;
 pub mod environment;
 pub mod http;
+pub mod keeper;
 pub mod mcp;
 pub mod packages;
 pub mod runner_client;

@@ -98,6 +98,13 @@ impl Rules {
         Rules::none().with(rules.iter().map(|rule| Rule::parse(rule.as_ref())))
     }
 
+    /// Returns the list whose rules were written as these texts. Unlike [`Rules::parse`], which reads what people write, it takes `all`.
+    pub fn from_texts<S: AsRef<str>>(rules: &[S]) -> Result<Rules, RuleError> {
+        let everything = || Rule { effect: Effect::Permit, target: Target::Everything, ports: Ports::all() };
+        let rule = |text: &str| if text == "all" { Ok(everything()) } else { Rule::parse(text) };
+        Rules::none().with(rules.iter().map(|text| rule(text.as_ref())))
+    }
+
     /// Returns the same list with denials added. They are written like rules, with or without a `!` before them.
     pub fn deny<S: AsRef<str>>(&self, rules: &[S]) -> Result<Rules, RuleError> {
         self.with(rules.iter().map(|rule| Rule::parse_denial(rule.as_ref())))

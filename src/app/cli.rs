@@ -9,6 +9,7 @@ use clap::{ArgGroup, Args, Parser, Subcommand};
 use crate::audit::Kind;
 use crate::audit::verify::Noted;
 use crate::config::{Flags, Key, LOG_LEVELS};
+use crate::keeper::KeeperName;
 use crate::sandbox::LayerKind;
 use crate::telemetry::LogFormat;
 
@@ -65,6 +66,31 @@ pub(super) enum Command {
     /// Verify and read audit logs
     #[command(subcommand, arg_required_else_help = true)]
     Audit(AuditCommand),
+    /// Show and stop the processes that keep sessions while their server restarts
+    #[command(subcommand, arg_required_else_help = true)]
+    Keeper(KeeperCommand),
+}
+
+#[derive(Subcommand)]
+pub(super) enum KeeperCommand {
+    /// List the keepers of this user: process, age, sessions, version
+    Status {
+        /// Print the list as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// End a keeper and all its sessions, unless code is running in one
+    Stop {
+        /// The keeper's name
+        #[arg(default_value = "serve")]
+        name: KeeperName,
+        /// Also when code is running, which is interrupted
+        #[arg(long)]
+        now: bool,
+    },
+    /// Keep sessions. The server starts this itself
+    #[command(hide = true)]
+    Hold,
 }
 
 const MCP_EXAMPLES: &str = "\
@@ -97,6 +123,8 @@ pub(super) struct McpArguments {
     branching: BranchingArguments,
     #[command(flatten)]
     watch: WatchArguments,
+    #[command(flatten)]
+    keeping: KeepingArguments,
 }
 
 #[derive(Args)]
@@ -109,6 +137,8 @@ pub(super) struct ServeArguments {
     branching: BranchingArguments,
     #[command(flatten)]
     watch: WatchArguments,
+    #[command(flatten)]
+    keeping: KeepingArguments,
 }
 
 /// Flags about the HTTP service itself.
@@ -135,9 +165,6 @@ struct ServiceArguments {
     /// Connections that may be open at once [default: 4096]
     #[arg(long, value_name = "N")]
     max_connections: Option<String>,
-    /// Whether sessions outlive this server, to be found again by the next: on or off [default: on]
-    #[arg(long, value_name = "WORD")]
-    keep_sessions: Option<String>,
 }
 
 #[derive(Args)]
@@ -405,6 +432,17 @@ struct WatchArguments {
     otlp_endpoint: Option<String>,
 }
 
+/// Flags about sessions that outlive the server.
+#[derive(Args, Default)]
+struct KeepingArguments {
+    /// Whether sessions outlive this process, kept by one of their own: on or off [default: on for serve, else off]
+    #[arg(long, value_name = "WORD")]
+    keep_sessions: Option<String>,
+    /// Name of the process that keeps them; servers with the same one have the same sessions [default: the command]
+    #[arg(long, value_name = "NAME")]
+    keeper: Option<String>,
+}
+
 impl Arguments {
     /// Returns all settings among the flags, as they were written.
     pub(super) fn flags(&self) -> Flags {
@@ -412,14 +450,14 @@ impl Arguments {
             .single(Key::LogLevel, self.general.log_level.clone())
             .single(Key::LogFormat, self.general.log_format.clone());
         match &self.command {
-            Command::Mcp(McpArguments { sandbox, branching, watch }) => {
-                watch.add_to(branching.add_to(sandbox.add_to(flags)))
+            Command::Mcp(McpArguments { sandbox, branching, watch, keeping }) => {
+                keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags))))
             }
-            Command::Serve(ServeArguments { service, sandbox, branching, watch }) => {
-                service.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags))))
+            Command::Serve(ServeArguments { service, sandbox, branching, watch, keeping }) => {
+                service.add_to(keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags)))))
             }
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
-            Command::Doctor(_) | Command::Env(_) | Command::Audit(_) => flags,
+            Command::Doctor(_) | Command::Env(_) | Command::Audit(_) | Command::Keeper(_) => flags,
         }
     }
 }
@@ -455,7 +493,6 @@ impl ServiceArguments {
             .single(Key::TlsCert, self.tls_cert.clone())
             .single(Key::TlsKey, self.tls_key.clone())
             .single(Key::MaxConnections, self.max_connections.clone())
-            .single(Key::KeepSessions, self.keep_sessions.clone())
     }
 }
 
@@ -484,6 +521,12 @@ impl BranchingArguments {
 impl WatchArguments {
     fn add_to(&self, flags: Flags) -> Flags {
         flags.single(Key::AuditFile, self.audit_file.clone()).single(Key::OtlpEndpoint, self.otlp_endpoint.clone())
+    }
+}
+
+impl KeepingArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        flags.single(Key::KeepSessions, self.keep_sessions.clone()).single(Key::Keeper, self.keeper.clone())
     }
 }
 
@@ -552,6 +595,11 @@ mod tests {
             &["env", "build", "science", "--locked", "science.lock"],
             &["env", "show", "science"],
             &["env", "remove", "science"],
+            &["mcp", "--keep-sessions", "on", "--keeper", "mine"],
+            &["keeper", "status", "--json"],
+            &["keeper", "stop"],
+            &["keeper", "stop", "mcp", "--now"],
+            &["keeper", "hold"],
         ] {
             assert!(parse(line).is_ok(), "{line:?}");
         }
@@ -570,6 +618,9 @@ mod tests {
             &["audit", "verify", "a.jsonl", "--last", "7:short"],
             &["audit", "show", "a.jsonl", "--kind", "everything"],
             &["run", "-c", "1", "--undo", "on"],
+            &["run", "-c", "1", "--keep-sessions", "on"],
+            &["keeper"],
+            &["keeper", "stop", "../x"],
         ] {
             assert!(parse(line).is_err(), "{line:?}");
         }

@@ -7,6 +7,7 @@ mod audit_command;
 mod cli;
 mod doctor;
 mod env_command;
+mod keeper;
 mod network;
 mod packages;
 mod progress;
@@ -25,7 +26,7 @@ use cellblock_jail::wire::{Bind, OperatorMount};
 use clap::Parser;
 use tokio::sync::watch;
 
-use self::cli::{Arguments, Command};
+use self::cli::{Arguments, Command, KeeperCommand};
 use self::network::WayOut;
 use self::packages::Packages;
 use crate::audit::Audit;
@@ -51,9 +52,17 @@ pub fn main() -> ExitCode {
 }
 
 fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
-    let settings = config::load(arguments.general.config.as_deref(), arguments.flags())?;
+    // A keeper takes everything from the server that starts it, before there is a second thread.
+    let inheritance = match arguments.command {
+        Command::Keeper(KeeperCommand::Hold) => Some(keeper::inherit()?),
+        _ => None,
+    };
+    let settings = match &inheritance {
+        Some(inheritance) => config::load_handed_over(inheritance.settings.clone())?,
+        None => config::load(arguments.general.config.as_deref(), arguments.flags())?,
+    };
     // What goes wrong in the other commands is their answer, not a line in a log.
-    let serves = matches!(arguments.command, Command::Mcp(_) | Command::Serve(_));
+    let serves = matches!(arguments.command, Command::Mcp(_) | Command::Serve(_) | Command::Keeper(KeeperCommand::Hold));
     let fallback = if serves { "info" } else { "error" };
     let telemetry = telemetry::start(&TelemetrySettings {
         filter: settings.log_filter.clone(),
@@ -78,6 +87,7 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             Command::Env(command) => {
                 env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
+            Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
         }
     });
     // A read of standard input that never ends must not keep the program alive.
@@ -278,7 +288,7 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
 }
 
 /// What clients of a front are told and allowed.
-fn mcp_settings(settings: &Settings, front: Front, can_install: bool) -> McpSettings {
+fn mcp_settings(settings: &Settings, front: Front) -> McpSettings {
     McpSettings {
         front,
         max_wait: settings.service.max_wait,
@@ -288,7 +298,7 @@ fn mcp_settings(settings: &Settings, front: Front, can_install: bool) -> McpSett
         work_folder: work_folder(settings),
         can_undo: settings.undo != config::Undo::Off,
         network: settings.network.rules.clone(),
-        can_install,
+        can_install: settings.packages.allowed,
         ..McpSettings::default()
     }
 }

@@ -1,12 +1,12 @@
 //! `cellblock mcp`: serves one client over standard input and output.
 
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use anyhow::Context;
 use tracing::info;
 
-use super::{Warmth, asked_to_end, house, mcp_settings, open_audit};
+use super::keeper::{Home, KeepByDefault};
+use super::{asked_to_end, mcp_settings, open_audit};
 use crate::audit::{Event, ServerStarted, ServerStopped};
 use crate::config::Settings;
 use crate::mcp::{self, Front, HostFiles};
@@ -19,9 +19,9 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
     let files = HostFiles::new(&settings.allowed_dirs, LARGEST_FILE).context("an allowed directory cannot be used")?;
     let audit = open_audit(&settings)?;
     audit.record(Event::new(ServerStarted { version: env!("CARGO_PKG_VERSION").into(), serving: "stdio".into() }))?;
-    let house = house(&settings, Warmth::Full)?;
-    let told = mcp_settings(&settings, Front::Stdio, house.packages.is_some());
-    let server = mcp::Server::new(Arc::new(house.sessions.clone()), files, told);
+    let home = Home::of(&settings, KeepByDefault::No, "mcp").await?;
+    let told = mcp_settings(&settings, Front::Stdio);
+    let server = mcp::Server::new(home.sessions(), files, told);
     let served = tokio::select! {
         served = mcp::serve_stdio(server) => served.map(|()| "end of input").map_err(anyhow::Error::from),
         signal = asked_to_end() => {
@@ -29,7 +29,7 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
             Ok(signal)
         }
     };
-    house.shut_down().await;
+    home.leave().await;
     let reason = served.as_ref().map_or("the connection failed", |reason| *reason);
     audit.note(Event::new(ServerStopped { reason: reason.into() }));
     served.map(|_| ExitCode::SUCCESS)

@@ -21,8 +21,9 @@ use std::time::Duration;
 use super::folders::{self, Machine};
 use super::layers::{self, Flags, Key, Member, Merged, Origin, Written};
 use super::quantity::{format_duration, format_size, parse_duration, parse_size};
-use super::{ConfigError, InvalidValue, Mount, Packages, Profile, Settings, Undo, Variables, dotenv};
+use super::{ConfigError, HandOver, InvalidValue, Mount, Packages, Profile, Settings, Undo, Variables, dotenv};
 use crate::environment::{EnvironmentName, EnvironmentSpec, PythonRequest, spec};
+use crate::keeper::KeeperName;
 use crate::sandbox::{LayerKind, SandboxLimits};
 
 pub use network::SecretProblem;
@@ -153,6 +154,9 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         data_dir,
         notices,
         secret_files: secrets.into_files(),
+        keep_sessions: check.switch(Key::KeepSessions)?,
+        keeper: check.keeper()?,
+        hand_over: HandOver::default(),
     })
 }
 
@@ -240,6 +244,10 @@ impl Check<'_> {
         let usual = if has_workspace { 0 } else { 64 * MIB };
         let files = self.size(Key::UndoFiles, 0..=16 * TIB)?.unwrap_or(usual);
         Ok(if self.switch(Key::Undo)?.unwrap_or(true) { Undo::On { checkpoints, files } } else { Undo::Off })
+    }
+
+    fn keeper(&self) -> Result<Option<KeeperName>, ConfigError> {
+        self.read(Key::Keeper, "a name of 1 to 32 letters, digits, `_` or `-`", |text| text.parse().map_err(|_| None))
     }
 
     fn packages(&self) -> Result<Packages, ConfigError> {

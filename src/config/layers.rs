@@ -9,13 +9,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use serde::Serialize;
 use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
 use super::{ConfigError, InvalidValue};
 
 /// A setting.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, serde::Deserialize)]
 pub enum Key {
     Workspace,
     AllowedDirs,
@@ -58,6 +59,7 @@ pub enum Key {
     MaxConnections,
     MaxWait,
     KeepSessions,
+    Keeper,
     Profile,
     AllowMissing,
     DataDir,
@@ -87,7 +89,7 @@ enum Shape {
 
 impl Key {
     /// Every setting: its name in the file, its flag, its shape. `CELLBLOCK_` and the name in capitals is its variable.
-    const TABLE: [(Key, &'static str, &'static str, Shape); 52] = [
+    const TABLE: [(Key, &'static str, &'static str, Shape); 53] = [
         (Key::Workspace, "workspace", "--workspace", Shape::Single),
         (Key::AllowedDirs, "allowed_dirs", "--allowed-dir", Shape::List),
         (Key::Environment, "environment", "--environment", Shape::Single),
@@ -129,6 +131,7 @@ impl Key {
         (Key::MaxConnections, "max_connections", "--max-connections", Shape::Single),
         (Key::MaxWait, "max_wait", "--max-wait", Shape::Single),
         (Key::KeepSessions, "keep_sessions", "--keep-sessions", Shape::Single),
+        (Key::Keeper, "keeper", "--keeper", Shape::Single),
         (Key::Profile, "profile", "--profile", Shape::Single),
         (Key::AllowMissing, "allow_missing", "--allow-missing", Shape::List),
         (Key::DataDir, "data_dir", "", Shape::Single),
@@ -259,6 +262,35 @@ impl Flags {
     pub(super) fn layer(self) -> Layer {
         self.0
     }
+
+    /// The flags in a form that can be handed to another process.
+    pub(super) fn given(&self) -> Vec<(Key, Given)> {
+        let text = |written: &Written| match written {
+            Written::Text(text) => text.clone(),
+            _ => unreachable!("a flag holds a text, or a list of texts"),
+        };
+        let given = |written: &Written| match written {
+            Written::List(values) => Given::Often(values.iter().map(text).collect()),
+            single => Given::Once(text(single)),
+        };
+        self.0.0.iter().map(|(key, _, written)| (*key, given(written))).collect()
+    }
+}
+
+impl From<Vec<(Key, Given)>> for Flags {
+    fn from(given: Vec<(Key, Given)>) -> Flags {
+        given.into_iter().fold(Flags::default(), |flags, (key, given)| match given {
+            Given::Once(value) => flags.single(key, Some(value)),
+            Given::Often(values) => flags.repeated(key, values),
+        })
+    }
+}
+
+/// What was given for a flag. It has no `Debug`, because it may hold a secret.
+#[derive(Clone, Serialize, serde::Deserialize)]
+pub(super) enum Given {
+    Once(String),
+    Often(Vec<String>),
 }
 
 /// Reads the text of a configuration file.

@@ -21,6 +21,7 @@ pub mod quantity;
 mod variables;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read};
 use std::net::SocketAddr;
@@ -31,10 +32,12 @@ use cellblock_egress::gateway::Limits;
 use cellblock_egress::rules::Rules;
 use cellblock_egress::secrets::Secret;
 use rustix::fs::{CWD, Mode, OFlags};
+use serde::{Deserialize, Serialize};
 
 use crate::audit::AuditSettings;
 use crate::environment::{self, EnvironmentName, EnvironmentSpec};
 use crate::http::{AllowedHost, Origin as PageOrigin};
+use crate::keeper::KeeperName;
 use crate::sandbox::{LayerKind, SandboxLimits};
 use crate::telemetry::LogFormat;
 use checks::{NamedFile, Sources};
@@ -92,6 +95,12 @@ pub struct Settings {
     pub audit: Option<AuditLog>,
     /// What was coped with while settings were read; to be logged as warnings once there is a log.
     pub notices: Vec<String>,
+    /// Whether sessions are kept by a process of their own that outlives the server, if anybody said so.
+    pub keep_sessions: Option<bool>,
+    /// The name of that process, if anybody chose one.
+    pub keeper: Option<KeeperName>,
+    /// What these settings were made of, for another process that needs the same.
+    pub hand_over: HandOver,
     /// Files that hold secrets. `load` has made sure that no sandbox is shown one.
     secret_files: Vec<PathBuf>,
 }
@@ -151,8 +160,6 @@ pub struct Service {
     pub max_connections: usize,
     /// How long a call waits for code before its caller gets a handle instead.
     pub max_wait: Duration,
-    /// Whether sessions outlive the server.
-    pub keep_sessions: bool,
 }
 
 /// A chain of certificates and their key.
@@ -282,24 +289,50 @@ fn in_brackets(why: Option<&str>) -> String {
 ///
 /// `config_file` is the file named by a flag. It must exist; so must one named by `CELLBLOCK_CONFIG`. The usual place may be empty.
 pub fn load(config_file: Option<&Path>, flags: Flags) -> Result<Settings, ConfigError> {
-    // A variable whose name or value is not UTF-8 can be none of ours.
-    let variables: BTreeMap<String, String> = std::env::vars_os()
-        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
-        .collect();
-    let here = PathBuf::from(".");
-    let current_dir = std::env::current_dir().map_err(|cause| ConfigError::Unreadable { path: here, cause })?;
+    let file = config_text(config_file, &own_variables(), &current_dir()?)?;
+    load_handed_over(HandOver { file, flags: flags.given() })
+}
+
+/// Checks what another process of this program was given. The environment and the current folder must be the same as there.
+pub fn load_handed_over(hand_over: HandOver) -> Result<Settings, ConfigError> {
+    let (variables, current_dir) = (own_variables(), current_dir()?);
     let machine = Machine {
         cores: std::thread::available_parallelism().map_or(1, usize::from),
         user_id: rustix::process::geteuid().as_raw(),
         temporary_dir: std::env::temp_dir(),
         current_dir,
     };
-    let file = config_text(config_file, &variables, &machine.current_dir)?;
     let user_id = machine.user_id;
-    let mut settings = checks::settle(Sources { file, variables, flags, machine }, &read_named_file)?;
+    let HandOver { file, flags } = hand_over.clone();
+    let sources = Sources { file, variables, flags: Flags::from(flags), machine };
+    let mut settings = checks::settle(sources, &read_named_file)?;
+    settings.hand_over = hand_over;
     make_folders(&mut settings, user_id)?;
     know_built_environments(&mut settings)?;
     Ok(settings)
+}
+
+/// The configuration file and the flags as they were read. With the environment, which a child process has anyway, they are all that settings are made of.
+#[derive(Clone, Default, Serialize, Deserialize)]
+pub struct HandOver {
+    file: Option<(PathBuf, String)>,
+    flags: Vec<(Key, layers::Given)>,
+}
+
+impl std::fmt::Debug for HandOver {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("HandOver([redacted])")
+    }
+}
+
+/// The environment. A variable whose name or value is not UTF-8 can be none of ours.
+fn own_variables() -> BTreeMap<String, String> {
+    let text = |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
+    std::env::vars_os().filter_map(text).collect()
+}
+
+fn current_dir() -> Result<PathBuf, ConfigError> {
+    std::env::current_dir().map_err(|cause| ConfigError::Unreadable { path: PathBuf::from("."), cause })
 }
 
 fn config_text(

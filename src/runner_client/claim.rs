@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::frame::{Frame, FrameError};
@@ -207,7 +207,7 @@ pub struct ClaimedFile {
 }
 
 /// Why a file could not be sent or stored.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Trouble {
     Missing,
     NotAFile,

@@ -12,6 +12,8 @@ pub mod native;
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use async_trait::async_trait;
 pub use cellblock_egress::gateway::{Blocked, Reason};
 pub use cellblock_egress::rules::{Rule, Rules};
@@ -38,7 +40,7 @@ pub trait Backend: Send + Sync + 'static {
 }
 
 /// How far the one-time work has come.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Preparation {
     /// Still at work; `step` is a sentence for a person, such as "installing numpy".
     Working {
@@ -149,7 +151,7 @@ pub trait Process: Send + Sync {
 }
 
 /// How an interpreter ended, as the kernel tells it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Exit {
     Code(i32),
     Signal(i32),
@@ -162,7 +164,7 @@ pub enum Exit {
 }
 
 /// Bytes of memory held by a sandbox.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryUse {
     pub now: u64,
     /// The most since the last `forget_peak`; zero where the kernel does not tell.
@@ -184,7 +186,7 @@ pub struct SandboxLimits {
 }
 
 /// Why no sandbox could be made.
-#[derive(Debug, Clone, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error, Serialize, Deserialize)]
 pub enum LaunchError {
     #[error("the sandbox could not be prepared: {why}")]
     Preparation { why: String },

@@ -6,6 +6,8 @@
 use std::io;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use async_trait::async_trait;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
@@ -22,8 +24,9 @@ use crate::sandbox::{Preparation, Rules};
 pub type News = watch::Sender<String>;
 
 /// A part of an execution's text.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Slice {
+    #[serde(with = "serde_bytes")]
     pub bytes: Vec<u8>,
     /// Bytes that are kept in all.
     pub total: u64,

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::{Outcome, Refused, SessionId};
 
 /// Forks made by one request.
@@ -29,7 +31,7 @@ impl Default for Undo {
 }
 
 /// How forks are called.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ForkNames {
     /// So many, called after the source: `<source>-1`, `<source>-2`, the next free ones.
     Count(u32),
@@ -37,7 +39,7 @@ pub enum ForkNames {
 }
 
 /// What a fork gave.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ForkReport {
     pub forks: Vec<SessionId>,
     /// What the forks do not have of their source, as the runner claims: "2 threads", "1 connection".
@@ -48,7 +50,7 @@ pub struct ForkReport {
 }
 
 /// What became of the files, as the runner claims.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FilesCarried {
     /// Each fork has its own copy of them.
     Copied,
@@ -62,7 +64,7 @@ pub enum FilesCarried {
 }
 
 /// What an undo did.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UndoReport {
     /// Cells that were undone.
     pub undone: u32,
@@ -78,7 +80,7 @@ pub struct UndoReport {
 }
 
 /// A state that a session can go back to.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckpointInfo {
     /// The number of cells to undo to reach it.
     pub cells_back: u32,
@@ -89,7 +91,7 @@ pub struct CheckpointInfo {
 }
 
 /// Several cells to be tried, each in a fork of its own.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ExploreRequest {
     pub variants: Vec<Variant>,
     /// For each variant, counted from the moment its code starts.
@@ -102,7 +104,7 @@ pub struct ExploreRequest {
 }
 
 /// One of the cells that are tried.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Variant {
     /// Different from the others' names.
     pub name: String,
@@ -110,7 +112,7 @@ pub struct Variant {
 }
 
 /// Which forks become sessions when all variants are over.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Keep {
     Nothing,
     All,
@@ -122,7 +124,7 @@ pub enum Keep {
 }
 
 /// What an exploration gave, variants in the order in which they were asked for.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ExploreReport {
     pub variants: Vec<VariantReport>,
     /// Variants that were kept, with the sessions they are now.
@@ -136,7 +138,7 @@ pub struct ExploreReport {
 }
 
 /// How one variant ended.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct VariantReport {
     pub name: String,
     pub ended: Result<Outcome, Refused>,

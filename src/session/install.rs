@@ -5,6 +5,8 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
@@ -33,7 +35,7 @@ pub struct Installed {
 }
 
 /// Why nothing was installed.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum InstallError {
     /// It is not allowed, or not understood.
     #[error("{0}")]
@@ -64,7 +66,7 @@ impl fmt::Debug for Source {
 }
 
 /// What an installation did to a session.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstallReport {
     pub text: String,
     /// Modules of these packages that were imported before, from elsewhere; a reset is needed to use the new ones.

@@ -18,7 +18,7 @@ use super::driver::{self, Command, Fork, Forked, ForksWanted, Job, Origin, STAGE
 use super::install::Source;
 use super::{
     CheckpointInfo, ExecutionId, ForkNames, ForkReport, FullOutput, InsidePath, MOST_FORKS, Principal, Refused,
-    ResetReport, SessionId, SessionInfo, SessionSettings, Undo, UndoReport, Which, WorkFolder,
+    ResetReport, Resident, SessionId, SessionInfo, SessionSettings, Undo, UndoReport, Which, WorkFolder,
 };
 use crate::sandbox::{Backend, Preparation, Rules};
 
@@ -49,6 +49,8 @@ struct House {
     backend: Arc<dyn Backend>,
     settings: SessionSettings,
     table: Mutex<Table>,
+    /// How many sessions there are, hidden ones aside.
+    population: watch::Sender<usize>,
     next_number: Arc<AtomicU64>,
 }
 
@@ -95,13 +97,30 @@ struct Tombstone {
 
 impl Sessions {
     pub fn new(backend: Arc<dyn Backend>, settings: SessionSettings) -> Sessions {
-        let house = House { backend, settings, table: Mutex::default(), next_number: Arc::new(AtomicU64::new(1)) };
+        let (table, population) = (Mutex::default(), watch::Sender::new(0));
+        let house = House { backend, settings, table, population, next_number: Arc::new(AtomicU64::new(1)) };
         Sessions { house: Arc::new(house) }
     }
 
     /// Follows the work that must be done once before the first session. Requests wait for it.
     pub fn preparation(&self) -> watch::Receiver<Preparation> {
         self.house.backend.preparation()
+    }
+
+    /// Follows how many sessions there are.
+    pub fn population(&self) -> watch::Receiver<usize> {
+        self.house.population.subscribe()
+    }
+
+    /// Names everybody's sessions.
+    pub fn residents(&self) -> Vec<Resident> {
+        let table = self.table();
+        let resident = |((owner, id), entry): (&Key, &Entry)| Resident {
+            owner: owner.clone(),
+            id: id.clone(),
+            running: entry.shared.facts().state == "running",
+        };
+        table.sessions.iter().map(resident).collect()
     }
 
     /// Makes new sessions that have everything this one has, each in a sandbox of its own. All are made or none.
@@ -363,9 +382,14 @@ impl Sessions {
         let (commands, receiver) = mpsc::channel(MOST_COMMANDS);
         let entry = Entry { commands, shared: shared.into() };
         table.sessions.insert(key.clone(), entry.clone());
+        self.house.population.send_replace(table.sessions.len());
         let id = key.1.clone();
         let house = self.house.clone();
-        let on_gone = Box::new(move |why| house.table().bury(key, why));
+        let on_gone = Box::new(move |why| {
+            let mut table = house.table();
+            table.bury(key, why);
+            house.population.send_replace(table.sessions.len());
+        });
         let (settings, numbers) = (self.house.settings.clone(), self.house.next_number.clone());
         tokio::spawn(driver::drive(id, origin, settings, numbers, receiver, entry.shared.clone(), on_gone));
         entry

@@ -36,6 +36,7 @@ mod manager;
 mod outcome;
 mod output;
 mod rich;
+mod serial;
 mod spool;
 mod state;
 mod terminal;
@@ -45,6 +46,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::runner_client::Trouble;
 use crate::sandbox::{LaunchError, Rules};
 pub use access::{News, SessionAccess, Slice};
@@ -52,6 +55,7 @@ pub use branch::*;
 pub use hidden::Hidden;
 pub use manager::Sessions;
 pub use outcome::*;
+pub use serial::Word;
 pub use spool::FullOutput;
 pub use underway::*;
 
@@ -59,7 +63,7 @@ pub use underway::*;
 pub const LARGEST_CODE: usize = 8 * 1024 * 1024;
 
 /// Whose session it is. Ids belong to their owner: two owners' `a` are two sessions.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Principal(pub String);
 
 impl Principal {
@@ -70,7 +74,8 @@ impl Principal {
 }
 
 /// A session's name: 1 to 64 of letters, digits, `_`, `.` and `-`; never `.` or `..`.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String")]
 pub struct SessionId(String);
 
 impl SessionId {
@@ -127,7 +132,8 @@ impl fmt::Display for SessionId {
 pub struct BadSessionId;
 
 /// A path below a session's working folder, checked for form only: relative, no `..`, no control characters, parts of at most 255 bytes.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String")]
 pub struct InsidePath(String);
 
 impl InsidePath {
@@ -228,6 +234,7 @@ impl Default for SessionSettings {
 }
 
 /// One run of code.
+#[derive(Clone, Serialize, Deserialize)]
 pub struct ExecuteRequest {
     pub code: String,
     /// Counted from the moment the code starts, not while it waits for its turn.
@@ -235,11 +242,12 @@ pub struct ExecuteRequest {
     pub max_output_chars: usize,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SessionInfo {
     pub id: SessionId,
     /// `starting`, `idle`, `running`, `ended`.
-    pub state: &'static str,
+    #[serde(with = "serial::word")]
+    pub state: Word,
     /// Why it ended, when it did.
     pub ended: Option<String>,
     pub executions: u64,
@@ -248,18 +256,28 @@ pub struct SessionInfo {
     /// As last measured: at the end of an execution.
     pub memory: Option<u64>,
     /// What it can reach.
+    #[serde(with = "serial::rules")]
     pub rules: Rules,
 }
 
+/// A session and whose it is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Resident {
+    pub owner: Principal,
+    pub id: SessionId,
+    /// Code runs in it.
+    pub running: bool,
+}
+
 /// What a reset did.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResetReport {
     pub interrupted_running_cell: bool,
     pub files_kept: bool,
 }
 
 /// Why a request to a session was not carried out. Nothing of the request has happened unless the text says so.
-#[derive(Debug, Clone, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error, Serialize, Deserialize)]
 pub enum Refused {
     #[error(
         "there is no session `{id}`. Run a cell with this session_id to create it, or use `list_sessions` to see the existing ones"
@@ -305,9 +323,17 @@ pub enum Refused {
     #[error("the file could not be read or stored on the server's side: {why}")]
     Transfer { why: String },
     #[error("a cell is running in `{id}`; wait for it or interrupt it, then {then}")]
-    CellRunning { id: SessionId, then: &'static str },
+    CellRunning {
+        id: SessionId,
+        #[serde(with = "serial::word")]
+        then: Word,
+    },
     #[error("`{id}` is busy with a file, a fork or a restart; wait for it, then {then}")]
-    Occupied { id: SessionId, then: &'static str },
+    Occupied {
+        id: SessionId,
+        #[serde(with = "serial::word")]
+        then: Word,
+    },
     #[error("{count} forks were asked for; between 1 and {MOST_FORKS} can be made at once")]
     ForkCount { count: usize },
     #[error(

@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::sandbox::{Blocked, Exit, Isolation, MemoryUse};
 
 /// Everything about one finished execution.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Outcome {
     /// Names the execution within this server; the full output is found by it.
     pub execution: ExecutionId,
@@ -20,16 +22,17 @@ pub struct Outcome {
     pub files: Option<FileChanges>,
     pub isolation: Isolation,
     /// Connections that were refused since the execution before.
+    #[serde(with = "super::serial::blocked")]
     pub blocked: Vec<Blocked>,
     /// Sentences the reader must know, such as "this is a new session".
     pub notes: Vec<String>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ExecutionId(pub u64);
 
 /// How an execution ended.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Status {
     Completed,
     /// The user's code raised; that is not an error of ours.
@@ -73,14 +76,14 @@ impl Status {
 }
 
 /// What became of the variables after an execution was stopped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StateAfter {
     Kept,
     /// The code ignored the interrupt and the interpreter was killed. Files are kept.
     Lost,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PythonError {
     pub name: String,
     pub message: String,
@@ -89,7 +92,7 @@ pub struct PythonError {
 }
 
 /// Output in true order, already bounded.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Output {
     pub parts: Vec<Part>,
     /// Characters of text produced in all, including what was cut.
@@ -101,7 +104,7 @@ pub struct Output {
 }
 
 /// A piece of output.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Part {
     Text {
         stream: Stream,
@@ -115,7 +118,7 @@ pub enum Part {
     Image(Image),
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Stream {
     Stdout,
     Stderr,
@@ -127,10 +130,12 @@ pub enum Stream {
     Traceback,
 }
 
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Image {
     /// `image/png` or `image/jpeg`.
-    pub mime: &'static str,
+    #[serde(with = "super::serial::word")]
+    pub mime: super::Word,
+    #[serde(with = "serde_bytes")]
     pub bytes: Vec<u8>,
     pub width: u32,
     pub height: u32,
@@ -138,7 +143,7 @@ pub struct Image {
     pub scaled_from: Option<(u32, u32)>,
 }
 
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VariableChanges {
     pub created: Vec<Variable>,
     pub changed: Vec<Variable>,
@@ -146,7 +151,7 @@ pub struct VariableChanges {
     pub omitted: u64,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Variable {
     pub name: String,
     pub kind: String,
@@ -154,7 +159,7 @@ pub struct Variable {
     pub size: Option<u64>,
 }
 
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileChanges {
     pub created: Vec<FileNote>,
     pub changed: Vec<FileNote>,
@@ -162,7 +167,7 @@ pub struct FileChanges {
     pub omitted: u64,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileNote {
     pub path: String,
     pub size: u64,

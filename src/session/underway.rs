@@ -4,10 +4,12 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::{Outcome, SessionId};
 
 /// How a call that runs code ended.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Executed {
     Finished(Box<Outcome>),
     /// The caller's patience ended first. The code goes on, and `check` tells how.
@@ -15,7 +17,7 @@ pub enum Executed {
 }
 
 /// An execution that has not finished.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Underway {
     pub handle: ExecutionHandle,
     pub session: SessionId,
@@ -30,7 +32,7 @@ pub struct Underway {
 }
 
 /// What is known of an execution that was asked about.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Checked {
     Finished {
         session: SessionId,
@@ -44,7 +46,7 @@ pub enum Checked {
 }
 
 /// Which execution is meant.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Which {
     /// The first of a session that nobody has heard the end of, or else the last one.
     Of(SessionId),
@@ -52,7 +54,8 @@ pub enum Which {
 }
 
 /// Names an execution for its owner: 128 random bits, so that nobody can guess it.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String")]
 pub struct ExecutionHandle(String);
 
 impl ExecutionHandle {

@@ -52,6 +52,9 @@ pub enum Reason {
     TooManyConnections(usize),
     #[error("too many to list")]
     TooManyToList,
+    /// As another process put it.
+    #[error("{0}")]
+    Told(String),
 }
 
 impl fmt::Display for Blocked {

@@ -34,7 +34,6 @@ impl Check<'_> {
             max_wait: self
                 .duration(Key::MaxWait, Duration::from_secs(1)..=super::HOUR)?
                 .unwrap_or(Duration::from_secs(50)),
-            keep_sessions: self.switch(Key::KeepSessions)?.unwrap_or(true),
         })
     }
 
@@ -81,7 +80,6 @@ mod tests {
         assert_eq!(service.listen, "127.0.0.1:8000".parse().unwrap());
         assert_eq!((service.public_url, service.tls), (None, None));
         assert_eq!((service.max_connections, service.max_wait), (4096, Duration::from_secs(50)));
-        assert!(service.keep_sessions);
     }
 
     #[test]

@@ -1,0 +1,243 @@
+//! Sessions that outlive a server: where a command's sessions are, and `cellblock keeper`.
+//!
+//! A server that keeps sessions starts this program again as `cellblock keeper hold`, which makes the same house as the server would and lends it out. It gets the
+//! configuration file and the flags as the server has read them through its standard input, and the environment as every child does; secrets are in no argument and in no file.
+
+use std::io::Read;
+use std::os::unix::net::UnixListener;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::{Context, bail};
+use sha2::{Digest, Sha256};
+use tracing::{error, info};
+
+use super::cli::KeeperCommand;
+use super::{House, Warmth, asked_to_end, house, print};
+use crate::config::{HandOver, Settings};
+use crate::keeper::{self, Client, KeeperName, KeeperSettings, Kept, Post, Status, StopAnswer, Terms};
+use crate::session::SessionAccess;
+
+/// A configuration file with all its environments has a few kilobytes.
+const LARGEST_HAND_OVER: u64 = 16 << 20;
+
+/// Whether a command keeps sessions when nobody says so.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum KeepByDefault {
+    /// Used by servers that many share.
+    Yes,
+    No,
+}
+
+/// Where the sessions of a command are.
+pub(super) enum Home {
+    /// In this process, and they end with it.
+    Here(House),
+    /// In a keeper, and they stay there.
+    Kept(Client),
+}
+
+impl Home {
+    /// Makes sessions, or finds those that are kept. `name` is the keeper's unless the operator chose one.
+    pub(super) async fn of(settings: &Settings, keep: KeepByDefault, name: &str) -> anyhow::Result<Home> {
+        if !settings.keep_sessions.unwrap_or(keep == KeepByDefault::Yes) {
+            return Ok(Home::Here(house(settings, Warmth::Full)?));
+        }
+        let attached = keeper::attach(&keeper_settings(settings, name)?).await;
+        Ok(Home::Kept(attached.context("sessions cannot be kept; --keep-sessions off does without")?))
+    }
+
+    pub(super) fn sessions(&self) -> Arc<dyn SessionAccess> {
+        match self {
+            Home::Here(house) => Arc::new(house.sessions.clone()),
+            Home::Kept(client) => Arc::new(client.clone()),
+        }
+    }
+
+    /// Ends the sessions of this process. Those that are kept go on.
+    pub(super) async fn leave(&self) {
+        if let Home::Here(house) = self {
+            house.shut_down().await;
+        }
+    }
+}
+
+/// Tells how the keeper of these settings is found and started.
+pub(super) fn keeper_settings(settings: &Settings, name: &str) -> anyhow::Result<KeeperSettings> {
+    let name = match &settings.keeper {
+        Some(name) => name.clone(),
+        None => name.parse::<KeeperName>()?,
+    };
+    Ok(KeeperSettings {
+        runtime_dir: settings.runtime_dir.clone(),
+        name,
+        program: std::env::current_exe().context("could not find this program")?,
+        arguments: vec!["keeper".to_owned(), "hold".to_owned()],
+        hand_over: rmp_serde::to_vec_named(&settings.hand_over).context("the settings cannot be handed over")?,
+        digest: digest(settings),
+        files_outlive_sessions: settings.workspace.is_some(),
+    })
+}
+
+/// Names everything in the settings that sessions depend on. What only a front needs is left out, so that it can change without them.
+fn digest(settings: &Settings) -> String {
+    let mut hash = Sha256::new();
+    let Settings { workspace, environment, mounts, limits, max_sessions, idle_timeout, pool, undo, .. } = settings;
+    hash.update(format!("{workspace:?} {environment:?} {:?} {mounts:?}", settings.environment_spec()));
+    hash.update(format!("{limits:?} {max_sessions} {idle_timeout:?} {pool} {undo:?} {}", settings.explore_parallel));
+    hash.update(format!("{:?} {:?} {:?}", settings.packages, settings.allow_missing, settings.data_dir));
+    hash.update(format!("{:?} {:?}", settings.network.rules, settings.network.limits));
+    for (name, value) in settings.variables.iter() {
+        hash.update(format!("{name:?}={value:?}"));
+    }
+    for secret in &settings.network.secrets {
+        hash.update(format!("{secret:?}"));
+        secret.compare(|value| hash.update(value));
+    }
+    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// What a keeper gets from the server that starts it.
+pub(super) struct Inheritance {
+    listener: UnixListener,
+    pub(super) settings: HandOver,
+}
+
+/// Becomes a process of its own and takes over what the server has put in the place of standard input and output.
+pub(super) fn inherit() -> anyhow::Result<Inheritance> {
+    let listener = Post::handed_over()?;
+    // Signals to the server's terminal or group are not meant for us. Whoever leads a group already is as far away as that.
+    let _ = rustix::process::setsid();
+    let mut bytes = Vec::new();
+    std::io::stdin().lock().take(LARGEST_HAND_OVER).read_to_end(&mut bytes).context("no settings were handed over")?;
+    let settings = rmp_serde::from_slice(&bytes).context("the settings that were handed over make no sense")?;
+    Ok(Inheritance { listener, settings })
+}
+
+/// Carries out `cellblock keeper …`.
+pub(super) async fn execute(
+    command: KeeperCommand,
+    settings: Settings,
+    inheritance: Option<Inheritance>,
+) -> anyhow::Result<ExitCode> {
+    match (command, inheritance) {
+        (KeeperCommand::Hold, Some(inheritance)) => hold(&settings, inheritance.listener).await,
+        (KeeperCommand::Hold, None) => bail!(keeper::NotHandedOver),
+        (KeeperCommand::Status { json }, _) => status(&settings, json).await,
+        (KeeperCommand::Stop { name, now }, _) => stop(&settings, &name, now).await,
+    }
+}
+
+async fn hold(settings: &Settings, listener: UnixListener) -> anyhow::Result<ExitCode> {
+    // The folder that the server was started in must not be held for days.
+    std::env::set_current_dir("/").context("the root folder cannot be entered")?;
+    let post = Post::new(listener).context("the socket that was handed over cannot be used")?;
+    let house = match house(settings, Warmth::Full) {
+        Ok(house) => house,
+        Err(cause) => {
+            error!(error = format!("{cause:#}"), "this keeper cannot keep sessions");
+            keeper::apologise(post, format!("{cause:#}")).await;
+            return Ok(ExitCode::from(2));
+        }
+    };
+    info!("this process keeps sessions");
+    let kept: Arc<dyn Kept> = Arc::new(house.sessions.clone());
+    let terms = Terms { settings: digest(settings), build: env!("CARGO_PKG_VERSION").to_owned() };
+    keeper::keep(post, kept, terms, asked_to_end()).await;
+    house.shut_down().await;
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn status(settings: &Settings, json: bool) -> anyhow::Result<ExitCode> {
+    let mut alive = Vec::new();
+    for name in keeper::keepers_in(&settings.runtime_dir) {
+        match keeper::ask_status(&settings.runtime_dir, &name).await {
+            Ok(Some(status)) => alive.push((name, status)),
+            // It died and left its socket, which the next one replaces.
+            Ok(None) => {}
+            Err(error) => eprintln!("cellblock: {:#}", anyhow::Error::new(error)),
+        }
+    }
+    print(&if json { as_json(&alive) } else { as_text(&alive) })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn as_json(alive: &[(KeeperName, Status)]) -> String {
+    let row = |(name, status): &(KeeperName, Status)| {
+        serde_json::json!({
+            "name": name.as_str(),
+            "process": status.process,
+            "age_seconds": status.age.as_secs(),
+            "sessions": status.sessions,
+            "running": status.running,
+            "servers": status.fronts,
+            "version": status.build,
+            "protocol": status.protocol,
+        })
+    };
+    format!("{:#}\n", serde_json::Value::from(alive.iter().map(row).collect::<Vec<_>>()))
+}
+
+fn as_text(alive: &[(KeeperName, Status)]) -> String {
+    if alive.is_empty() {
+        return "no sessions are kept\n".to_owned();
+    }
+    let row = |(name, status): &(KeeperName, Status)| {
+        format!(
+            "{name}: process {}, for {} s, {} sessions ({} running), {} servers connected, version {}\n",
+            status.process,
+            status.age.as_secs(),
+            status.sessions,
+            status.running,
+            status.fronts,
+            status.build
+        )
+    };
+    alive.iter().map(row).collect()
+}
+
+async fn stop(settings: &Settings, name: &KeeperName, now: bool) -> anyhow::Result<ExitCode> {
+    match keeper::ask_to_stop(&settings.runtime_dir, name, now).await? {
+        Some(StopAnswer::Stopping) => print(&format!("{name} has ended, and its sessions with it\n"))?,
+        None => print(&format!("there is no keeper {name}\n"))?,
+        Some(StopAnswer::Busy { running }) => {
+            bail!("code is running in {running} sessions; wait for it, or interrupt it with --now")
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Variables;
+    use crate::config::tests_support::settings_below;
+
+    #[test]
+    fn the_digest_changes_with_what_sessions_depend_on_and_with_nothing_else() {
+        let settings = settings_below(std::path::Path::new("/base"));
+        let differs = |change: &dyn Fn(&mut Settings)| {
+            let mut other = settings.clone();
+            change(&mut other);
+            digest(&other) != digest(&settings)
+        };
+        assert!(differs(&|settings| settings.limits.memory += 1));
+        assert!(differs(&|settings| settings.max_sessions += 1));
+        let variables = |value: &str| {
+            let mut variables = Variables::default();
+            variables.set("TOKEN".to_owned(), value.to_owned());
+            variables
+        };
+        assert!(differs(&|settings| settings.variables = variables("one")));
+        assert!(!differs(&|settings| settings.log_filter = Some("debug".to_owned())));
+        assert!(!differs(&|settings| settings.timeout = std::time::Duration::from_secs(7)));
+    }
+
+    #[test]
+    fn what_is_handed_over_is_not_printed() {
+        let settings = settings_below(std::path::Path::new("/base"));
+        assert!(format!("{settings:?}").contains("HandOver([redacted])"));
+        let keeper = keeper_settings(&settings, "serve").unwrap();
+        assert!(format!("{keeper:?}").contains("[redacted]"));
+    }
+}

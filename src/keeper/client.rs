@@ -1,0 +1,424 @@
+//! The way to sessions that another process keeps.
+//!
+//! It looks like the sessions themselves. When the keeper has died, the next call starts another one; calls for the sessions that are lost are refused by name until somebody
+//! resets or closes them, as for any session that ended.
+
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use serde::de::DeserializeOwned;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use super::link::{Link, NoAnswer, Wishes};
+use super::message::{Answer, Call, Welcome};
+use super::seen::Seen;
+use super::start::{self, AttachError};
+use super::{KeeperSettings, post::KeeperName};
+use crate::sandbox::{LaunchError, Preparation, Rules};
+use crate::session::install::InstallReport;
+use crate::session::{
+    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, ForkNames,
+    ForkReport, InsidePath, News, Principal, Refused, ResetReport, SessionAccess, SessionId, SessionInfo, Slice,
+    UndoReport, Which,
+};
+
+/// The first wait after a keeper could not be started. Each further failure doubles it.
+const FIRST_REST: Duration = Duration::from_millis(500);
+const LONGEST_REST: Duration = Duration::from_secs(30);
+
+/// Sessions that a keeper keeps. Copies share the connection.
+#[derive(Clone)]
+pub struct Client {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    settings: Mutex<Arc<KeeperSettings>>,
+    link: Mutex<Option<Arc<Link>>>,
+    /// Held by whoever connects.
+    connecting: tokio::sync::Mutex<Attempts>,
+    preparation: watch::Sender<Preparation>,
+    seen: Mutex<Seen>,
+}
+
+#[derive(Default)]
+struct Attempts {
+    /// The keeper that was there last.
+    keeper: String,
+    failures: u32,
+    /// Nobody tries again before this, and this is the answer until then.
+    rest: Option<(Instant, String)>,
+}
+
+/// Which session a call is about.
+type About<'a> = Option<(&'a Principal, &'a SessionId)>;
+
+impl Client {
+    pub(super) async fn attach(settings: KeeperSettings) -> Result<Client, AttachError> {
+        let (stream, welcome) = start::connect(&settings).await?;
+        let waiting = Preparation::Working { step: "preparing Python".to_owned(), done: 0, total: None };
+        let shared = Arc::new(Shared {
+            settings: Mutex::new(Arc::new(settings)),
+            link: Mutex::new(None),
+            connecting: tokio::sync::Mutex::default(),
+            preparation: watch::Sender::new(waiting),
+            seen: Mutex::default(),
+        });
+        let link = Link::new(stream, shared.preparation.clone());
+        shared.welcomed(&welcome, &mut *shared.connecting.lock().await);
+        *shared.current() = Some(link);
+        Ok(Client { shared })
+    }
+
+    /// Uses these settings for the next keeper that has to be started.
+    pub fn renew(&self, settings: KeeperSettings) {
+        *self.shared.settings.lock().expect("nothing panics while it holds the settings") = Arc::new(settings);
+    }
+
+    /// The name of the keeper.
+    pub fn keeper(&self) -> KeeperName {
+        self.shared.settings().name.clone()
+    }
+
+    /// Returns the connection, making a new one if the keeper is gone.
+    async fn link(&self) -> Result<Arc<Link>, Refused> {
+        if let Some(link) = self.shared.open_link() {
+            return Ok(link);
+        }
+        let mut attempts = self.shared.connecting.lock().await;
+        if let Some(link) = self.shared.open_link() {
+            return Ok(link);
+        }
+        if let Some((until, why)) = &attempts.rest
+            && Instant::now() < *until
+        {
+            return Err(no_keeper(why.clone()));
+        }
+        let settings = self.shared.settings();
+        match start::connect(&settings).await {
+            Ok((stream, welcome)) => {
+                self.shared.welcomed(&welcome, &mut attempts);
+                let link = Link::new(stream, self.shared.preparation.clone());
+                *self.shared.current() = Some(Arc::clone(&link));
+                Ok(link)
+            }
+            Err(error) => {
+                let rest = FIRST_REST.saturating_mul(1 << attempts.failures.min(10)).min(LONGEST_REST);
+                attempts.failures += 1;
+                warn!(error = %with_causes(&error), "there is no keeper");
+                // A caller has no use for names and paths of this machine.
+                let why = "the process that keeps sessions is not there, and could not be started".to_owned();
+                attempts.rest = Some((Instant::now() + rest, why.clone()));
+                Err(no_keeper(why))
+            }
+        }
+    }
+
+    async fn ask<T: DeserializeOwned>(&self, about: About<'_>, call: Call, wishes: Wishes) -> Result<T, Refused> {
+        loop {
+            let link = self.link().await?;
+            self.refuse_lost(about)?;
+            match link.ask(&call, wishes.clone()).await {
+                // The keeper was gone already, and nothing has happened. The next turn finds another one, or fails.
+                Err(NoAnswer::NotSent) => continue,
+                answer => return self.heard(about, answer),
+            }
+        }
+    }
+
+    async fn ask_plainly<T: DeserializeOwned>(&self, about: About<'_>, call: Call) -> Result<T, Refused> {
+        self.ask(about, call, Wishes::default()).await
+    }
+
+    fn refuse_lost(&self, about: About<'_>) -> Result<(), Refused> {
+        match about {
+            Some((owner, id)) if self.shared.seen().is_lost(owner, id) => Err(self.lost(id)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Turns what came back into the answer of a call, and remembers that its session exists.
+    fn heard<T>(&self, about: About<'_>, answer: Result<Answer<T>, NoAnswer>) -> Result<T, Refused> {
+        match answer {
+            Ok(answer) => {
+                if let (Ok(_), Some((owner, id))) = (&answer, about) {
+                    self.shared.seen().note(owner, id);
+                }
+                answer
+            }
+            Err(NoAnswer::TooLarge) => Err(Refused::Transfer { why: "the request is too large".to_owned() }),
+            Err(NoAnswer::Nonsense) => Err(Refused::Transfer { why: "the answer could not be understood".to_owned() }),
+            Err(NoAnswer::NotSent | NoAnswer::Lost) => Err(match about {
+                Some((owner, id)) => {
+                    self.shared.seen().lose(owner, id);
+                    self.lost(id)
+                }
+                None => no_keeper("the process that kept the sessions ended, and they are lost".to_owned()),
+            }),
+        }
+    }
+
+    fn lost(&self, id: &SessionId) -> Refused {
+        let files = self.shared.settings().files_outlive_sessions;
+        let what = if files {
+            "its variables are lost; files in the working folder are kept"
+        } else {
+            "its variables and files are lost"
+        };
+        let why = format!("the process that kept the sessions ended, and {what}");
+        Refused::Ended { id: id.clone(), why, undo: false }
+    }
+
+    /// Which session an execution belongs to, if that is known here.
+    fn session_of(&self, which: &Which) -> Option<SessionId> {
+        match which {
+            Which::Of(id) => Some(id.clone()),
+            Which::This(handle) => self.shared.seen().session_of(handle),
+        }
+    }
+}
+
+impl Shared {
+    fn settings(&self) -> Arc<KeeperSettings> {
+        Arc::clone(&self.settings.lock().expect("nothing panics while it holds the settings"))
+    }
+
+    fn current(&self) -> MutexGuard<'_, Option<Arc<Link>>> {
+        self.link.lock().expect("nothing panics while it holds the connection")
+    }
+
+    fn open_link(&self) -> Option<Arc<Link>> {
+        self.current().as_ref().filter(|link| !link.is_closed()).map(Arc::clone)
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().expect("nothing panics while it holds what was seen")
+    }
+
+    /// Notes which keeper this is and whose sessions it has. Another one than before means that those are lost.
+    fn welcomed(&self, welcome: &Welcome, attempts: &mut Attempts) {
+        let mut seen = self.seen();
+        if attempts.keeper != welcome.keeper {
+            seen.lose_all();
+        }
+        for resident in &welcome.residents {
+            seen.note(&resident.owner, &resident.id);
+        }
+        *attempts = Attempts { keeper: welcome.keeper.clone(), ..Attempts::default() };
+    }
+}
+
+fn no_keeper(why: String) -> Refused {
+    Refused::Launch(LaunchError::Start { why })
+}
+
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+fn transfer(error: &io::Error) -> Refused {
+    Refused::Transfer { why: error.kind().to_string() }
+}
+
+#[async_trait]
+impl SessionAccess for Client {
+    fn preparation(&self) -> watch::Receiver<Preparation> {
+        self.shared.preparation.subscribe()
+    }
+
+    async fn execute(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ExecuteRequest,
+        wait: Option<Duration>,
+        cancel: CancellationToken,
+        news: News,
+    ) -> Result<Executed, Refused> {
+        let call = Call::Execute { owner: owner.clone(), id: id.clone(), request, wait };
+        let wishes = Wishes { news: Some(news), cancel: Some(cancel) };
+        let executed = self.ask(Some((owner, id)), call, wishes).await?;
+        if let Executed::Underway(underway) = &executed {
+            self.shared.seen().note_execution(&underway.handle, &underway.session);
+        }
+        Ok(executed)
+    }
+
+    async fn check(
+        &self,
+        owner: &Principal,
+        which: &Which,
+        wait: Duration,
+        max_chars: usize,
+        news: News,
+    ) -> Result<Checked, Refused> {
+        let call = Call::Check { owner: owner.clone(), which: which.clone(), wait, max_chars };
+        let session = self.session_of(which);
+        let about = session.as_ref().map(|id| (owner, id));
+        self.ask(about, call, Wishes { news: Some(news), cancel: None }).await
+    }
+
+    async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused> {
+        let session = self.session_of(which);
+        let about = session.as_ref().map(|id| (owner, id));
+        self.ask_plainly(about, Call::Stop { owner: owner.clone(), which: which.clone() }).await
+    }
+
+    async fn reset(&self, owner: &Principal, id: &SessionId) -> Result<ResetReport, Refused> {
+        self.link().await?;
+        if self.shared.seen().forgive(owner, id) {
+            let files_kept = self.shared.settings().files_outlive_sessions;
+            return Ok(ResetReport { interrupted_running_cell: false, files_kept });
+        }
+        self.ask_plainly(Some((owner, id)), Call::Reset { owner: owner.clone(), id: id.clone() }).await
+    }
+
+    async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused> {
+        self.ask_plainly(Some((owner, id)), Call::Undo { owner: owner.clone(), id: id.clone(), cells }).await
+    }
+
+    async fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
+        self.ask_plainly(Some((owner, id)), Call::Checkpoints { owner: owner.clone(), id: id.clone() }).await
+    }
+
+    async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused> {
+        let call = Call::Fork { owner: owner.clone(), id: id.clone(), names };
+        let report: ForkReport = self.ask_plainly(Some((owner, id)), call).await?;
+        let mut seen = self.shared.seen();
+        report.forks.iter().for_each(|fork| seen.note(owner, fork));
+        drop(seen);
+        Ok(report)
+    }
+
+    async fn explore(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ExploreRequest,
+        cancel: CancellationToken,
+        news: News,
+    ) -> Result<ExploreReport, Refused> {
+        let call = Call::Explore { owner: owner.clone(), id: id.clone(), request };
+        let wishes = Wishes { news: Some(news), cancel: Some(cancel) };
+        let report: ExploreReport = self.ask(Some((owner, id)), call, wishes).await?;
+        let mut seen = self.shared.seen();
+        report.kept.iter().for_each(|(_, session)| seen.note(owner, session));
+        drop(seen);
+        Ok(report)
+    }
+
+    async fn install(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        requirements: Vec<String>,
+        cancel: CancellationToken,
+        news: News,
+    ) -> Result<InstallReport, Refused> {
+        let call = Call::Install { owner: owner.clone(), id: id.clone(), requirements };
+        self.ask(Some((owner, id)), call, Wishes { news: Some(news), cancel: Some(cancel) }).await
+    }
+
+    async fn write_file(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        source: &mut (dyn AsyncRead + Send + Unpin),
+        overwrite: bool,
+    ) -> Result<u64, Refused> {
+        let link = self.link().await?;
+        self.refuse_lost(Some((owner, id)))?;
+        let call = Call::WriteFile { owner: owner.clone(), id: id.clone(), path: path.clone(), overwrite };
+        let (answer, trouble) = link.send_file(&call, source).await;
+        let answer = self.heard(Some((owner, id)), answer);
+        match trouble {
+            // The sessions know only that the rest did not come.
+            Some(error) if !link.is_closed() => Err(transfer(&error)),
+            _ => answer,
+        }
+    }
+
+    async fn read_file(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        limit: u64,
+        sink: &mut (dyn AsyncWrite + Send + Unpin),
+    ) -> Result<u64, Refused> {
+        let link = self.link().await?;
+        self.refuse_lost(Some((owner, id)))?;
+        let call = Call::ReadFile { owner: owner.clone(), id: id.clone(), path: path.clone(), limit };
+        match link.receive_file(&call, sink).await {
+            (_, Some(error)) => Err(transfer(&error)),
+            (answer, None) => self.heard(Some((owner, id)), answer),
+        }
+    }
+
+    async fn list(&self, owner: &Principal) -> Vec<SessionInfo> {
+        let mut all: Vec<SessionInfo> =
+            self.ask_plainly(None, Call::List { owner: owner.clone() }).await.unwrap_or_default();
+        let lost = self.shared.seen().lost_by(owner);
+        for info in &all {
+            self.shared.seen().note(owner, &info.id);
+        }
+        all.extend(lost.into_iter().map(|id| lost_info(id, "the process that kept the sessions ended")));
+        all.sort_by(|one, other| one.id.cmp(&other.id));
+        all
+    }
+
+    async fn close(&self, owner: &Principal, id: &SessionId) -> Result<(), Refused> {
+        self.link().await?;
+        if self.shared.seen().forgive(owner, id) {
+            return Ok(());
+        }
+        self.ask_plainly::<()>(Some((owner, id)), Call::Close { owner: owner.clone(), id: id.clone() }).await?;
+        self.shared.seen().forget(owner, id);
+        Ok(())
+    }
+
+    async fn output_size(&self, owner: &Principal, id: &SessionId, execution: ExecutionId) -> Option<u64> {
+        let call = Call::OutputSize { owner: owner.clone(), id: id.clone(), execution };
+        // About nothing: a session that has no output need not exist.
+        self.ask_plainly::<Option<u64>>(None, call).await.ok().flatten()
+    }
+
+    async fn read_output(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        execution: ExecutionId,
+        offset: u64,
+        length: usize,
+    ) -> Option<io::Result<Slice>> {
+        let call = Call::ReadOutput { owner: owner.clone(), id: id.clone(), execution, offset, length };
+        let read: Option<Result<Slice, String>> = self.ask_plainly(None, call).await.ok().flatten();
+        read.map(|read| read.map_err(io::Error::other))
+    }
+}
+
+fn lost_info(id: SessionId, why: &str) -> SessionInfo {
+    SessionInfo {
+        id,
+        state: "ended",
+        ended: Some(why.to_owned()),
+        executions: 0,
+        age: Duration::ZERO,
+        idle: Duration::ZERO,
+        memory: None,
+        rules: Rules::none(),
+    }
+}

@@ -1,0 +1,198 @@
+//! The keeper's side of one front's connection: many requests at once, each with its own task.
+//!
+//! A request ends with its answer, or when the front forgets it or is gone; then its future is dropped, which for code means that it goes on. Only `Cancel` interrupts.
+//! The reader never waits for a request, so a slow one holds nobody up.
+
+use std::collections::HashMap;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use tokio::io::AsyncRead;
+use tokio::sync::{Semaphore, mpsc, watch};
+use tokio_util::sync::CancellationToken;
+
+use super::Kept;
+use super::calls::{self, Hands};
+use super::frame::{self, Assembly, Frame, FrameError, Kind, Written};
+use super::message::{Answer, Call, FromFront, FromKeeper};
+use super::stream::{self, Arrival, Arriving, Leaving, Silence, WINDOW};
+use crate::session::{News, Refused};
+
+/// Requests of one front at the same time. A front has a few per client of its own.
+pub(super) const MOST_REQUESTS: usize = 4_096;
+
+/// What all requests of a connection share.
+pub(super) struct Desk {
+    pub(super) kept: Arc<dyn Kept>,
+    pub(super) frames: mpsc::Sender<Written>,
+    /// How many requests of all fronts are being answered.
+    pub(super) underway: watch::Sender<usize>,
+    pub(super) requests: Mutex<HashMap<u64, Request>>,
+    /// The front is gone.
+    pub(super) gone: CancellationToken,
+}
+
+/// What can still be said about a request.
+pub(super) struct Request {
+    cancel: CancellationToken,
+    forgotten: CancellationToken,
+    /// Where chunks from the front go.
+    upload: mpsc::Sender<Arrival>,
+    /// Chunks that may be sent to the front.
+    credit: Arc<Semaphore>,
+}
+
+impl Desk {
+    pub(super) fn new(kept: Arc<dyn Kept>, frames: mpsc::Sender<Written>, underway: watch::Sender<usize>) -> Arc<Desk> {
+        let (requests, gone) = (Mutex::default(), CancellationToken::new());
+        Arc::new(Desk { kept, frames, underway, requests, gone })
+    }
+
+    /// Answers requests until the front leaves or says what makes no sense.
+    pub(super) async fn serve(self: &Arc<Desk>, reader: &mut (impl AsyncRead + Unpin)) -> Result<(), FrameError> {
+        let mut assembly = Assembly::default();
+        while let Some(frame) = frame::read(reader).await? {
+            let Some(Frame { id, kind, payload }) = assembly.add(frame)? else { continue };
+            match kind {
+                Kind::Chunk => self.arrived(id, Arrival::Chunk(payload))?,
+                Kind::Message => match frame::content(&payload)? {
+                    FromFront::Request(call) => self.begin(id, *call),
+                    FromFront::Forget => {
+                        assembly.forget(id);
+                        self.forget(id);
+                    }
+                    other => self.hear(id, other)?,
+                },
+                Kind::Part | Kind::Answer => return Err(FrameError::OutOfTurn("a front answers nothing")),
+            }
+        }
+        Ok(())
+    }
+
+    fn hear(&self, id: u64, message: FromFront) -> Result<(), FrameError> {
+        match message {
+            FromFront::Cancel => {
+                if let Some(request) = self.requests().get(&id) {
+                    request.cancel.cancel();
+                }
+                Ok(())
+            }
+            FromFront::Credit(amount) => {
+                if let Some(request) = self.requests().get(&id) {
+                    stream::give_credit(&request.credit, amount);
+                }
+                Ok(())
+            }
+            FromFront::NoMore => self.arrived(id, Arrival::End),
+            FromFront::SourceFailed => self.arrived(id, Arrival::Failed),
+            FromFront::Hello(_) => Err(FrameError::OutOfTurn("a second hello")),
+            FromFront::Request(_) | FromFront::Forget => unreachable!("the caller has taken these"),
+        }
+    }
+
+    /// Hands a part of a file on. A request that is over needs none.
+    fn arrived(&self, id: u64, arrival: Arrival) -> Result<(), FrameError> {
+        match self.requests().get(&id).map(|request| request.upload.try_send(arrival)) {
+            Some(Err(mpsc::error::TrySendError::Full(_))) => Err(FrameError::OutOfTurn("more chunks than credits")),
+            _ => Ok(()),
+        }
+    }
+
+    fn forget(&self, id: u64) {
+        if let Some(request) = self.requests().remove(&id) {
+            request.forgotten.cancel();
+        }
+    }
+
+    fn begin(self: &Arc<Desk>, number: u64, call: Call) {
+        let (upload, arrivals) = stream::arrivals();
+        let (cancel, forgotten) = (CancellationToken::new(), self.gone.child_token());
+        let credit = Arc::new(Semaphore::new(WINDOW));
+        let request =
+            Request { cancel: cancel.clone(), forgotten: forgotten.clone(), upload, credit: Arc::clone(&credit) };
+        {
+            let mut requests = self.requests();
+            if requests.len() < MOST_REQUESTS {
+                requests.insert(number, request);
+            } else {
+                let busy: Answer<()> = Err(Refused::Busy { waiting: MOST_REQUESTS });
+                tokio::spawn(Arc::clone(self).send(calls::written(number, &busy)));
+                return;
+            }
+        }
+        let give_back =
+            frame::write(number, Kind::Message, &FromKeeper::Credit(1)).expect("a credit is short").remove(0);
+        let news = News::new(String::new());
+        let heard = news.subscribe();
+        let hands = Hands {
+            cancel,
+            news,
+            source: Arriving::new(arrivals, give_back, self.frames.clone(), Silence::IsAFailure),
+            sink: Leaving::new(number, credit, self.frames.clone()),
+        };
+        let ticket = Ticket::new(&self.underway);
+        let desk = Arc::clone(self);
+        tokio::spawn(async move {
+            let _ticket = ticket;
+            if let Some(answer) = desk.answer(number, call, hands, forgotten, heard).await {
+                // In this order, so that a front that reuses nothing never finds a number taken.
+                desk.requests().remove(&number);
+                desk.send(answer).await;
+            }
+        });
+    }
+
+    /// Carries a call out while its news are passed on. Returns nothing when nobody wants the answer.
+    async fn answer(
+        &self,
+        number: u64,
+        call: Call,
+        hands: Hands<Arriving, Leaving>,
+        forgotten: CancellationToken,
+        mut heard: watch::Receiver<String>,
+    ) -> Option<Vec<Written>> {
+        let mut work = pin!(calls::carry_out(&*self.kept, number, call, hands));
+        loop {
+            tokio::select! {
+                biased;
+                () = forgotten.cancelled() => return None,
+                answer = &mut work => return Some(answer),
+                Ok(()) = heard.changed() => {
+                    let text = heard.borrow_and_update().clone();
+                    let news = frame::write(number, Kind::Message, &FromKeeper::News(text)).ok()?;
+                    // Where there is no room, later news say more.
+                    news.into_iter().take(1).for_each(|frame| drop(self.frames.try_send(frame)));
+                }
+            }
+        }
+    }
+
+    /// Sends frames one after the other, in turn with those of other requests. A front that is gone needs none.
+    async fn send(self: Arc<Desk>, frames: Vec<Written>) {
+        for frame in frames {
+            if self.frames.send(frame).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn requests(&self) -> MutexGuard<'_, HashMap<u64, Request>> {
+        self.requests.lock().expect("nothing panics while it holds the requests")
+    }
+}
+
+/// Counts a request for as long as it is being answered.
+struct Ticket(watch::Sender<usize>);
+
+impl Ticket {
+    fn new(underway: &watch::Sender<usize>) -> Ticket {
+        underway.send_modify(|count| *count += 1);
+        Ticket(underway.clone())
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        self.0.send_modify(|count| *count -= 1);
+    }
+}
