@@ -6,6 +6,7 @@
 mod attacks;
 mod branching;
 mod cli;
+mod conformance;
 mod contract;
 mod leaks;
 mod network;
