@@ -8,6 +8,7 @@ pub mod app;
 pub mod auth;
 pub mod config;
 pub mod environment;
+pub mod http;
 pub mod mcp;
 pub mod packages;
 pub mod runner_client;

@@ -21,12 +21,14 @@
 mod arguments;
 mod compare;
 mod host_files;
+pub mod http;
 mod progress;
 mod render;
 mod resources;
 mod stdio;
 mod tools;
 mod turns;
+mod wire;
 
 use std::borrow::Cow;
 use std::error::Error;

@@ -19,6 +19,7 @@ use super::arguments::{
     nearest, shortened,
 };
 use super::turns::Extent;
+use crate::auth::Scope;
 use crate::session::{MOST_FORKS, MOST_VARIANTS, SessionId, WorkFolder};
 
 /// A tool of the default profile.
@@ -71,6 +72,21 @@ impl ToolName {
 
     pub(super) fn from_name(name: &str) -> Option<ToolName> {
         ToolName::ALL.into_iter().find(|tool| tool.as_str() == name)
+    }
+
+    /// The right that a call needs.
+    pub(super) fn scope(self) -> Scope {
+        match self {
+            ToolName::Checkpoints | ToolName::Download | ToolName::List => Scope::Read,
+            ToolName::Install => Scope::Install,
+            ToolName::Execute
+            | ToolName::Reset
+            | ToolName::Undo
+            | ToolName::Fork
+            | ToolName::Explore
+            | ToolName::Upload
+            | ToolName::Close => Scope::Execute,
+        }
     }
 
     /// How much of a call must be over before the next call to its session begins.
