@@ -3,9 +3,10 @@
 //! `settle` is pure: it takes the sources as values and a way to read the few files they name. Every refusal names the setting, where
 //! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
 //!
-//! `network` has the settings about what sessions may reach. Files that hold secrets are read there, by those who know how to treat them.
+//! `network` has the settings about what sessions may reach, `service` those of the HTTP service. Files that hold secrets are read there, by those who know how to treat them.
 
 mod network;
+mod service;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
@@ -133,6 +134,7 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
             .unwrap_or(machine.cores.clamp(1, MOST_VARIANTS)),
         network,
         packages: check.packages()?,
+        service: check.service()?,
         profile: check.profile()?,
         allow_missing: check.allow_missing()?,
         runtime_dir: folders::runtime_dir(&surroundings, &machine),

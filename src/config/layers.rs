@@ -49,6 +49,15 @@ pub enum Key {
     InstallPackages,
     PackageSize,
     PackageTimeout,
+    Listen,
+    PublicUrl,
+    AllowedHosts,
+    AllowedOrigins,
+    TlsCert,
+    TlsKey,
+    MaxConnections,
+    MaxWait,
+    KeepSessions,
     Profile,
     AllowMissing,
     DataDir,
@@ -71,7 +80,7 @@ enum Shape {
 
 impl Key {
     /// Every setting: its name in the file, its flag, its shape. `CELLBLOCK_` and the name in capitals is its variable.
-    const TABLE: [(Key, &'static str, &'static str, Shape); 36] = [
+    const TABLE: [(Key, &'static str, &'static str, Shape); 45] = [
         (Key::Workspace, "workspace", "--workspace", Shape::Single),
         (Key::AllowedDirs, "allowed_dirs", "--allowed-dir", Shape::List),
         (Key::Environment, "environment", "--environment", Shape::Single),
@@ -104,6 +113,15 @@ impl Key {
         (Key::InstallPackages, "install_packages", "--install-packages", Shape::Single),
         (Key::PackageSize, "package_size", "", Shape::Single),
         (Key::PackageTimeout, "package_timeout", "", Shape::Single),
+        (Key::Listen, "listen", "--listen", Shape::Single),
+        (Key::PublicUrl, "public_url", "--public-url", Shape::Single),
+        (Key::AllowedHosts, "allowed_hosts", "--allowed-host", Shape::List),
+        (Key::AllowedOrigins, "allowed_origins", "--allowed-origin", Shape::List),
+        (Key::TlsCert, "tls_cert", "--tls-cert", Shape::Single),
+        (Key::TlsKey, "tls_key", "--tls-key", Shape::Single),
+        (Key::MaxConnections, "max_connections", "--max-connections", Shape::Single),
+        (Key::MaxWait, "max_wait", "--max-wait", Shape::Single),
+        (Key::KeepSessions, "keep_sessions", "--keep-sessions", Shape::Single),
         (Key::Profile, "profile", "--profile", Shape::Single),
         (Key::AllowMissing, "allow_missing", "--allow-missing", Shape::List),
         (Key::DataDir, "data_dir", "", Shape::Single),

@@ -23,6 +23,7 @@ mod variables;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, Read};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -32,6 +33,7 @@ use cellblock_egress::secrets::Secret;
 use rustix::fs::{CWD, Mode, OFlags};
 
 use crate::environment::{self, EnvironmentName, EnvironmentSpec};
+use crate::http::{AllowedHost, Origin as PageOrigin};
 use crate::sandbox::{LayerKind, SandboxLimits};
 use checks::{NamedFile, Sources};
 use folders::Machine;
@@ -71,6 +73,7 @@ pub struct Settings {
     pub explore_parallel: usize,
     pub network: Network,
     pub packages: Packages,
+    pub service: Service,
     pub profile: Profile,
     /// Isolation layers that may be missing.
     pub allow_missing: BTreeSet<LayerKind>,
@@ -125,6 +128,31 @@ pub struct Packages {
     pub size: u64,
     /// How long one installation may take.
     pub timeout: Duration,
+}
+
+/// How `cellblock serve` is reached.
+#[derive(Debug, Clone)]
+pub struct Service {
+    pub listen: SocketAddr,
+    /// Scheme, host and port by which clients know the server, when that is not the address it listens at.
+    pub public_url: Option<String>,
+    /// Names that requests may be for, beside those of this machine.
+    pub allowed_hosts: Vec<AllowedHost>,
+    /// Origins of pages that may use the server from a browser.
+    pub allowed_origins: Vec<PageOrigin>,
+    pub tls: Option<TlsFiles>,
+    pub max_connections: usize,
+    /// How long a call waits for code before its caller gets a handle instead.
+    pub max_wait: Duration,
+    /// Whether sessions outlive the server.
+    pub keep_sessions: bool,
+}
+
+/// A chain of certificates and their key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TlsFiles {
+    pub certificates: PathBuf,
+    pub key: PathBuf,
 }
 
 /// A host folder shown below the working folder.
