@@ -10,10 +10,22 @@ mod questions;
 mod suite;
 
 use std::net::SocketAddr;
+use std::sync::Arc;
+
+use axum::Router;
+use cellblock::http::routes::Access;
+use cellblock::http::{Allowed, Open, Routes, connections};
+use cellblock::mcp::http::Endpoint;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
 
 use self::fixture::Fixture;
 use self::suite::{Revision, check_all};
+use crate::support::server::PATIENCE;
 use crate::support::skipped;
+
+/// The suite has a few connections open at a time.
+const MOST_CONNECTIONS: usize = 64;
 
 #[test]
 fn every_scenario_of_2026_07_28_passes() {
@@ -34,19 +46,20 @@ fn check(revision: Revision) {
     check_all(folder, &format!("http://{address}/mcp"), revision);
 }
 
-/// Serves a handler on a free port for as long as the runtime lives.
+/// Serves a handler on a free port, as the program serves its own, for as long as the runtime lives.
 async fn serve(fixture: Fixture) -> SocketAddr {
-    use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
-    use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, StreamableHttpService};
-    let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
     let address = listener.local_addr().unwrap();
-    let config = StreamableHttpServerConfig::default().with_allowed_origins([format!("http://{address}")]);
-    let service = StreamableHttpService::new(
-        move || Ok(fixture.clone()),
-        std::sync::Arc::new(LocalSessionManager::default()),
-        config,
-    );
-    let router = axum::Router::new().nest_service("/mcp", service);
-    tokio::spawn(async move { axum::serve(listener, router).await });
+    let end = CancellationToken::new();
+    let routes = Routes {
+        endpoint: Endpoint::new(fixture, |_| None, PATIENCE, end.clone()),
+        allowed: Allowed::new(address, Vec::new(), Vec::new()),
+        access: Access::Open,
+        public_url: format!("http://{address}"),
+        more: Router::new(),
+        ready: Arc::new(|| Ok(())),
+        metrics: Arc::new(String::new),
+    };
+    tokio::spawn(connections::serve(listener, None, routes.router(), MOST_CONNECTIONS, Open::default(), end, PATIENCE));
     address
 }
