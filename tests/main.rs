@@ -6,6 +6,7 @@
 mod attacks;
 mod branching;
 mod cli;
+mod clients;
 mod conformance;
 mod contract;
 mod leaks;
