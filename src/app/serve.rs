@@ -17,7 +17,7 @@ const LARGEST_FILE: u64 = 1 << 30;
 pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
     let files = HostFiles::new(&settings.allowed_dirs, LARGEST_FILE).context("an allowed directory cannot be used")?;
     let house = house(&settings, Warmth::Full)?;
-    let server = mcp::Server::local(
+    let server = mcp::Server::new(
         Arc::new(house.sessions.clone()),
         files,
         McpSettings {

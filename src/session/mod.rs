@@ -78,6 +78,12 @@ impl SessionId {
         SessionId(SessionId::DEFAULT.to_owned())
     }
 
+    /// A name that nobody can guess, for callers who name none.
+    pub fn random() -> SessionId {
+        let handle = ExecutionHandle::random();
+        SessionId(format!("s-{handle}"))
+    }
+
     /// What sessions are called in the log that nobody can name.
     fn hidden() -> SessionId {
         SessionId("(hidden)".to_owned())
