@@ -45,6 +45,9 @@ pub(super) enum Command {
     /// Serve an MCP client over standard input and output
     #[command(after_help = MCP_EXAMPLES)]
     Mcp(McpArguments),
+    /// Serve many MCP clients over HTTP
+    #[command(after_help = SERVE_EXAMPLES)]
+    Serve(ServeArguments),
     /// Run Python once in a fresh sandbox and print the result
     #[command(after_help = RUN_EXAMPLES)]
     Run(RunArguments),
@@ -62,6 +65,14 @@ Examples:
   cellblock mcp --mount ~/datasets:data:ro --memory 4G --timeout 5m
   cellblock mcp --allowed-domain '*.example.com' --secret TOKEN=env:TOKEN@api.example.com";
 
+const SERVE_EXAMPLES: &str = "\
+Examples:
+  cellblock serve                                   on this machine, with a token of its own in a file that it names
+  cellblock serve --listen 0.0.0.0:8443 --tls-cert cert.pem --tls-key key.pem --public-url https://cells.example.com
+  cellblock serve --max-wait 30s --keep-sessions off
+
+Who may call is said in the configuration file or by MCP_JWKS_URI, MCP_ISSUER and MCP_AUDIENCE.";
+
 const RUN_EXAMPLES: &str = "\
 Examples:
   cellblock run script.py
@@ -75,6 +86,45 @@ pub(super) struct McpArguments {
     pub sandbox: SandboxArguments,
     #[command(flatten)]
     branching: BranchingArguments,
+}
+
+#[derive(Args)]
+pub(super) struct ServeArguments {
+    #[command(flatten)]
+    service: ServiceArguments,
+    #[command(flatten)]
+    pub sandbox: SandboxArguments,
+    #[command(flatten)]
+    branching: BranchingArguments,
+}
+
+/// Flags about the HTTP service itself.
+#[derive(Args, Default)]
+struct ServiceArguments {
+    /// Where to listen: an address and a port, or a port on this machine [default: 127.0.0.1:8000]
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    listen: Option<String>,
+    /// The address by which clients know this server, such as https://cells.example.com
+    #[arg(long, value_name = "URL")]
+    public_url: Option<String>,
+    /// Name of this server that requests may bear, beside localhost and its own address; repeat for more
+    #[arg(long = "allowed-host", value_name = "HOST[:PORT]")]
+    allowed_hosts: Vec<String>,
+    /// Origin of pages that may use this server from a browser, such as https://app.example.com; repeat for more
+    #[arg(long = "allowed-origin", value_name = "ORIGIN")]
+    allowed_origins: Vec<String>,
+    /// File with the chain of certificates for TLS
+    #[arg(long, value_name = "FILE")]
+    tls_cert: Option<String>,
+    /// File with the private key of the certificate
+    #[arg(long, value_name = "FILE")]
+    tls_key: Option<String>,
+    /// Connections that may be open at once [default: 4096]
+    #[arg(long, value_name = "N")]
+    max_connections: Option<String>,
+    /// Whether sessions outlive this server, to be found again by the next: on or off [default: on]
+    #[arg(long, value_name = "WORD")]
+    keep_sessions: Option<String>,
 }
 
 #[derive(Args)]
@@ -215,6 +265,9 @@ pub(super) struct SandboxArguments {
     /// How long a cell may run when its caller does not say, such as 30, 30s or 2m [default: 2m]
     #[arg(long, value_name = "DURATION")]
     timeout: Option<String>,
+    /// How long a call waits for a cell; then it goes on and check_execution tells how [default: 50s]
+    #[arg(long, value_name = "DURATION")]
+    max_wait: Option<String>,
     /// Sessions that may exist at once [default: 64]
     #[arg(long, value_name = "N")]
     max_sessions: Option<String>,
@@ -277,6 +330,9 @@ impl Arguments {
         let flags = Flags::default().single(Key::LogLevel, self.general.log_level.clone());
         match &self.command {
             Command::Mcp(McpArguments { sandbox, branching }) => branching.add_to(sandbox.add_to(flags)),
+            Command::Serve(ServeArguments { service, sandbox, branching }) => {
+                service.add_to(branching.add_to(sandbox.add_to(flags)))
+            }
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
             Command::Doctor(_) | Command::Env(_) => flags,
         }
@@ -295,11 +351,26 @@ impl SandboxArguments {
             .single(Key::Memory, self.memory.clone())
             .single(Key::Cpus, self.cpus.clone())
             .single(Key::Timeout, self.timeout.clone())
+            .single(Key::MaxWait, self.max_wait.clone())
             .single(Key::MaxSessions, self.max_sessions.clone())
             .single(Key::IdleTimeout, self.idle_timeout.clone())
             .single(Key::Profile, self.profile.clone())
             .repeated(Key::AllowMissing, self.allow_missing.clone());
         self.network.add_to(flags)
+    }
+}
+
+impl ServiceArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        flags
+            .single(Key::Listen, self.listen.clone())
+            .single(Key::PublicUrl, self.public_url.clone())
+            .repeated(Key::AllowedHosts, self.allowed_hosts.clone())
+            .repeated(Key::AllowedOrigins, self.allowed_origins.clone())
+            .single(Key::TlsCert, self.tls_cert.clone())
+            .single(Key::TlsKey, self.tls_key.clone())
+            .single(Key::MaxConnections, self.max_connections.clone())
+            .single(Key::KeepSessions, self.keep_sessions.clone())
     }
 }
 
@@ -375,6 +446,7 @@ mod tests {
             ],
             &["mcp", "--allow-network", "all", "--secret", "A=env:B@example.com", "--install-packages", "off"],
             &["run", "-c", "1", "--allowed-domain", "example.com:8000,8443"],
+            &["serve", "--listen", "8001", "--keep-sessions", "off", "--allowed-host", "a.test", "--max-wait", "30s"],
             &["--config", "x.yaml", "mcp"],
             &["doctor", "--json"],
             &["env", "list", "--json"],
@@ -417,9 +489,9 @@ mod tests {
 
     #[test]
     fn every_flag_that_a_setting_names_exists() {
-        let mcp = Arguments::command();
-        let mcp = mcp.find_subcommand("mcp").unwrap().clone();
-        let written: Vec<String> = mcp
+        let all = Arguments::command();
+        let serve = all.find_subcommand("serve").unwrap().clone();
+        let written: Vec<String> = serve
             .get_arguments()
             .chain(Arguments::command().get_arguments())
             .filter_map(|flag| flag.get_long())

@@ -10,7 +10,8 @@ mod network;
 mod packages;
 mod progress;
 mod run;
-mod serve;
+mod service;
+mod stdio;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -29,6 +30,7 @@ use crate::config::{self, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
 use crate::sandbox::native::{NativeBackend, NativeSettings, WORK_FOLDER, WarmEnvironment};
 use crate::sandbox::{Backend, Preparation};
+use crate::mcp::{Front, McpSettings};
 use crate::session::install::{Installer, Source};
 use crate::session::{self, SessionSettings, Sessions, WorkFolder};
 use crate::telemetry;
@@ -48,7 +50,7 @@ pub fn main() -> ExitCode {
 fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     let settings = config::load(arguments.general.config.as_deref(), arguments.flags())?;
     // What goes wrong in the other commands is their answer, not a line in a log.
-    let fallback = if matches!(arguments.command, Command::Mcp(_)) { "info" } else { "error" };
+    let fallback = if matches!(arguments.command, Command::Mcp(_) | Command::Serve(_)) { "info" } else { "error" };
     telemetry::start(settings.log_filter.as_deref(), fallback)?;
     for notice in &settings.notices {
         tracing::warn!("{notice}");
@@ -58,7 +60,8 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
         tokio::runtime::Builder::new_multi_thread().enable_all().build().context("could not start the runtime")?;
     let status = runtime.block_on(async {
         match arguments.command {
-            Command::Mcp(_) => serve::stdio(settings).await,
+            Command::Mcp(_) => stdio::serve(settings).await,
+            Command::Serve(_) => service::serve(settings).await,
             Command::Run(run) => run::execute(&run, settings).await,
             Command::Doctor(doctor) => doctor::execute(&doctor, &settings).await,
             Command::Env(command) => {
@@ -248,6 +251,35 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
         quick: warmth == Warmth::OneShot,
         network: None,
         held: vec![Box::new(environment)],
+    }
+}
+
+/// What clients of a front are told and allowed.
+fn mcp_settings(settings: &Settings, front: Front, can_install: bool) -> McpSettings {
+    McpSettings {
+        front,
+        max_wait: settings.service.max_wait,
+        default_timeout: settings.timeout,
+        max_timeout: settings.max_timeout,
+        idle_timeout: settings.idle_timeout,
+        work_folder: work_folder(settings),
+        can_undo: settings.undo != config::Undo::Off,
+        network: settings.network.rules.clone(),
+        can_install,
+        ..McpSettings::default()
+    }
+}
+
+/// Waits for SIGTERM or SIGINT and returns its name.
+async fn asked_to_end() -> &'static str {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (Ok(mut terminate), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
+    else {
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = terminate.recv() => "SIGTERM",
+        _ = interrupt.recv() => "SIGINT",
     }
 }
 

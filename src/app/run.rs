@@ -12,7 +12,7 @@ use anyhow::Context;
 use tokio_util::sync::CancellationToken;
 
 use super::cli::{CodeSource, RunArguments};
-use super::serve::asked_to_end;
+use super::asked_to_end;
 use super::{Warmth, native_backend, progress, sessions};
 use crate::config::Settings;
 use crate::sandbox::Exit;

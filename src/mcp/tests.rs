@@ -18,7 +18,7 @@ use super::tools::ToolName;
 use super::tools::tests::assert_valid_output;
 use super::*;
 use crate::sandbox::fake::FakeBackend;
-use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation};
+use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation, Rules};
 use crate::session::install::{InstallError, InstallReport};
 use crate::session::{
     Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FilesCarried,
@@ -206,6 +206,10 @@ impl SessionAccess for FakeSessions {
         }
         sink.write_all(b"whole").await.unwrap();
         Ok(9)
+    }
+
+    async fn narrow(&self, _owner: &Principal, _id: &SessionId, _rules: Rules) -> Result<(), Refused> {
+        Ok(())
     }
 
     async fn list(&self, _owner: &Principal) -> Vec<SessionInfo> {

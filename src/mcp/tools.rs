@@ -858,7 +858,6 @@ pub(super) mod tests {
                 assert_eq!(schema["type"], "object");
                 walk(&Value::Object(schema.as_ref().clone()));
             }
-            assert_eq!(tool.input_schema["additionalProperties"], false);
             assert!(tool.title.is_some() && tool.description.is_some() && tool.annotations.is_some());
         }
     }
@@ -1078,8 +1077,7 @@ pub(super) mod tests {
     #[test]
     fn the_validator_of_these_tests_finds_violations() {
         let schema = Value::Object(catalogue().get(ToolName::Execute).input_schema.as_ref().clone());
-        for arguments in [json!({}), json!({"code": 1}), json!({"code": "", "x": 1}), json!({"code": "", "timeout": 0})]
-        {
+        for arguments in [json!({}), json!({"code": 1}), json!({"code": "", "timeout": 0})] {
             assert!(!violations(&schema, &arguments, "").is_empty(), "{arguments}");
         }
         let schema = Value::Object(catalogue().get(ToolName::Explore).input_schema.as_ref().clone());

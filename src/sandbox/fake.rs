@@ -76,6 +76,8 @@ struct World {
     made: AtomicUsize,
     memory_of_checkpoint: AtomicU64,
     keeps_beginnings: AtomicBool,
+    /// What a fresh sandbox can reach.
+    rules: Mutex<Rules>,
     /// What whoever asks next is told to have been refused.
     blocked: Mutex<Vec<Blocked>>,
 }
@@ -135,6 +137,11 @@ impl FakeBackend {
     /// Has fresh sessions come with a copy of their beginning.
     pub fn keep_beginnings(&self) {
         self.world.keeps_beginnings.store(true, Ordering::SeqCst);
+    }
+
+    /// Says what fresh sandboxes can reach from now on.
+    pub fn set_rules(&self, rules: Rules) {
+        *self.world.rules.lock().expect("nothing panics while it holds the rules") = rules;
     }
 
     /// Has the sandbox that is asked next say that it refused a connection.
@@ -219,6 +226,7 @@ impl World {
         let (mut interpreter, process) = start(files.path(), birth)?;
         world.alive.fetch_add(1, Ordering::SeqCst);
         let number = world.numbers.fetch_add(1, Ordering::SeqCst);
+        let rules = world.rules.lock().expect("nothing panics while it holds the rules").clone();
         let sandbox = FakeSandbox {
             number,
             files: Some(files),
@@ -226,7 +234,7 @@ impl World {
             process,
             world: world.clone(),
             next_checkpoint: 1,
-            rules: Mutex::default(),
+            rules: Mutex::new(rules),
         };
         if let Some(beginning) = beginning {
             world.checkpoints().insert((number, BEGINNING), beginning);
@@ -410,7 +418,9 @@ impl Sandbox for FakeSandbox {
         if !self.world.may_fork() {
             return Err(LaunchError::Start { why: "there is no room for one more".to_owned() });
         }
-        World::sandbox(&self.world, Some(&copy), terms.keep_beginning.then(|| copy.clone()))
+        let (fork, interpreter) = World::sandbox(&self.world, Some(&copy), terms.keep_beginning.then(|| copy.clone()))?;
+        fork.set_rules(self.rules());
+        Ok((fork, interpreter))
     }
 
     fn has(&self, checkpoint: CheckpointId) -> bool {

@@ -16,7 +16,7 @@ use super::{
     Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, ForkNames,
     ForkReport, InsidePath, Principal, Refused, ResetReport, SessionId, SessionInfo, Sessions, UndoReport, Which,
 };
-use crate::sandbox::Preparation;
+use crate::sandbox::{Preparation, Rules};
 
 /// Where a call tells what it is at, as a sentence or the latest line of output. Nobody needs to listen.
 pub type News = watch::Sender<String>;
@@ -105,6 +105,9 @@ pub trait SessionAccess: Send + Sync {
         limit: u64,
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<u64, Refused>;
+
+    /// Says what a session may reach from now on, creating it if its id is new. It can never be more than the operator allows.
+    async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused>;
 
     async fn list(&self, owner: &Principal) -> Vec<SessionInfo>;
 
@@ -215,6 +218,10 @@ impl SessionAccess for Sessions {
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<u64, Refused> {
         self.read_file(owner, id, path, limit, sink).await
+    }
+
+    async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
+        self.narrow(owner, id, rules).await
     }
 
     async fn list(&self, owner: &Principal) -> Vec<SessionInfo> {

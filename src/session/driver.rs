@@ -27,8 +27,9 @@ use tracing::{debug, info, warn};
 use self::branching::{Copying, Replacement};
 pub(super) use self::branching::{Fork, Forked, ForksWanted};
 use self::packages::{Answered, Questions};
+use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
-use super::output::{Gatherer, bounded_text};
+use super::output::{Gatherer, Glance, Seen, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
 use super::{
     ExecuteRequest, ExecutionId, FileChanges, FileNote, FullOutput, InsidePath, Outcome, PythonError, Refused,
@@ -59,6 +60,12 @@ const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 pub(super) enum Command {
     Submit(RequestId, Job),
     Cancel(RequestId),
+    /// Asks what the running cell printed since this was last asked; nothing when it does not run.
+    Look {
+        request: RequestId,
+        max_chars: usize,
+        reply: oneshot::Sender<Option<Glance>>,
+    },
     Reset(oneshot::Sender<Result<ResetReport, Refused>>),
     Undo {
         cells: u32,
@@ -72,6 +79,11 @@ pub(super) enum Command {
     },
     /// Ends the session and gives its interpreter and sandbox away, if they are alive and at rest.
     Surrender(oneshot::Sender<Option<Box<Fork>>>),
+    /// Changes what can be reached from inside, within what the operator allows.
+    Narrow {
+        rules: Rules,
+        reply: oneshot::Sender<Result<(), Refused>>,
+    },
     Leave(oneshot::Sender<()>),
 }
 
@@ -79,7 +91,7 @@ pub(super) enum Command {
 pub(super) enum Job {
     Execute {
         request: ExecuteRequest,
-        reply: oneshot::Sender<Result<Outcome, Refused>>,
+        teller: Teller,
     },
     Write {
         path: InsidePath,
@@ -132,6 +144,7 @@ pub(super) enum Origin {
 pub(super) struct Shared {
     facts: Mutex<Facts>,
     spools: Mutex<VecDeque<(ExecutionId, FullOutput)>>,
+    pub(super) docket: Arc<Docket>,
     pub(super) created: Instant,
 }
 
@@ -162,11 +175,16 @@ impl Shared {
             rules: Rules::none(),
             packages: Vec::new(),
         };
-        Shared { facts: Mutex::new(facts), spools: Mutex::default(), created: now }
+        Shared { facts: Mutex::new(facts), spools: Mutex::default(), docket: Arc::default(), created: now }
     }
 
     pub(super) fn facts(&self) -> MutexGuard<'_, Facts> {
         self.facts.lock().expect("nothing panics while it holds the facts")
+    }
+
+    /// Notes that somebody has asked for something.
+    pub(super) fn touch(&self) {
+        self.facts().last_used = Instant::now();
     }
 
     pub(super) fn full_output(&self, execution: ExecutionId) -> Option<FullOutput> {
@@ -243,6 +261,9 @@ pub(super) async fn drive(
         exit: Exit::Unknown,
         notes: note.into_iter().collect(),
         questions: Questions::default(),
+        ceiling: None,
+        narrowed: None,
+        narrowing: Vec::new(),
         resets: Vec::new(),
         closers: Vec::new(),
         expired: false,
@@ -297,8 +318,17 @@ struct Live {
     connection: Result<Connection, Instant>,
     /// A copy of the state in which it began, until it is in the history.
     beginning: Option<CheckpointId>,
-    /// Folders of packages that it has from the beginning, being a copy.
+    /// What a copy has from its source.
+    inheritance: Inheritance,
+}
+
+/// What a copy takes along that its interpreter does not know.
+#[derive(Clone, Default)]
+struct Inheritance {
+    /// Folders of packages, the latest first.
     packages: Vec<String>,
+    /// What the operator allows.
+    ceiling: Option<Rules>,
 }
 
 async fn launch(backend: Arc<dyn Backend>) -> Finished {
@@ -342,7 +372,7 @@ async fn greet(interpreter: Interpreter) -> Result<Box<Live>, LaunchError> {
             process: interpreter.process,
             connection: Ok(connection),
             beginning: interpreter.beginning,
-            packages: Vec::new(),
+            inheritance: Inheritance::default(),
         })),
         Ok(Err(error)) => {
             interpreter.process.kill();
@@ -370,7 +400,9 @@ enum Task {
         begun_inside: bool,
         request: ExecuteRequest,
         done: Option<Box<DoneClaim>>,
-        reply: oneshot::Sender<Result<Outcome, Refused>>,
+        teller: Teller,
+        /// What was told of its text while it runs.
+        seen: Seen,
     },
     Write {
         path: InsidePath,
@@ -426,6 +458,12 @@ struct Driver {
     /// What the next execution's reader must know.
     notes: Vec<String>,
     questions: Questions,
+    /// What the operator lets sessions reach, once there is a sandbox to tell.
+    ceiling: Option<Rules>,
+    /// What this session may reach, if somebody has said so.
+    narrowed: Option<Rules>,
+    /// Changes of it that wait for the sandbox.
+    narrowing: Vec<(Rules, oneshot::Sender<Result<(), Refused>>)>,
     resets: Vec<(oneshot::Sender<Result<ResetReport, Refused>>, bool)>,
     closers: Vec<oneshot::Sender<()>>,
     expired: bool,
@@ -534,7 +572,7 @@ impl Driver {
     }
 
     fn command(&mut self, command: Command) {
-        self.shared.facts().last_used = Instant::now();
+        self.shared.touch();
         match command {
             Command::Submit(id, job) => {
                 let kind = job.kind();
@@ -542,6 +580,7 @@ impl Driver {
                 self.happen(Event::Submitted(id, kind));
             }
             Command::Cancel(id) => self.happen(Event::CancelAsked(id)),
+            Command::Look { request, max_chars, reply } => self.look(request, max_chars, reply),
             Command::Reset(reply) => {
                 let interrupted = matches!(self.running, Some(Running { task: Task::Cell { .. }, .. }));
                 self.resets.push((reply, interrupted));
@@ -550,6 +589,10 @@ impl Driver {
             }
             Command::Undo { cells, reply } => self.undo(cells, reply),
             Command::Adopt { fork, note, reply } => self.adopt(fork, note, reply),
+            Command::Narrow { rules, reply } => {
+                self.narrowing.push((rules, reply));
+                self.narrow();
+            }
             Command::Surrender(reply) => {
                 let given = self.surrender();
                 self.happen(Event::LeaveAsked);
@@ -595,7 +638,7 @@ impl Driver {
         let Some(job) = self.waiting.remove(&id) else { return };
         let begun = Instant::now();
         let (task, deadline, header, payload) = match job {
-            Job::Execute { mut request, reply } => {
+            Job::Execute { mut request, teller } => {
                 if let Some(sandbox) = &self.sandbox {
                     sandbox.forget_peak();
                 }
@@ -604,7 +647,9 @@ impl Driver {
                 self.remember(&code);
                 let deadline = begun + request.timeout.min(LONGEST_TIMEOUT);
                 let gatherer = Box::new(Gatherer::new(request.max_output_chars));
-                let task = Task::Cell { gatherer, begun_inside: false, request, done: None, reply };
+                teller.begin(begun);
+                let seen = Seen::default();
+                let task = Task::Cell { gatherer, begun_inside: false, request, done: None, teller, seen };
                 (task, deadline, json!({"type": "execute", "id": id}), code.into_bytes())
             }
             Job::Write { path, overwrite, source, reply } => {
@@ -633,6 +678,19 @@ impl Driver {
         self.running = Some(Running { id, task, begun, deadline });
         self.send(&header, &payload);
         self.send_file();
+    }
+
+    /// Tells what the running cell has printed. Who went away meanwhile has not seen it.
+    fn look(&mut self, request: RequestId, max_chars: usize, reply: oneshot::Sender<Option<Glance>>) {
+        let glance = match &mut self.running {
+            Some(Running { id, task: Task::Cell { gatherer, seen, .. }, .. })
+                if *id == request && !reply.is_closed() =>
+            {
+                Some(gatherer.glance(seen, max_chars))
+            }
+            _ => None,
+        };
+        let _ = reply.send(glance);
     }
 
     /// Puts a cell that begins into the history.
@@ -741,20 +799,15 @@ impl Driver {
 
     fn started(&mut self, sandbox: Option<Box<dyn Sandbox>>, live: Result<Box<Live>, LaunchError>) {
         self.sandbox = sandbox;
-        if let Some(sandbox) = &self.sandbox {
-            self.shared.facts().rules = sandbox.rules();
-        }
         match live {
             Ok(live) => {
+                self.inherit(&live.inheritance);
                 let carried = match &live.connection {
                     Ok(connection) => connection.carried().clone(),
                     Err(_) => Carried::default(),
                 };
-                let Live { process, connection, beginning, packages } = *live;
-                if !packages.is_empty() {
-                    self.shared.facts().packages = packages;
-                }
-                self.live = Some(Live { process, connection, beginning: None, packages: Vec::new() });
+                let Live { process, connection, beginning, .. } = *live;
+                self.live = Some(Live { process, connection, beginning: None, inheritance: Inheritance::default() });
                 self.ended = None;
                 self.failure = None;
                 self.replaced(&carried);
@@ -778,9 +831,51 @@ impl Driver {
                 for (reply, _) in self.resets.drain(..) {
                     let _ = reply.send(Err(Refused::Launch(error.clone())));
                 }
+                for (_, reply) in self.narrowing.drain(..) {
+                    let _ = reply.send(Err(Refused::Launch(error.clone())));
+                }
                 self.failure = Some(error);
                 self.happen(Event::StartFailed);
             }
+        }
+    }
+
+    /// Takes over what a copy has from its source, and sees to the rules of the sandbox that has just come.
+    fn inherit(&mut self, inheritance: &Inheritance) {
+        let Some(sandbox) = &self.sandbox else { return };
+        if !inheritance.packages.is_empty() {
+            self.shared.facts().packages = inheritance.packages.clone();
+        }
+        // A fresh sandbox has what the operator allows, no more and no less.
+        let allowed = inheritance.ceiling.clone().or(self.ceiling.take());
+        self.ceiling = Some(allowed.unwrap_or_else(|| sandbox.rules()));
+        if let Some(rules) = &self.narrowed {
+            sandbox.set_rules(rules.clone());
+        }
+        self.shared.facts().rules = sandbox.rules();
+        self.narrow();
+    }
+
+    /// Returns what a copy is to take along.
+    fn inheritance(&self) -> Inheritance {
+        Inheritance { packages: self.shared.facts().packages.clone(), ceiling: self.ceiling.clone() }
+    }
+
+    /// Changes what can be reached, as far as that was asked for and the sandbox is here.
+    fn narrow(&mut self) {
+        let (Some(sandbox), Some(ceiling)) = (&self.sandbox, &self.ceiling) else { return };
+        for (rules, reply) in self.narrowing.drain(..) {
+            let rules = rules.under_denials_of(ceiling);
+            let result = match rules.beyond(ceiling) {
+                Some(rule) => Err(Refused::BeyondRules { rule: rule.to_string() }),
+                None => {
+                    sandbox.set_rules(rules.clone());
+                    self.shared.facts().rules = sandbox.rules();
+                    self.narrowed = Some(rules);
+                    Ok(())
+                }
+            };
+            let _ = reply.send(result);
         }
     }
 
@@ -868,10 +963,15 @@ impl Driver {
         let id = running.id;
         match (&mut running.task, event) {
             (
-                Task::Cell { gatherer, begun_inside: true, done: None, .. },
+                Task::Cell { gatherer, begun_inside: true, done: None, teller, .. },
                 runner_client::Event::Text { pipe, bytes },
             ) => {
                 gatherer.text(pipe, &bytes);
+                if teller.is_heard()
+                    && let Some(line) = gatherer.latest_line()
+                {
+                    teller.print(line);
+                }
             }
             (Task::Cell { gatherer, begun_inside, done, .. }, runner_client::Event::Claim(claim)) if done.is_none() => {
                 match claim {
@@ -969,12 +1069,12 @@ impl Driver {
         let Some(running) = self.running.take_if(|running| running.id == id) else { return };
         self.questions.clear();
         match running.task {
-            Task::Cell { gatherer, request, done, reply, .. } => {
+            Task::Cell { gatherer, request, done, teller, .. } => {
                 let Ok(status) = self.status(answer, &request, done.as_deref()) else {
-                    let _ = reply.send(Err(self.refusal(answer)));
+                    teller.end(Err(self.refusal(answer)));
                     return;
                 };
-                self.report(running.id, running.begun, *gatherer, status, done, reply);
+                self.report(running.id, running.begun, *gatherer, status, done, teller);
             }
             Task::Write { result, reply, .. } => {
                 let _ = reply.send(match (answer, result) {
@@ -1028,7 +1128,7 @@ impl Driver {
         mut gatherer: Gatherer,
         status: Status,
         done: Option<Box<DoneClaim>>,
-        reply: oneshot::Sender<Result<Outcome, Refused>>,
+        teller: Teller,
     ) {
         let duration = begun.elapsed();
         let execution = ExecutionId(id);
@@ -1068,11 +1168,9 @@ impl Driver {
             notes,
         };
         if draft.has_images() {
-            tokio::task::spawn_blocking(move || {
-                let _ = reply.send(Ok(outcome(draft.develop())));
-            });
+            tokio::task::spawn_blocking(move || teller.end(Ok(outcome(draft.develop()))));
         } else {
-            let _ = reply.send(Ok(outcome(draft.develop())));
+            teller.end(Ok(outcome(draft.develop())));
         }
     }
 
@@ -1146,7 +1244,11 @@ impl Driver {
                     refuse(job, self.refusal(Answer::Refused(answer)));
                 }
                 // Their senders learn from the silence that the session is gone; a fork is destroyed or comes back.
-                Command::Cancel(_) | Command::Undo { .. } | Command::Surrender(_) => {}
+                Command::Cancel(_)
+                | Command::Look { .. }
+                | Command::Narrow { .. }
+                | Command::Undo { .. }
+                | Command::Surrender(_) => {}
                 Command::Adopt { fork, reply, .. } => drop(reply.send(Err(fork))),
                 Command::Reset(reply) => self.resets.push((reply, false)),
                 Command::Leave(reply) => self.closers.push(reply),
@@ -1156,6 +1258,7 @@ impl Driver {
             let _ = reply.send(Err(Refused::Unknown { id: self.id.clone() }));
         }
         self.postponed.clear();
+        self.narrowing.clear();
         self.replacement = None;
         self.give_copying_up();
         self.live = None;
@@ -1183,7 +1286,7 @@ impl Driver {
 
 fn refuse(job: Job, refused: Refused) {
     match job {
-        Job::Execute { reply, .. } => drop(reply.send(Err(refused))),
+        Job::Execute { teller, .. } => teller.end(Err(refused)),
         Job::Write { reply, .. } => drop(reply.send(Err(refused))),
         Job::Read { reply, .. } => drop(reply.send(Err(refused))),
         Job::Packages { reply, .. } => drop(reply.send(Err(refused))),

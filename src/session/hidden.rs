@@ -31,9 +31,8 @@ impl Sessions {
 impl Hidden {
     /// Runs a cell.
     pub async fn execute(&self, code: &str, timeout: Duration, max_output_chars: usize) -> Result<Outcome, Refused> {
-        let (reply, answer) = oneshot::channel();
         let request = ExecuteRequest { code: code.to_owned(), timeout, max_output_chars };
-        self.ask(Job::Execute { request, reply }, answer).await
+        self.sessions.execute_in(&self.entry, request, &CancellationToken::new()).await
     }
 
     /// Writes a file into the working folder.

@@ -3,7 +3,7 @@
 //! The table is locked for lookups only, never across an await. A session that expired leaves a tombstone, so that its id is answered with
 //! the reason and not with an empty new session; one that was closed on purpose leaves nothing.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -17,9 +17,8 @@ use tokio_util::sync::CancellationToken;
 use super::driver::{self, Command, Fork, Forked, ForksWanted, Job, Origin, STAGED_IN_MEMORY, Shared};
 use super::install::Source;
 use super::{
-    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ForkNames, ForkReport, FullOutput, InsidePath,
-    LARGEST_CODE, MOST_FORKS, News, Outcome, Principal, Refused, ResetReport, SessionId, SessionInfo, SessionSettings,
-    Undo, UndoReport, Which, WorkFolder,
+    CheckpointInfo, ExecutionId, ForkNames, ForkReport, FullOutput, InsidePath, MOST_FORKS, Principal, Refused,
+    ResetReport, SessionId, SessionInfo, SessionSettings, Undo, UndoReport, Which, WorkFolder,
 };
 use crate::sandbox::{Backend, Preparation, Rules};
 
@@ -27,6 +26,8 @@ use crate::sandbox::{Backend, Preparation, Rules};
 const MOST_TOMBSTONES: usize = 1000;
 /// How long an ended session is remembered, unless there are too many. An agent that comes back the next day begins anew anyway.
 const TOMBSTONE_AGE: Duration = Duration::from_secs(24 * 3600);
+/// Sessions that did not come to life whose executions can still be asked about. They hold nothing but the reason.
+const MOST_UNBORN: usize = 100;
 /// Idle sessions named when there are too many.
 const IDLE_NAMED: usize = 3;
 /// Characters of what is added to a source's name, so that some of that name is left.
@@ -57,6 +58,8 @@ struct Table {
     tombstones: HashMap<Key, Tombstone>,
     /// Sessions that only their maker sees. They end when their maker lets go of them, or with the server.
     hidden: HashMap<u64, mpsc::WeakSender<Command>>,
+    /// Sessions whose first start failed while their callers were not there to hear it.
+    unborn: VecDeque<(Key, Entry)>,
     closing: bool,
 }
 
@@ -99,55 +102,6 @@ impl Sessions {
     /// Follows the work that must be done once before the first session. Requests wait for it.
     pub fn preparation(&self) -> watch::Receiver<Preparation> {
         self.house.backend.preparation()
-    }
-
-    /// Runs code, creating the session if its id is new. A cancelled token interrupts the code.
-    ///
-    /// Dropping the future does not stop the code.
-    pub async fn execute(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        request: ExecuteRequest,
-        cancel: CancellationToken,
-    ) -> Result<Outcome, Refused> {
-        if request.code.len() > LARGEST_CODE {
-            return Err(Refused::CodeTooLarge { size: request.code.len() });
-        }
-        if cancel.is_cancelled() {
-            return Err(Refused::CancelledWhileWaiting);
-        }
-        let entry = self.find_or_create(owner, id)?;
-        let (reply, answer) = oneshot::channel();
-        let job = Job::Execute { request, reply };
-        self.ask(&entry, job, answer, &cancel).await.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))
-    }
-
-    pub async fn begin(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        request: ExecuteRequest,
-        _wait: Option<Duration>,
-        cancel: CancellationToken,
-        _news: News,
-    ) -> Result<Executed, Refused> {
-        self.execute(owner, id, request, cancel).await.map(|outcome| Executed::Finished(Box::new(outcome)))
-    }
-
-    pub async fn check(
-        &self,
-        _owner: &Principal,
-        _which: &Which,
-        _wait: Duration,
-        _max_chars: usize,
-        _news: News,
-    ) -> Result<Checked, Refused> {
-        Ok(Checked::Nothing)
-    }
-
-    pub async fn stop(&self, _owner: &Principal, _which: &Which) -> Result<(), Refused> {
-        Ok(())
     }
 
     /// Makes new sessions that have everything this one has, each in a sandbox of its own. All are made or none.
@@ -261,6 +215,16 @@ impl Sessions {
         unstage(staged, sink).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })
     }
 
+    /// Says what a session may reach from now on, creating it if its id is new. It can never be more than the operator allows.
+    ///
+    /// It holds at once for new connections, ends those that it does not allow, outlives a reset, and forks begin with it.
+    pub async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
+        let entry = self.find_or_create(owner, id)?;
+        let (reply, answer) = oneshot::channel();
+        entry.commands.send(Command::Narrow { rules, reply }).await.map_err(|_| self.gone(owner, id))?;
+        answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
+    }
+
     /// Tells about an owner's sessions, also those that ended and are remembered.
     pub fn list(&self, owner: &Principal) -> Vec<SessionInfo> {
         let table = self.table();
@@ -339,6 +303,26 @@ impl Sessions {
     pub(super) fn find(&self, owner: &Principal, id: &SessionId) -> Result<Entry, Refused> {
         let key = (owner.clone(), id.clone());
         self.table().look_up(&key)?.ok_or_else(|| Refused::Unknown { id: id.clone() })
+    }
+
+    /// Returns the session of an execution. Of one that never came to life, what became of its executions is known for a while.
+    pub(super) fn locate(&self, owner: &Principal, which: &Which) -> Result<(SessionId, Entry), Refused> {
+        let table = self.table();
+        match which {
+            Which::Of(id) => {
+                let key = (owner.clone(), id.clone());
+                let unborn =
+                    || table.unborn.iter().rev().find(|(known, _)| *known == key).map(|(_, entry)| entry.clone());
+                let found = table.look_up(&key)?.or_else(unborn);
+                found.map(|entry| (id.clone(), entry)).ok_or_else(|| Refused::Unknown { id: id.clone() })
+            }
+            Which::This(handle) => {
+                let alive = table.sessions.iter().chain(table.unborn.iter().map(|(key, entry)| (key, entry)));
+                let mut of_owner = alive.filter(|((of, _), _)| of == owner);
+                let found = of_owner.find(|(_, entry)| entry.shared.docket.find(handle).is_some());
+                found.map(|((_, id), entry)| (id.clone(), entry.clone())).ok_or(Refused::UnknownExecution)
+            }
+        }
     }
 
     pub(super) fn find_or_create(&self, owner: &Principal, id: &SessionId) -> Result<Entry, Refused> {
@@ -503,9 +487,18 @@ impl Sessions {
     }
 
     fn submit(&self, entry: &Entry, job: Job) -> Result<u64, Silence> {
-        let number = self.house.next_number.fetch_add(1, Ordering::Relaxed);
+        let number = self.next_number();
+        self.submit_as(entry, number, job).map(|()| number)
+    }
+
+    /// Returns a number that no other request of this server has.
+    pub(super) fn next_number(&self) -> u64 {
+        self.house.next_number.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub(super) fn submit_as(&self, entry: &Entry, number: u64, job: Job) -> Result<(), Silence> {
         match entry.commands.try_send(Command::Submit(number, job)) {
-            Ok(()) => Ok(number),
+            Ok(()) => Ok(()),
             Err(mpsc::error::TrySendError::Full(_)) => Err(Silence::Flooded),
             Err(mpsc::error::TrySendError::Closed(_)) => Err(Silence::Gone),
         }
@@ -572,7 +565,13 @@ impl Table {
     /// Forgets a session; with a reason, remembers that it was there.
     fn bury(&mut self, key: Key, why: Option<String>) {
         let Some(entry) = self.sessions.remove(&key) else { return };
-        let Some(why) = why else { return };
+        let Some(why) = why else {
+            if entry.shared.docket.has_uncollected() {
+                self.unborn.push_back((key, entry));
+                self.unborn.drain(..self.unborn.len().saturating_sub(MOST_UNBORN));
+            }
+            return;
+        };
         let now = Instant::now();
         self.tombstones.retain(|_, tombstone| now - tombstone.at < TOMBSTONE_AGE);
         if self.tombstones.len() >= MOST_TOMBSTONES {

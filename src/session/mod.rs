@@ -22,8 +22,12 @@ mod behaviour;
 mod branch;
 #[cfg(test)]
 mod branching_behaviour;
+mod docket;
 mod driver;
 mod explore;
+mod follow;
+#[cfg(test)]
+mod following_behaviour;
 mod hidden;
 mod history;
 mod images;
@@ -78,10 +82,15 @@ impl SessionId {
         SessionId(SessionId::DEFAULT.to_owned())
     }
 
-    /// A name that nobody can guess, for callers who name none.
+    /// A name that nobody else has and nobody can guess: 130 random bits. For callers who name none and share a server with others.
     pub fn random() -> SessionId {
-        let handle = ExecutionHandle::random();
-        SessionId(format!("s-{handle}"))
+        // Without the letters that are taken for digits.
+        const ALPHABET: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
+        let mut bytes = [0; 26];
+        rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
+            .expect("the kernel has random bytes");
+        let letters = bytes.iter().map(|byte| char::from(ALPHABET[usize::from(byte % 32)]));
+        SessionId(std::iter::once("s-".to_owned()).chain(letters.map(String::from)).collect())
     }
 
     /// What sessions are called in the log that nobody can name.
@@ -263,6 +272,10 @@ pub enum Refused {
         /// Whether its earlier state can be brought back.
         undo: bool,
     },
+    #[error(
+        "there is no such execution. It is not known here, its session is gone, or it ended too long ago; `list_sessions` shows the sessions that exist"
+    )]
+    UnknownExecution,
     #[error("{}", too_many(*.limit, .oldest_idle))]
     TooManySessions { limit: usize, oldest_idle: Vec<SessionId> },
     #[error(
@@ -323,6 +336,10 @@ pub enum Refused {
     Install(install::InstallError),
     #[error("the packages could not be added to the session: {why}")]
     NotAdded { why: String },
+    #[error(
+        "the session's network was not changed: `{rule}` goes beyond what this server allows. Ask for less, or have the operator allow it"
+    )]
+    BeyondRules { rule: String },
     #[error("the server is shutting down; no new requests are accepted")]
     ShuttingDown,
 }
@@ -388,6 +405,15 @@ mod tests {
         }
         for bad in ["", ".", "..", "a/b", "../a", "a b", "a\n", "a\0", "ä", &"x".repeat(65)] {
             assert_eq!(SessionId::from_str(bad), Err(BadSessionId), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_random_session_id_is_a_name_like_any_other_and_comes_once() {
+        let ids = (0..1000).map(|_| SessionId::random()).collect::<std::collections::HashSet<_>>();
+        assert_eq!(ids.len(), 1000);
+        for id in ids {
+            assert_eq!((id.as_str().len(), SessionId::from_str(id.as_str()).unwrap()), (28, id));
         }
     }
 
