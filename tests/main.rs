@@ -7,6 +7,8 @@ mod attacks;
 mod audit;
 mod branching;
 mod cli;
+mod clients;
+mod conformance;
 mod contract;
 mod leaks;
 mod network;

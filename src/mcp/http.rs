@@ -132,7 +132,9 @@ impl<H: ServerHandler + Clone + Send + Sync + 'static> Endpoint<H> {
         let (parts, body) = request.into_parts();
         let bytes = whole(body).await?;
         let rejected = |rejection: Rejection| {
-            (StatusCode::BAD_REQUEST, [(header::CONTENT_TYPE, "application/json")], rejection.line()).into_response()
+            let is_unknown = rejection.code == ErrorCode::METHOD_NOT_FOUND.0;
+            let status = if is_unknown { StatusCode::NOT_FOUND } else { StatusCode::BAD_REQUEST };
+            (status, [(header::CONTENT_TYPE, "application/json")], rejection.line()).into_response()
         };
         let message = match read_message(&bytes) {
             Ok(Some(message)) => message,

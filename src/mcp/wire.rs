@@ -14,6 +14,9 @@ use super::has_wrong_params;
 /// Objects and lists inside one another. No message of the protocol comes near.
 const DEEPEST: usize = 64;
 
+/// Where a request that stands alone says which revision of the protocol it speaks.
+const PROTOCOL_VERSION: &str = "io.modelcontextprotocol/protocolVersion";
+
 /// A message that is answered here and goes no further.
 #[derive(Debug, PartialEq)]
 pub(super) struct Rejection {
@@ -83,8 +86,13 @@ pub(super) fn read_message(line: &[u8]) -> Result<Option<ClientJsonRpcMessage>, 
     {
         return Err(Rejection::new(id.clone(), ErrorCode::INVALID_PARAMS, "the cursor in params must be a string"));
     }
+    let stands_alone = stands_alone(message);
     match serde_json::from_value::<ClientJsonRpcMessage>(value) {
         Ok(JsonRpcMessage::Request(request)) => match has_wrong_params(&request.request) {
+            // In the new era nothing begins a connection, and a request that lacks what that takes does not mean to.
+            Some(_) if stands_alone && request.request.method() == "initialize" => {
+                Err(Rejection::new(known_id(), ErrorCode::METHOD_NOT_FOUND, "initialize"))
+            }
             Some(error) => Err(Rejection::new(known_id(), error.code, error.message)),
             None => Ok(Some(JsonRpcMessage::Request(request))),
         },
@@ -92,6 +100,12 @@ pub(super) fn read_message(line: &[u8]) -> Result<Option<ClientJsonRpcMessage>, 
         Err(_) if id.is_some() && !is_answer => invalid(known_id(), "the message is no request"),
         Err(_) => Ok(None),
     }
+}
+
+/// Tells whether a request says by itself that it is of the era in which each one does.
+fn stands_alone(message: &Map<String, Value>) -> bool {
+    let version = message.get("params").and_then(|params| params.get("_meta")?.get(PROTOCOL_VERSION)?.as_str());
+    version.is_some_and(|version| version >= "2026-07-28")
 }
 
 fn is_list(message: &serde_json::Map<String, Value>) -> bool {
@@ -272,6 +286,16 @@ mod tests {
             let line = format!(r#"{{"jsonrpc":"2.0","id":"x","method":"{method}","params":{params}}}"#);
             check_rejected(&line, json!("x"), -32602, "params");
         }
+    }
+
+    #[test]
+    fn a_request_that_stands_alone_cannot_begin_a_connection() {
+        let greeting = |version: &str| {
+            let params = json!({"_meta": {PROTOCOL_VERSION: version}});
+            json!({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": params}).to_string()
+        };
+        check_rejected(&greeting("2025-11-25"), json!(1), -32602, "params"); // control
+        check_rejected(&greeting("2026-07-28"), json!(1), -32601, "initialize");
     }
 
     #[test]
