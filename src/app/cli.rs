@@ -53,6 +53,9 @@ pub(super) enum Command {
     /// List, build, show and remove Python environments
     #[command(subcommand, arg_required_else_help = true)]
     Env(EnvCommand),
+    /// List and remove packages that were installed into sessions
+    #[command(subcommand, arg_required_else_help = true)]
+    Packages(PackagesCommand),
 }
 
 const MCP_EXAMPLES: &str = "\
@@ -141,6 +144,18 @@ pub(super) enum EnvCommand {
         /// The environment's name
         name: String,
     },
+}
+
+#[derive(Subcommand)]
+pub(super) enum PackagesCommand {
+    /// List the packages in the store: size, last use, whether sessions use them
+    List {
+        /// Print the list as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Remove the packages that no session uses
+    Clean,
 }
 
 const BUILD_EXAMPLES: &str = "\
@@ -278,7 +293,7 @@ impl Arguments {
         match &self.command {
             Command::Mcp(McpArguments { sandbox, branching }) => branching.add_to(sandbox.add_to(flags)),
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
-            Command::Doctor(_) | Command::Env(_) => flags,
+            Command::Doctor(_) | Command::Env(_) | Command::Packages(_) => flags,
         }
     }
 }
@@ -380,6 +395,8 @@ mod tests {
             &["env", "list", "--json"],
             &["env", "build"],
             &["env", "build", "science", "--packages", "scipy", "polars>=1", "--python", "3.12", "--preload", "scipy"],
+            &["packages", "list", "--json"],
+            &["packages", "clean"],
             &["env", "build", "science", "--requirements", "a.txt", "b.txt", "--preload", "scipy"],
             &["env", "build", "science", "--pyproject", "--extra", "a", "--extra", "b"],
             &["env", "build", "science", "--pyproject", "elsewhere/pyproject.toml"],

@@ -48,6 +48,7 @@ pub enum Key {
     NetworkQuestions,
     InstallPackages,
     PackageSize,
+    PackageStoreSize,
     PackageTimeout,
     Profile,
     AllowMissing,
@@ -71,7 +72,7 @@ enum Shape {
 
 impl Key {
     /// Every setting: its name in the file, its flag, its shape. `CELLBLOCK_` and the name in capitals is its variable.
-    const TABLE: [(Key, &'static str, &'static str, Shape); 36] = [
+    const TABLE: [(Key, &'static str, &'static str, Shape); 37] = [
         (Key::Workspace, "workspace", "--workspace", Shape::Single),
         (Key::AllowedDirs, "allowed_dirs", "--allowed-dir", Shape::List),
         (Key::Environment, "environment", "--environment", Shape::Single),
@@ -103,6 +104,7 @@ impl Key {
         (Key::NetworkQuestions, "network_questions", "", Shape::Single),
         (Key::InstallPackages, "install_packages", "--install-packages", Shape::Single),
         (Key::PackageSize, "package_size", "", Shape::Single),
+        (Key::PackageStoreSize, "package_store_size", "", Shape::Single),
         (Key::PackageTimeout, "package_timeout", "", Shape::Single),
         (Key::Profile, "profile", "--profile", Shape::Single),
         (Key::AllowMissing, "allow_missing", "--allow-missing", Shape::List),
