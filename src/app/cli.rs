@@ -66,6 +66,9 @@ pub(super) enum Command {
     /// Verify and read audit logs
     #[command(subcommand, arg_required_else_help = true)]
     Audit(AuditCommand),
+    /// List and remove packages that were installed into sessions
+    #[command(subcommand, arg_required_else_help = true)]
+    Packages(PackagesCommand),
     /// Show and stop the processes that keep sessions while their server restarts
     #[command(subcommand, arg_required_else_help = true)]
     Keeper(KeeperCommand),
@@ -290,6 +293,18 @@ pub(super) struct ShowArguments {
     pub json: bool,
 }
 
+#[derive(Subcommand)]
+pub(super) enum PackagesCommand {
+    /// List the packages in the store: size, last use, whether sessions use them
+    List {
+        /// Print the list as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Remove the packages that no session uses
+    Clean,
+}
+
 const BUILD_EXAMPLES: &str = "\
 Examples:
   cellblock env build                                         the environment that sessions use by default
@@ -457,7 +472,7 @@ impl Arguments {
                 service.add_to(keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags)))))
             }
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
-            Command::Doctor(_) | Command::Env(_) | Command::Audit(_) | Command::Keeper(_) => flags,
+            Command::Doctor(_) | Command::Env(_) | Command::Audit(_) | Command::Packages(_) | Command::Keeper(_) => flags,
         }
     }
 }
@@ -589,6 +604,8 @@ mod tests {
             &["env", "list", "--json"],
             &["env", "build"],
             &["env", "build", "science", "--packages", "scipy", "polars>=1", "--python", "3.12", "--preload", "scipy"],
+            &["packages", "list", "--json"],
+            &["packages", "clean"],
             &["env", "build", "science", "--requirements", "a.txt", "b.txt", "--preload", "scipy"],
             &["env", "build", "science", "--pyproject", "--extra", "a", "--extra", "b"],
             &["env", "build", "science", "--pyproject", "elsewhere/pyproject.toml"],

@@ -10,11 +10,13 @@ mod env_command;
 mod keeper;
 mod network;
 mod packages;
+mod packages_command;
 mod progress;
 mod run;
 mod service;
 mod stdio;
 
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -88,6 +90,10 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
                 env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
             Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
+            Command::Packages(command) => {
+                print(&packages_command::execute(&command, &settings)?)?;
+                Ok(ExitCode::SUCCESS)
+            }
         }
     });
     // A read of standard input that never ends must not keep the program alive.
@@ -170,28 +176,25 @@ fn native_backend(
 ) -> anyhow::Result<Arc<dyn Backend>> {
     let preparation =
         watch::Sender::new(Preparation::Working { step: "preparing Python".to_owned(), done: 0, total: None });
-    let know = packages.clone();
-    let environment = prepare_environment_and(
-        settings.environment_spec().clone(),
-        settings.data_dir.clone(),
-        warmth,
-        preparation.clone(),
-        move |environment| {
-            if let Some(packages) = know {
-                packages.know(environment);
-            }
-        },
-    );
-    let way_out = WayOut::new(settings, packages.as_ref().map(|packages| packages.ports()).unwrap_or_default())?;
+    let usual_ports = packages.as_ref().map(|_| Packages::usual_ports()).unwrap_or_default();
+    let mut way_out = WayOut::new(settings, usual_ports)?;
     let mut native = native_settings(settings)?;
-    native.variables.extend(way_out.variables);
+    native.variables.append(&mut way_out.variables);
+    let (spec, data_dir) = (settings.environment_spec().clone(), settings.data_dir.clone());
+    let heard = preparation.clone();
     let environment = async move {
-        let mut warm = environment.await?;
+        let (built, runner) = build_environment(spec, data_dir, heard).await?;
+        let index_ports = match &packages {
+            Some(packages) => packages.know(&built).await,
+            None => BTreeSet::new(),
+        };
+        let mut warm = warm_environment(built, runner, warmth);
         warm.binds.extend(way_out.binds);
-        warm.network = way_out.network;
-        if let Some(packages) = &packages {
-            warm.binds.extend(packages.binds());
-        }
+        warm.binds.extend(packages.iter().flat_map(|packages| packages.binds()));
+        warm.network = way_out.network.map(|mut network| {
+            network.ports.extend(index_ports);
+            network
+        });
         warm.held.push(Box::new(way_out.certificates));
         Ok(warm)
     };
@@ -233,16 +236,16 @@ pub async fn prepare_environment(
     warmth: Warmth,
     preparation: watch::Sender<Preparation>,
 ) -> Result<WarmEnvironment, String> {
-    prepare_environment_and(spec, data_dir, warmth, preparation, |_| ()).await
+    let (built, runner) = build_environment(spec, data_dir, preparation).await?;
+    Ok(warm_environment(built, runner, warmth))
 }
 
-async fn prepare_environment_and(
+/// Builds what `spec` describes if need be, and the runner for it.
+async fn build_environment(
     spec: EnvironmentSpec,
     data_dir: PathBuf,
-    warmth: Warmth,
     preparation: watch::Sender<Preparation>,
-    know: impl FnOnce(&Environment) + Send,
-) -> Result<WarmEnvironment, String> {
+) -> Result<(Environment, PathBuf), String> {
     let tell = |progress: environment::EnvironmentProgress| {
         preparation.send_replace(Preparation::Working {
             step: progress.step,
@@ -254,8 +257,7 @@ async fn prepare_environment_and(
     let with_causes = |error| format!("{:#}", anyhow::Error::new(error));
     let built = environment::ensure(&spec, &data_dir, &tell).await.map_err(with_causes)?;
     let runner = runner_files::ensure_runner(&data_dir, &built).await.map_err(with_causes)?;
-    know(&built);
-    Ok(warm_environment(built, runner, warmth))
+    Ok((built, runner))
 }
 
 fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -> WarmEnvironment {

@@ -254,6 +254,7 @@ impl Check<'_> {
         Ok(Packages {
             allowed: self.switch(Key::InstallPackages)?.unwrap_or(true),
             size: self.size(Key::PackageSize, MIB..=16 * TIB)?.unwrap_or(GIB),
+            store_size: self.size(Key::PackageStoreSize, MIB..=16 * TIB)?.unwrap_or(10 * GIB),
             timeout: self
                 .duration(Key::PackageTimeout, Duration::from_secs(1)..=24 * HOUR)?
                 .unwrap_or(Duration::from_secs(300)),

@@ -49,6 +49,7 @@ pub enum Key {
     NetworkQuestions,
     InstallPackages,
     PackageSize,
+    PackageStoreSize,
     PackageTimeout,
     Listen,
     PublicUrl,
@@ -89,7 +90,7 @@ enum Shape {
 
 impl Key {
     /// Every setting: its name in the file, its flag, its shape. `CELLBLOCK_` and the name in capitals is its variable.
-    const TABLE: [(Key, &'static str, &'static str, Shape); 53] = [
+    const TABLE: &'static [(Key, &'static str, &'static str, Shape)] = &[
         (Key::Workspace, "workspace", "--workspace", Shape::Single),
         (Key::AllowedDirs, "allowed_dirs", "--allowed-dir", Shape::List),
         (Key::Environment, "environment", "--environment", Shape::Single),
@@ -121,6 +122,7 @@ impl Key {
         (Key::NetworkQuestions, "network_questions", "", Shape::Single),
         (Key::InstallPackages, "install_packages", "--install-packages", Shape::Single),
         (Key::PackageSize, "package_size", "", Shape::Single),
+        (Key::PackageStoreSize, "package_store_size", "", Shape::Single),
         (Key::PackageTimeout, "package_timeout", "", Shape::Single),
         (Key::Listen, "listen", "--listen", Shape::Single),
         (Key::PublicUrl, "public_url", "--public-url", Shape::Single),
@@ -522,7 +524,7 @@ mod tests {
 
     #[test]
     fn the_table_has_one_row_for_every_key() {
-        for row in Key::TABLE {
+        for row in Key::TABLE.iter() {
             assert_eq!(Key::from_name(row.1), Some(row.0));
             assert_eq!(Key::TABLE.iter().filter(|other| other.0 == row.0 || other.1 == row.1).count(), 1, "{}", row.1);
         }

@@ -142,6 +142,8 @@ pub struct Packages {
     pub allowed: bool,
     /// Bytes that one installation may hold at most.
     pub size: u64,
+    /// Bytes in the store beyond which packages that nobody uses are removed.
+    pub store_size: u64,
     /// How long one installation may take.
     pub timeout: Duration,
 }
