@@ -12,6 +12,7 @@ mod network;
 mod packages;
 mod packages_command;
 mod progress;
+mod recorded;
 mod run;
 mod service;
 mod stdio;

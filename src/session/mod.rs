@@ -366,6 +366,10 @@ pub enum Refused {
         "the session's network was not changed: `{rule}` goes beyond what this server allows. Ask for less, or have the operator allow it"
     )]
     BeyondRules { rule: String },
+    #[error(
+        "nothing was executed, because the server cannot record what is done. Try again later; its operator has been told"
+    )]
+    NotRecorded,
     #[error("the server is shutting down; no new requests are accepted")]
     ShuttingDown,
 }
