@@ -472,7 +472,9 @@ impl Arguments {
                 service.add_to(keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags)))))
             }
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
-            Command::Doctor(_) | Command::Env(_) | Command::Audit(_) | Command::Packages(_) | Command::Keeper(_) => flags,
+            Command::Doctor(_) | Command::Env(_) | Command::Audit(_) | Command::Packages(_) | Command::Keeper(_) => {
+                flags
+            }
         }
     }
 }

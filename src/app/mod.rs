@@ -35,9 +35,9 @@ use self::packages::Packages;
 use crate::audit::Audit;
 use crate::config::{self, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
+use crate::mcp::{Front, McpSettings};
 use crate::sandbox::native::{NativeBackend, NativeSettings, WORK_FOLDER, WarmEnvironment};
 use crate::sandbox::{Backend, Preparation};
-use crate::mcp::{Front, McpSettings};
 use crate::session::install::{Installer, Source};
 use crate::session::{self, SessionSettings, Sessions, WorkFolder};
 use crate::telemetry::{self, TelemetrySettings};
@@ -65,7 +65,8 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
         None => config::load(arguments.general.config.as_deref(), arguments.flags())?,
     };
     // What goes wrong in the other commands is their answer, not a line in a log.
-    let serves = matches!(arguments.command, Command::Mcp(_) | Command::Serve(_) | Command::Keeper(KeeperCommand::Hold));
+    let serves =
+        matches!(arguments.command, Command::Mcp(_) | Command::Serve(_) | Command::Keeper(KeeperCommand::Hold));
     let fallback = if serves { "info" } else { "error" };
     let telemetry = telemetry::start(&TelemetrySettings {
         filter: settings.log_filter.clone(),

@@ -22,9 +22,9 @@ use crate::audit::{
 use crate::sandbox::{Preparation, Rules};
 use crate::session::install::InstallReport;
 use crate::session::{
-    self, CheckpointInfo, Checked, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, ForkNames,
-    ForkReport, InsidePath, News, Principal, Refused, ResetReport, SessionAccess, SessionId, SessionInfo, Slice, Status,
-    UndoReport, Which,
+    self, Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, ForkNames,
+    ForkReport, InsidePath, News, Principal, Refused, ResetReport, SessionAccess, SessionId, SessionInfo, Slice,
+    Status, UndoReport, Which,
 };
 use crate::telemetry::{self, Metrics};
 
@@ -111,11 +111,6 @@ impl Recorded {
     fn refused(&self, owner: &Principal, session: Option<&SessionId>, refused: &Refused) {
         match refused {
             Refused::Ended { id, why, .. } => self.ended(owner, id, why),
-            Refused::Quota { which, retry_after, .. } => {
-                self.metrics.quota_refused(which.name());
-                let details = QuotaRefused { quota: which.name().into(), retry_after: *retry_after };
-                self.audit.note(self.event(owner, session, details).denied(which.name()));
-            }
             _ => {}
         }
     }

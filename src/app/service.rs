@@ -41,16 +41,19 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
     let tls = service.tls.as_ref().map(|files| tls::acceptor(&files.certificates, &files.key)).transpose()?;
     let audit = open_audit(&settings)?;
     audit.record(Event::new(ServerStarted { version: env!("CARGO_PKG_VERSION").into(), serving: "http".into() }))?;
-    let listener = TcpListener::bind(service.listen)
-        .await
-        .with_context(|| format!("could not listen at {}", service.listen))?;
+    let listener =
+        TcpListener::bind(service.listen).await.with_context(|| format!("could not listen at {}", service.listen))?;
     let address = listener.local_addr().context("the listening address cannot be read")?;
     let home = Home::of(&settings, KeepByDefault::Yes, "serve").await?;
 
     let health = Health::new();
     let (metrics, end) = (Metrics::new(&health), CancellationToken::new());
     let no_files = HostFiles::new(&[], 0).context("no folder is no trouble")?;
-    let server = mcp::Server::new(Arc::new(Recorded::new(home.sessions(), audit.clone(), metrics.clone())), no_files, mcp_settings(&settings, Front::Http));
+    let server = mcp::Server::new(
+        Arc::new(Recorded::new(home.sessions(), audit.clone(), metrics.clone())),
+        no_files,
+        mcp_settings(&settings, Front::Http),
+    );
     let public_url = service.public_url.clone().unwrap_or_else(|| own_url(address, tls.is_some()));
     let routes = Routes {
         endpoint: Endpoint::of(server.clone(), settings.idle_timeout, end.clone()),
@@ -65,7 +68,7 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
     announce(&authenticator, &public_url);
 
     let stop = CancellationToken::new();
-    let (reception, current) = watch::channel(Reception { routes: routes.router(), tls });
+    let (_reception, current) = watch::channel(Reception { routes: routes.router(), tls });
     let serving = connections::serve(listener, current, service.max_connections, metrics, stop.clone(), GRACE);
     let mut serving = std::pin::pin!(serving);
     let signal = tokio::select! {

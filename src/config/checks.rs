@@ -3,9 +3,10 @@
 //! `settle` is pure: it takes the sources as values and a way to read the few files they name. Every refusal names the setting, where
 //! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
 //!
-//! `network` has the settings about what sessions may reach, `service` those of the HTTP service, `watch` those about what operators
-//! see: log, traces, audit. Files that hold secrets are read in `network`, by those who know how to treat them.
+//! `network` has the settings about what sessions may reach, `auth` those about who may call, `service` those of the HTTP service, `watch`
+//! those about what operators see: log, traces, audit. Files that hold secrets are read by those who know how to treat them.
 
+pub(super) mod auth;
 mod network;
 mod service;
 mod watch;
@@ -140,6 +141,7 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         service: check.service()?,
         profile: check.profile()?,
         allow_missing: check.allow_missing()?,
+        auth: check.auth(&surroundings, &data_dir)?,
         runtime_dir: folders::runtime_dir(&surroundings, &machine),
         log_filter: match check.log_level()? {
             Some(level) => Some(level),
