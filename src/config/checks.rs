@@ -3,8 +3,9 @@
 //! `settle` is pure: it takes the sources as values and a way to read the few files they name. Every refusal names the setting, where
 //! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
 //!
-//! `network` has the settings about what sessions may reach. Files that hold secrets are read there, by those who know how to treat them.
+//! `network` has the settings about what sessions may reach, `auth` those about who may call. Files that hold secrets are read there, by those who know how to treat them.
 
+pub(super) mod auth;
 mod network;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -135,6 +136,7 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         packages: check.packages()?,
         profile: check.profile()?,
         allow_missing: check.allow_missing()?,
+        auth: check.auth(&surroundings, &data_dir)?,
         runtime_dir: folders::runtime_dir(&surroundings, &machine),
         log_filter: match check.log_level()? {
             Some(level) => Some(level),

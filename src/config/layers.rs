@@ -51,6 +51,7 @@ pub enum Key {
     PackageTimeout,
     Profile,
     AllowMissing,
+    Auth,
     DataDir,
     LogLevel,
 }
@@ -71,7 +72,7 @@ enum Shape {
 
 impl Key {
     /// Every setting: its name in the file, its flag, its shape. `CELLBLOCK_` and the name in capitals is its variable.
-    const TABLE: [(Key, &'static str, &'static str, Shape); 36] = [
+    const TABLE: [(Key, &'static str, &'static str, Shape); 37] = [
         (Key::Workspace, "workspace", "--workspace", Shape::Single),
         (Key::AllowedDirs, "allowed_dirs", "--allowed-dir", Shape::List),
         (Key::Environment, "environment", "--environment", Shape::Single),
@@ -106,6 +107,7 @@ impl Key {
         (Key::PackageTimeout, "package_timeout", "", Shape::Single),
         (Key::Profile, "profile", "--profile", Shape::Single),
         (Key::AllowMissing, "allow_missing", "--allow-missing", Shape::List),
+        (Key::Auth, "auth", "", Shape::Single),
         (Key::DataDir, "data_dir", "", Shape::Single),
         (Key::LogLevel, "log_level", "--log-level", Shape::Single),
     ];

@@ -31,6 +31,7 @@ use cellblock_egress::rules::Rules;
 use cellblock_egress::secrets::Secret;
 use rustix::fs::{CWD, Mode, OFlags};
 
+use crate::auth::AuthSettings;
 use crate::environment::{self, EnvironmentName, EnvironmentSpec};
 use crate::sandbox::{LayerKind, SandboxLimits};
 use checks::{NamedFile, Sources};
@@ -74,6 +75,8 @@ pub struct Settings {
     pub profile: Profile,
     /// Isolation layers that may be missing.
     pub allow_missing: BTreeSet<LayerKind>,
+    /// Who may call over HTTP.
+    pub auth: AuthSettings,
     /// Where environments, tools and the runner's files are kept.
     pub data_dir: PathBuf,
     /// Where sockets and roots of sandboxes live while the server runs; only we can enter it.
@@ -322,6 +325,7 @@ fn make_folders(settings: &mut Settings, user_id: u32) -> Result<(), ConfigError
             if mount.writable { folders::make_shared(&mount.host) } else { folders::existing_folder(&mount.host) };
         mount.host = real.map_err(folder_error("mounts", &mount.host))?;
     }
+    settings.auth.shown = checks::auth::shown_folders(settings);
     refuse_overlaps(settings)?;
     refuse_shown_secrets(settings)
 }
