@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, Parser, Subcommand};
 
+use crate::auth::Scope;
 use crate::config::{Flags, Key, LOG_LEVELS};
 use crate::sandbox::LayerKind;
 
@@ -53,6 +54,9 @@ pub(super) enum Command {
     /// List, build, show and remove Python environments
     #[command(subcommand, arg_required_else_help = true)]
     Env(EnvCommand),
+    /// Make API keys for callers that cannot get tokens
+    #[command(subcommand, arg_required_else_help = true)]
+    Key(KeyCommand),
 }
 
 const MCP_EXAMPLES: &str = "\
@@ -140,6 +144,18 @@ pub(super) enum EnvCommand {
     Remove {
         /// The environment's name
         name: String,
+    },
+}
+
+#[derive(Subcommand)]
+pub(super) enum KeyCommand {
+    /// Make a key: print it once, and the lines for the configuration that let its owner in
+    New {
+        /// What the owner is called: in the configuration, in the audit log, as the owner of sessions
+        name: String,
+        /// What the owner may do; repeat for more [default: python:execute]
+        #[arg(long = "scope", value_name = "SCOPE", value_parser = clap::builder::PossibleValuesParser::new(Scope::ALL.map(Scope::name)))]
+        scopes: Vec<String>,
     },
 }
 
@@ -278,7 +294,7 @@ impl Arguments {
         match &self.command {
             Command::Mcp(McpArguments { sandbox, branching }) => branching.add_to(sandbox.add_to(flags)),
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
-            Command::Doctor(_) | Command::Env(_) => flags,
+            Command::Doctor(_) | Command::Env(_) | Command::Key(_) => flags,
         }
     }
 }
@@ -386,6 +402,8 @@ mod tests {
             &["env", "build", "science", "--locked", "science.lock"],
             &["env", "show", "science"],
             &["env", "remove", "science"],
+            &["key", "new", "ci"],
+            &["key", "new", "ci", "--scope", "sessions:read", "--scope", "admin"],
         ] {
             assert!(parse(line).is_ok(), "{line:?}");
         }
@@ -400,6 +418,8 @@ mod tests {
             &["env", "build", "a", "--preload", "x"],
             &["mcp", "--log-level", "loud"],
             &["run", "-c", "1", "--undo", "on"],
+            &["key", "new"],
+            &["key", "new", "ci", "--scope", "everything"],
         ] {
             assert!(parse(line).is_err(), "{line:?}");
         }

@@ -6,6 +6,7 @@
 mod cli;
 mod doctor;
 mod env_command;
+mod key_command;
 mod network;
 mod packages;
 mod progress;
@@ -61,6 +62,7 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             Command::Mcp(_) => serve::stdio(settings).await,
             Command::Run(run) => run::execute(&run, settings).await,
             Command::Doctor(doctor) => doctor::execute(&doctor, &settings).await,
+            Command::Key(command) => key_command::execute(&command, &mut std::io::stdout()).map(|()| ExitCode::SUCCESS),
             Command::Env(command) => {
                 env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
