@@ -5,6 +5,10 @@
 
 mod attacks;
 mod audit;
+//! out; `auth` meets a real issuer of tokens; `branching` copies sessions; `network` reaches out of them, with `secrets` in its hands; `stdio`, `cli` and `leaks` use the built program as its users do; `tidy` reads the tree.
+
+mod attacks;
+mod auth;
 mod branching;
 mod cli;
 mod clients;

@@ -8,6 +8,7 @@ mod cli;
 mod doctor;
 mod env_command;
 mod keeper;
+mod key_command;
 mod network;
 mod packages;
 mod packages_command;
@@ -88,6 +89,7 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             Command::Run(run) => run::execute(&run, settings).await,
             Command::Doctor(doctor) => doctor::execute(&doctor, &settings).await,
             Command::Audit(command) => audit_command::execute(command, &mut std::io::stdout()),
+            Command::Key(command) => key_command::execute(&command, &mut std::io::stdout()).map(|()| ExitCode::SUCCESS),
             Command::Env(command) => {
                 env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }

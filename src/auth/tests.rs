@@ -326,7 +326,8 @@ fn a_claim_of_a_strange_kind_is_refused_and_never_taken_for_absent() {
         ("iat", Fault::Time),
         ("sub", Fault::Subject),
     ] {
-        for value in &strange {
+        // A subject may be a text of digits.
+        for value in strange.iter().filter(|value| claim != "sub" || **value != json!("1000100")) {
             assert_eq!(judged(fixed(claim, Some(value.clone()))), Err(fault), "{claim}: {value}")
         }
     }
@@ -515,11 +516,9 @@ fn a_name_that_occurs_twice_is_refused() {
 
 #[test]
 fn a_token_is_at_most_16_kib() {
-    let of_length =
-        |length: usize| format!("{}.{}.{}", encode(r#"{"alg":"RS256"}"#), encode("{}"), "A".repeat(length - 24));
-    let text = of_length(LARGEST_TOKEN);
-    assert_eq!(text.len(), LARGEST_TOKEN);
-    assert!(!matches!(Token::parse(&text), Err(Fault::TooLong))); // control
+    let start = format!("{}.{}.", encode(r#"{"alg":"RS256"}"#), encode("{}"));
+    let of_length = |length: usize| format!("{start}{}", "A".repeat(length - start.len()));
+    assert!(!matches!(Token::parse(&of_length(LARGEST_TOKEN)), Err(Fault::TooLong))); // control
     assert!(matches!(Token::parse(&of_length(LARGEST_TOKEN + 1)), Err(Fault::TooLong)));
 }
 
