@@ -13,7 +13,7 @@ use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::io::{Read, Seek, Write};
 use std::pin::Pin;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Poll;
 use std::time::Duration;
@@ -27,13 +27,14 @@ use tracing::{debug, info, warn};
 use self::branching::{Copying, Replacement};
 pub(super) use self::branching::{Fork, Forked, ForksWanted};
 use self::packages::{Answered, Questions};
+use super::accounts::{Accounts, Metered};
 use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
 use super::output::{Gatherer, Glance, Seen, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
 use super::{
-    ExecuteRequest, ExecutionId, FileChanges, FileNote, FullOutput, InsidePath, Outcome, PythonError, Refused,
-    ResetReport, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, Variable, VariableChanges,
+    ExecuteRequest, ExecutionId, FileChanges, FileNote, FullOutput, InsidePath, Outcome, Principal, PythonError,
+    Refused, ResetReport, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, Variable, VariableChanges,
     WorkFolder,
 };
 use crate::runner_client::{
@@ -192,6 +193,12 @@ impl Shared {
         spools.iter().find(|(id, _)| *id == execution).map(|(_, full)| full.clone())
     }
 
+    /// Returns the bytes of outputs that are kept, whole and for somebody to collect.
+    pub(super) fn kept_bytes(&self) -> u64 {
+        let spools = self.spools.lock().expect("nothing panics while it holds the spools");
+        spools.iter().map(|(_, full)| full.total_bytes()).sum::<u64>() + self.docket.kept_bytes()
+    }
+
     /// Takes over the whole outputs that another session keeps.
     pub(super) fn take_over(&self, other: &Shared) {
         let spools = std::mem::take(&mut *other.spools.lock().expect("nothing panics while it holds the spools"));
@@ -209,19 +216,29 @@ impl Shared {
     }
 }
 
+/// Whose session it is, as far as that counts.
+pub(super) struct Customer {
+    pub(super) owner: Principal,
+    pub(super) accounts: Arc<Accounts>,
+}
+
 /// How a session left, told to the manager before anybody who still waits is answered.
 pub(super) type OnGone = Box<dyn FnOnce(Option<String>) + Send>;
 
+/// What a session begins with.
+pub(super) struct Beginning {
+    pub(super) id: SessionId,
+    /// `None` for work of the server's own, which counts against nobody.
+    pub(super) customer: Option<Customer>,
+    pub(super) origin: Origin,
+    pub(super) settings: SessionSettings,
+    pub(super) numbers: Arc<AtomicU64>,
+    pub(super) shared: Arc<Shared>,
+}
+
 /// Runs a session until it is gone.
-pub(super) async fn drive(
-    id: SessionId,
-    origin: Origin,
-    settings: SessionSettings,
-    numbers: Arc<AtomicU64>,
-    commands: mpsc::Receiver<Command>,
-    shared: Arc<Shared>,
-    on_gone: OnGone,
-) {
+pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command>, on_gone: OnGone) {
+    let Beginning { id, customer, origin, settings, numbers, shared } = beginning;
     let (future, note): (Pin<Box<dyn Future<Output = Finished> + Send>>, Option<String>) = match origin {
         Origin::Launch(backend) => {
             let note = match settings.work_folder {
@@ -238,6 +255,8 @@ pub(super) async fn drive(
     shared.facts().state = machine.state().name();
     let driver = Driver {
         id,
+        customer,
+        metered: None,
         machine,
         settings,
         numbers,
@@ -428,6 +447,9 @@ enum Task {
 
 struct Driver {
     id: SessionId,
+    customer: Option<Customer>,
+    /// Counts what the sandbox uses.
+    metered: Option<Metered>,
     settings: SessionSettings,
     /// Where numbers for frames come from.
     numbers: Arc<AtomicU64>,
@@ -843,6 +865,12 @@ impl Driver {
     /// Takes over what a copy has from its source, and sees to the rules of the sandbox that has just come.
     fn inherit(&mut self, inheritance: &Inheritance) {
         let Some(sandbox) = &self.sandbox else { return };
+        // The old one first, so that its last reading is taken.
+        self.metered = None;
+        self.metered = self.customer.as_ref().map(|customer| {
+            let number = self.numbers.fetch_add(1, Ordering::Relaxed);
+            customer.accounts.follow(&customer.owner, number, sandbox.gauge())
+        });
         if !inheritance.packages.is_empty() {
             self.shared.facts().packages = inheritance.packages.clone();
         }
@@ -1262,6 +1290,7 @@ impl Driver {
         self.replacement = None;
         self.give_copying_up();
         self.live = None;
+        self.metered = None;
         match self.work.take() {
             // A first start may wait long for the preparation. It is not dropped half-way; what it makes is destroyed.
             Some(work) if work.starts_first => {

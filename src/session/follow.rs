@@ -106,7 +106,9 @@ impl Sessions {
         if cancel.is_cancelled() {
             return Err(Refused::CancelledWhileWaiting);
         }
+        self.check_cell(owner)?;
         let entry = self.find_or_create(owner, id)?;
+        self.count_cell(owner)?;
         let execution = self.enter(&entry, request).map_err(|silence| self.explained(owner, id, silence))?;
         Ok((entry, execution))
     }

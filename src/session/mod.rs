@@ -17,6 +17,7 @@
 //! replaced in silence.
 
 mod access;
+mod accounts;
 #[cfg(test)]
 mod behaviour;
 mod branch;
@@ -35,6 +36,8 @@ pub mod install;
 mod manager;
 mod outcome;
 mod output;
+#[cfg(test)]
+mod quota_behaviour;
 mod rich;
 mod spool;
 mod state;
@@ -48,6 +51,7 @@ use std::time::Duration;
 use crate::runner_client::Trouble;
 use crate::sandbox::{LaunchError, Rules};
 pub use access::{News, SessionAccess, Slice};
+pub use accounts::{Quota, Quotas, Usage};
 pub use branch::*;
 pub use hidden::Hidden;
 pub use manager::Sessions;
@@ -210,6 +214,8 @@ pub struct SessionSettings {
     /// Bytes of memory a sandbox may hold, where that is limited. Old copies are given up before it is reached.
     pub memory_limit: Option<u64>,
     pub packages: install::Source,
+    /// What one principal may use.
+    pub quotas: Quotas,
 }
 
 impl Default for SessionSettings {
@@ -223,6 +229,7 @@ impl Default for SessionSettings {
             explore_parallel: 4,
             memory_limit: None,
             packages: install::Source::default(),
+            quotas: Quotas::default(),
         }
     }
 }
@@ -278,6 +285,14 @@ pub enum Refused {
     UnknownExecution,
     #[error("{}", too_many(*.limit, .oldest_idle))]
     TooManySessions { limit: usize, oldest_idle: Vec<SessionId> },
+    #[error("{}", accounts::Told { which, limit: *limit, used: *used, retry_after: *retry_after })]
+    Quota {
+        which: Quota,
+        limit: u64,
+        used: u64,
+        /// When there will be room again, where time alone makes room.
+        retry_after: Option<Duration>,
+    },
     #[error(
         "{waiting} requests are already waiting for this session. Wait for some of them to finish, or use another session_id"
     )]
