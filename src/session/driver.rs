@@ -32,6 +32,7 @@ use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
 use super::output::{Gatherer, Glance, Seen, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
+use super::turns::{Crowded, Turn, Turns};
 use super::{
     ExecuteRequest, ExecutionId, FileChanges, FileNote, FullOutput, InsidePath, Outcome, Principal, PythonError,
     Refused, ResetReport, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, Variable, VariableChanges,
@@ -220,6 +221,7 @@ impl Shared {
 pub(super) struct Customer {
     pub(super) owner: Principal,
     pub(super) accounts: Arc<Accounts>,
+    pub(super) turns: Turns,
 }
 
 /// How a session left, told to the manager before anybody who still waits is answered.
@@ -257,6 +259,8 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
         id,
         customer,
         metered: None,
+        turn: None,
+        crowded: None,
         machine,
         settings,
         numbers,
@@ -450,6 +454,10 @@ struct Driver {
     customer: Option<Customer>,
     /// Counts what the sandbox uses.
     metered: Option<Metered>,
+    /// The place in which the cell runs, or the ticket with which it waits for one.
+    turn: Option<Turn>,
+    /// Why there was no ticket, the last time there was none.
+    crowded: Option<Crowded>,
     settings: SessionSettings,
     /// Where numbers for frames come from.
     numbers: Arc<AtomicU64>,
@@ -501,6 +509,8 @@ enum Wake {
     Told(bool),
     /// A question of the running cell has its answer.
     Answered(Answered),
+    /// There is a place for the cell that waits for one.
+    Turn,
     Time,
 }
 
@@ -517,6 +527,7 @@ impl Driver {
                 Wake::Finished(finished) => self.finished_work(finished),
                 Wake::Told(watched) => self.told(watched),
                 Wake::Answered(answered) => self.answer_question(answered),
+                Wake::Turn => self.happen(Event::TurnCame),
                 Wake::Time => self.time(),
             }
         }
@@ -531,6 +542,7 @@ impl Driver {
         };
         let work = self.work.as_mut();
         let told = self.copying.as_mut().and_then(|copying| copying.told.as_mut());
+        let turn = self.turn.as_mut().filter(|turn| !turn.is_here());
         tokio::select! {
             command = self.commands.recv() => Wake::Command(command),
             event = async { connection.expect("guarded").next().await }, if connection.is_some() => Wake::Runner(event),
@@ -538,6 +550,7 @@ impl Driver {
             finished = async { (&mut work.expect("guarded").future).await }, if work.is_some() => Wake::Finished(finished),
             told = async { told.expect("guarded").await }, if told.is_some() => Wake::Told(told.is_ok()),
             answered = self.questions.next() => Wake::Answered(answered),
+            () = async { turn.expect("guarded").come().await }, if turn.is_some() => Wake::Turn,
             () = tokio::time::sleep_until(moment) => Wake::Time,
         }
     }
@@ -635,6 +648,7 @@ impl Driver {
         self.publish();
         for action in actions {
             match action {
+                Action::AskTurn => self.ask_turn(),
                 Action::Start(id) => self.start(id),
                 Action::Copy => self.copy(None),
                 Action::Fork(id) => self.fork(id),
@@ -644,6 +658,36 @@ impl Driver {
                 Action::Restart => self.restart(),
                 Action::Replace => self.replace(),
                 Action::RefuseReplacement => self.refuse_replacement(),
+            }
+        }
+        // Whatever else happened, a place is held for a cell only.
+        match self.machine.state() {
+            State::Running { kind: Kind::Cell, .. } => {}
+            State::Waiting => {
+                if let Some(Job::Execute { teller, .. }) = self.machine.first().and_then(|id| self.waiting.get(&id)) {
+                    teller.hold();
+                }
+            }
+            _ => self.turn = None,
+        }
+    }
+
+    /// Gets in line for a place in which the next cell can run. Work of the server's own needs none.
+    fn ask_turn(&mut self) {
+        // The place of the cell before goes to whoever is next; that may be this session.
+        self.turn = None;
+        let asked = self.customer.as_ref().map(|customer| customer.turns.ask(&customer.owner));
+        match asked.transpose() {
+            Ok(turn) => {
+                let is_here = turn.as_ref().is_none_or(Turn::is_here);
+                self.turn = turn;
+                if is_here {
+                    self.happen(Event::TurnCame);
+                }
+            }
+            Err(crowded) => {
+                self.crowded = Some(crowded);
+                self.happen(Event::TurnRefused);
             }
         }
     }
@@ -1231,6 +1275,10 @@ impl Driver {
         };
         match answer {
             Answer::Refused(Refusal::Busy) => Refused::Busy { waiting: super::state::MOST_WAITING },
+            Answer::Refused(Refusal::Crowded) => {
+                let Crowded { waiting, retry_after } = self.crowded.expect("it is noted before it is told");
+                Refused::Crowded { waiting, retry_after }
+            }
             Answer::Refused(Refusal::CellRunning) => Refused::CellRunning { id: self.id.clone(), then: "fork" },
             Answer::Refused(Refusal::Cancelled) => Refused::CancelledWhileWaiting,
             Answer::Refused(Refusal::StartFailed) => self.failure.clone().map_or_else(ended, Refused::Launch),

@@ -19,6 +19,7 @@ use super::driver::{
     self, Beginning, Command, Customer, Fork, Forked, ForksWanted, Job, Origin, STAGED_IN_MEMORY, Shared,
 };
 use super::install::Source;
+use super::turns::Turns;
 use super::{
     CheckpointInfo, ExecutionId, ForkNames, ForkReport, FullOutput, InsidePath, MOST_FORKS, Principal, Refused,
     ResetReport, SessionId, SessionInfo, SessionSettings, Undo, UndoReport, Usage, Which, WorkFolder,
@@ -54,6 +55,7 @@ struct House {
     table: Mutex<Table>,
     next_number: Arc<AtomicU64>,
     accounts: Arc<Accounts>,
+    turns: Turns,
 }
 
 #[derive(Default)]
@@ -101,7 +103,8 @@ impl Sessions {
     pub fn new(backend: Arc<dyn Backend>, settings: SessionSettings) -> Sessions {
         let accounts = Arc::new(Accounts::new(settings.quotas.clone()));
         let next_number = Arc::new(AtomicU64::new(1));
-        Sessions { house: Arc::new(House { backend, settings, table: Mutex::default(), next_number, accounts }) }
+        let turns = Turns::new(settings.max_running);
+        Sessions { house: Arc::new(House { backend, settings, table: Mutex::default(), next_number, accounts, turns }) }
     }
 
     /// Follows the work that must be done once before the first session. Requests wait for it.
@@ -244,7 +247,7 @@ impl Sessions {
                 ended: facts.ended,
                 executions: facts.executions,
                 age: now - entry.shared.created,
-                idle: if facts.state == "running" { Duration::ZERO } else { now - facts.last_used },
+                idle: if matches!(facts.state, "running" | "waiting") { Duration::ZERO } else { now - facts.last_used },
                 memory: facts.memory,
                 rules: facts.rules,
             }
@@ -402,6 +405,11 @@ impl Sessions {
         self.house.accounts.check_stored(owner, kept, more)
     }
 
+    /// Tells how many cells run in the whole server, and how many wait for a place.
+    pub fn load(&self) -> (usize, usize) {
+        self.house.turns.load()
+    }
+
     /// Tells what an owner uses now.
     pub fn usage(&self, owner: &Principal) -> Usage {
         let usage = self.house.accounts.usage(owner);
@@ -489,7 +497,7 @@ impl Sessions {
     }
 
     fn customer(&self, owner: &Principal) -> Customer {
-        Customer { owner: owner.clone(), accounts: self.house.accounts.clone() }
+        Customer { owner: owner.clone(), accounts: self.house.accounts.clone(), turns: self.house.turns.clone() }
     }
 
     /// Starts a driver that only the caller sees.
