@@ -38,6 +38,14 @@ pub enum Key {
     UndoCheckpoints,
     UndoFiles,
     ExploreParallel,
+    MaxRunning,
+    QuotaSessions,
+    QuotaMemory,
+    QuotaCpu,
+    QuotaCpuWindow,
+    QuotaCells,
+    QuotaStarts,
+    QuotaStored,
     FamilyMemory,
     AllowNetwork,
     AllowedDomains,
@@ -71,7 +79,7 @@ enum Shape {
 
 impl Key {
     /// Every setting: its name in the file, its flag, its shape. `CELLBLOCK_` and the name in capitals is its variable.
-    const TABLE: [(Key, &'static str, &'static str, Shape); 36] = [
+    const TABLE: [(Key, &'static str, &'static str, Shape); 44] = [
         (Key::Workspace, "workspace", "--workspace", Shape::Single),
         (Key::AllowedDirs, "allowed_dirs", "--allowed-dir", Shape::List),
         (Key::Environment, "environment", "--environment", Shape::Single),
@@ -93,6 +101,14 @@ impl Key {
         (Key::UndoCheckpoints, "undo_checkpoints", "--undo-checkpoints", Shape::Single),
         (Key::UndoFiles, "undo_files", "--undo-files", Shape::Single),
         (Key::ExploreParallel, "explore_parallel", "--explore-parallel", Shape::Single),
+        (Key::MaxRunning, "max_running", "", Shape::Single),
+        (Key::QuotaSessions, "quota_sessions", "", Shape::Single),
+        (Key::QuotaMemory, "quota_memory", "", Shape::Single),
+        (Key::QuotaCpu, "quota_cpu", "", Shape::Single),
+        (Key::QuotaCpuWindow, "quota_cpu_window", "", Shape::Single),
+        (Key::QuotaCells, "quota_cells", "", Shape::Single),
+        (Key::QuotaStarts, "quota_starts", "", Shape::Single),
+        (Key::QuotaStored, "quota_stored", "", Shape::Single),
         (Key::FamilyMemory, "family_memory", "--family-memory", Shape::Single),
         (Key::AllowNetwork, "allow_network", "--allow-network", Shape::Single),
         (Key::AllowedDomains, "allowed_domains", "--allowed-domain", Shape::Phrases),
