@@ -326,6 +326,20 @@ fn work_folder(settings: &Settings) -> WorkFolder {
     if settings.workspace.is_some() { WorkFolder::Shared } else { WorkFolder::Private }
 }
 
+impl From<&config::Quotas> for session::Quotas {
+    fn from(quotas: &config::Quotas) -> session::Quotas {
+        session::Quotas {
+            sessions: quotas.sessions,
+            memory: quotas.memory,
+            processor_time: quotas.cpu,
+            processor_window: quotas.cpu_window,
+            cells_per_minute: quotas.cells,
+            starts_per_minute: quotas.starts,
+            stored: quotas.stored,
+        }
+    }
+}
+
 /// Makes the sessions of a command. One that runs code once has nothing to undo and keeps no past of it.
 fn sessions(
     settings: &Settings,
@@ -345,6 +359,7 @@ fn sessions(
             idle_timeout: settings.idle_timeout,
             undo,
             explore_parallel: settings.explore_parallel,
+            max_running: settings.max_running,
             memory_limit: Some(settings.limits.memory),
             packages: Source(packages.map(|packages| packages as Arc<dyn Installer>)),
             ..SessionSettings::default()

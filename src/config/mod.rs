@@ -77,6 +77,9 @@ pub struct Settings {
     pub undo: Undo,
     /// How many variants of one `explore` run at the same time.
     pub explore_parallel: usize,
+    /// Cells that run at once in the whole server; zero is no limit.
+    pub max_running: usize,
+    pub quotas: Quotas,
     pub network: Network,
     pub packages: Packages,
     pub service: Service,
@@ -113,6 +116,21 @@ impl Settings {
     pub fn environment_spec(&self) -> &EnvironmentSpec {
         self.environments.get(&self.environment).expect("load refuses an environment that nobody has described")
     }
+}
+
+/// What one caller of a shared server may use. `None` is no limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Quotas {
+    pub sessions: Option<usize>,
+    pub memory: Option<u64>,
+    /// Processor time within `cpu_window`.
+    pub cpu: Option<Duration>,
+    pub cpu_window: Duration,
+    /// Per minute.
+    pub cells: Option<u32>,
+    /// Sandboxes begun per minute.
+    pub starts: Option<u32>,
+    pub stored: Option<u64>,
 }
 
 /// How much of a session's past is kept, so that cells can be undone.
