@@ -7,6 +7,7 @@ mod attacks;
 mod branching;
 mod cli;
 mod contract;
+mod keeper;
 mod leaks;
 mod network;
 mod packages;
