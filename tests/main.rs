@@ -14,6 +14,7 @@ mod cli;
 mod clients;
 mod conformance;
 mod contract;
+mod keeper;
 mod leaks;
 mod network;
 mod packages;
