@@ -18,8 +18,8 @@ const LARGEST_FILE: u64 = 1 << 30;
 pub(super) async fn stdio(settings: Settings) -> anyhow::Result<ExitCode> {
     let files = HostFiles::new(&settings.allowed_dirs, LARGEST_FILE).context("an allowed directory cannot be used")?;
     let audit = open_audit(&settings)?;
-    audit.record(Event::new(ServerStarted { version: env!("CARGO_PKG_VERSION").into(), serving: "stdio".into() }))?;
     let house = house(&settings, Warmth::Full)?;
+    audit.record(Event::new(ServerStarted { version: env!("CARGO_PKG_VERSION").into(), serving: "stdio".into() }))?;
     let server = mcp::Server::local(
         Arc::new(house.sessions.clone()),
         files,

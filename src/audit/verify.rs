@@ -83,7 +83,8 @@ pub struct VerifyError {
 pub fn verify(files: &[PathBuf], known: &Known) -> Result<Report, VerifyError> {
     let mut walk = Walk::new(known);
     for path in in_order(files)? {
-        walk.file(&path).map_err(|cause| VerifyError { path, cause })?;
+        let lines = Lines::open(&path);
+        lines.and_then(|lines| walk.file(&path, lines)).map_err(|cause| VerifyError { path, cause })?;
     }
     Ok(walk.end())
 }
@@ -134,8 +135,7 @@ impl<'a> Walk<'a> {
         Walk { known, before, report, place: (PathBuf::new(), 0), saw_last: false }
     }
 
-    fn file(&mut self, path: &Path) -> io::Result<()> {
-        let mut lines = Lines::open(path)?;
+    fn file(&mut self, path: &Path, mut lines: Lines<impl BufRead>) -> io::Result<()> {
         self.place = (path.to_owned(), 0);
         while let Some(line) = lines.next()? {
             self.place.1 += 1;
@@ -220,13 +220,15 @@ enum Line {
 }
 
 /// The lines of a file, none of which can fill the memory.
-struct Lines(BufReader<File>);
+struct Lines<R>(R);
 
-impl Lines {
-    fn open(path: &Path) -> io::Result<Lines> {
+impl Lines<BufReader<File>> {
+    fn open(path: &Path) -> io::Result<Self> {
         File::open(path).map(BufReader::new).map(Lines)
     }
+}
 
+impl<R: BufRead> Lines<R> {
     fn next(&mut self) -> io::Result<Option<Line>> {
         let mut line = Vec::new();
         let read = io::Read::take(&mut self.0, LARGEST_LINE as u64).read_until(b'\n', &mut line)?;
