@@ -136,18 +136,25 @@ impl Book {
     fn write(&self, event: Event, now: Instant) -> io::Result<u64> {
         let mut state = self.state();
         state.sum_up(now);
-        let event = match state.allowance.admit(&event) {
+        let admission = state.allowance.admit(&event);
+        let must_refuse = match &state.health {
+            Health::Good => None,
+            // A record that is not wanted is no reason to let work pass that others are refused.
+            Health::Failing(why) if admission == Admission::Suppress => Some(why.clone()),
+            Health::Failing(_) => None,
+            Health::Broken(why) => Some(why.clone()),
+        };
+        if let (Some(why), OnFailure::Refuse) = (must_refuse, self.settings.failure) {
+            state.unrecorded += 1;
+            return Err(io::Error::other(why));
+        }
+        let event = match admission {
             Admission::Write => event,
             Admission::Announce => {
                 Event { kind: Suppressed { count: 0, limit_per_hour: state.allowance.limit() }.into(), ..event }
             }
             Admission::Suppress => return Ok(state.head.sequence),
         };
-        if let (Health::Broken(why), OnFailure::Refuse) = (&state.health, self.settings.failure) {
-            let cause = io::Error::other(why.clone());
-            state.unrecorded += 1;
-            return Err(cause);
-        }
         match state.write(event) {
             Ok(()) => Ok(state.head.sequence),
             Err(error) => {

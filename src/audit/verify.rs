@@ -102,7 +102,7 @@ fn in_order(files: &[PathBuf]) -> Result<Vec<PathBuf>, VerifyError> {
 
 fn first_sequence(path: &Path) -> io::Result<Option<u64>> {
     let mut lines = Lines::open(path)?;
-    Ok(match lines.next()? {
+    Ok(match lines.next_line()? {
         Some(Line::Whole(line)) => check(&line).ok().map(|link| link.head.sequence),
         _ => None,
     })
@@ -137,7 +137,7 @@ impl<'a> Walk<'a> {
 
     fn file(&mut self, path: &Path, mut lines: Lines<impl BufRead>) -> io::Result<()> {
         self.place = (path.to_owned(), 0);
-        while let Some(line) = lines.next()? {
+        while let Some(line) = lines.next_line()? {
             self.place.1 += 1;
             match line {
                 Line::Whole(line) => match check(&line) {
@@ -212,24 +212,27 @@ impl<'a> Walk<'a> {
     }
 }
 
-enum Line {
+/// A line of a file, without its end.
+pub enum Line {
     Whole(Vec<u8>),
+    /// It is longer than a record can be.
     TooLong,
     /// The file ends before the line does.
     Unfinished,
 }
 
 /// The lines of a file, none of which can fill the memory.
-struct Lines<R>(R);
+pub struct Lines<R>(R);
 
 impl Lines<BufReader<File>> {
-    fn open(path: &Path) -> io::Result<Self> {
+    pub fn open(path: &Path) -> io::Result<Self> {
         File::open(path).map(BufReader::new).map(Lines)
     }
 }
 
 impl<R: BufRead> Lines<R> {
-    fn next(&mut self) -> io::Result<Option<Line>> {
+    /// Reads the next line, if there is one.
+    pub fn next_line(&mut self) -> io::Result<Option<Line>> {
         let mut line = Vec::new();
         let read = io::Read::take(&mut self.0, LARGEST_LINE as u64).read_until(b'\n', &mut line)?;
         if read == 0 {
