@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::sandbox::Preparation;
 use crate::session::{
-    ExecuteRequest, ExecutionId, ExploreRequest, ForkNames, InsidePath, Principal, Refused, Resident, SessionId, Which,
+    ExecuteRequest, ExecutionId, ExploreRequest, ForkNames, InsidePath, Principal, Refused, Resident, SessionId,
+    UploadPart, Which,
 };
 
 /// Counts changes that an older peer would not understand.

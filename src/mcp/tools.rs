@@ -174,6 +174,7 @@ impl Catalogue {
                 max_output_chars: take("max_output_chars")
                     .count(1..=MOST_OUTPUT_CHARS, self.default_max_output_chars as u64)?
                     as usize,
+                rules: arguments::rules(take("allowed_domains"))?,
             },
             ToolName::Check => Call::Check {
                 session: take("session_id").session(unnamed)?,
@@ -264,6 +265,10 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                         "type": "integer", "minimum": 1, "maximum": MOST_OUTPUT_CHARS,
                         "default": settings.default_max_output_chars,
                         "description": "Longer text keeps its head and tail; the rest can be read as a resource.",
+                    },
+                    "allowed_domains": {
+                        "type": "array", "items": {"type": "string"},
+                        "description": "Narrows what the session can reach, from now on.",
                     },
                 }),
                 &["code"],

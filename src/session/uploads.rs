@@ -9,8 +9,8 @@ use std::io::{self, Seek, Write};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
-use tempfile::SpooledTempFile;
 use serde::{Deserialize, Serialize};
+use tempfile::SpooledTempFile;
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::time::Instant;
 
