@@ -10,6 +10,7 @@ mod cli;
 mod clients;
 mod conformance;
 mod contract;
+mod http;
 mod leaks;
 mod network;
 mod packages;
