@@ -5,12 +5,14 @@
 
 mod attacks;
 mod audit;
+mod auth;
 mod branching;
 mod cli;
 mod clients;
 mod conformance;
 mod contract;
 mod http;
+mod keeper;
 mod leaks;
 mod network;
 mod packages;

@@ -137,7 +137,7 @@ fn every_channel_of_the_server_is_bounded() {
 #[test]
 fn rooms_depend_on_each_other_in_one_direction() {
     // Each row: the room, and the rooms it must not name.
-    let walls: [(&str, &[&str]); 11] = [
+    let walls: &[(&str, &[&str])] = &[
         (
             "src/audit/",
             &["crate::mcp", "crate::app", "crate::session", "crate::sandbox", "crate::config", "crate::auth"],
@@ -153,6 +153,7 @@ fn rooms_depend_on_each_other_in_one_direction() {
         ("src/environment/", &["crate::mcp", "crate::app", "crate::session", "crate::packages"]),
         ("src/config/", &["crate::mcp", "crate::app", "crate::session"]),
         ("src/mcp/", &["crate::app", "crate::packages", "crate::sandbox::native", "cellblock_jail"]),
+        ("src/keeper/", &["crate::mcp", "crate::app", "crate::packages", "crate::config", "crate::sandbox::native"]),
         ("egress/", &["cellblock::", "cellblock_jail"]),
         ("jail/", &["cellblock::", "cellblock_egress", "tokio"]),
     ];
@@ -260,7 +261,7 @@ fn commands_in_documents_exist() {
             let mut words =
                 command.split_whitespace().take_while(|word| word.chars().all(|letter| letter.is_ascii_lowercase()));
             let mut path: Vec<&str> = words.by_ref().take(1).collect();
-            if matches!(path[..], ["env"] | ["audit"]) {
+            if matches!(path[..], ["env"] | ["audit"] | ["key"] | ["keeper"] | ["packages"]) {
                 path.extend(words.by_ref().take(1));
             }
             let (status, help, errors) = finished(program().args(&path).arg("--help"));

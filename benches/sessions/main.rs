@@ -58,6 +58,7 @@ const ROWS: [(&str, Row); 15] = [
     ("initialize", process_start_to_initialize),
     ("new-session", new_session_to_first_result),
     ("cell", cell_round_trip),
+    ("keeper", cost_of_a_keeper),
     ("run", one_shot_run),
     ("idle-memory", memory_of_an_idle_session),
     ("throughput", sessions_in_a_row),
@@ -197,6 +198,27 @@ fn cell_round_trip(peers: &Peers) -> anyhow::Result<()> {
         println!("    ipybox, outputs lost: {lost} of {IPYBOX_CELLS}");
         ratio("ipybox", &theirs, &ours);
     }
+    Ok(())
+}
+
+fn cost_of_a_keeper(_: &Peers) -> anyhow::Result<()> {
+    println!("\nthe cell `1` in a session of the server itself, and in one that a keeper keeps");
+    let start = |keep: &str| {
+        let mut command = cellblock("mcp");
+        command.args(["--keep-sessions", keep, "--keeper", "benchmark"]);
+        let (mut server, _) = Server::start(command)?;
+        server.execute("default", "pass")?;
+        server.wait_until_idle();
+        anyhow::Ok(server)
+    };
+    let (mut own, mut kept) = (start("off")?, start("on")?);
+    let cell = |server: &mut Server| server.execute("default", "1").map(|(_, elapsed)| elapsed);
+    let [own, kept] = in_turn(CELLS, || cell(&mut own), || cell(&mut kept))?;
+    report("in the server", &own, None);
+    report("in a keeper", &kept, None);
+    let added = kept.median().saturating_sub(own.median());
+    target("added, median", in_milliseconds(added), "≤ 0.15 ms", added <= Duration::from_micros(150));
+    cellblock("keeper").args(["stop", "benchmark", "--now"]).stdout(Stdio::null()).status()?;
     Ok(())
 }
 

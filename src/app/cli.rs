@@ -8,6 +8,7 @@ use clap::{ArgGroup, Args, Parser, Subcommand};
 
 use crate::audit::Kind;
 use crate::audit::verify::Noted;
+use crate::auth::Scope;
 use crate::config::{Flags, Key, LOG_LEVELS};
 use crate::keeper::KeeperName;
 use crate::sandbox::LayerKind;
@@ -69,6 +70,9 @@ pub(super) enum Command {
     /// List and remove packages that were installed into sessions
     #[command(subcommand, arg_required_else_help = true)]
     Packages(PackagesCommand),
+    /// Make API keys for callers that cannot get tokens
+    #[command(subcommand, arg_required_else_help = true)]
+    Key(KeyCommand),
     /// Show and stop the processes that keep sessions while their server restarts
     #[command(subcommand, arg_required_else_help = true)]
     Keeper(KeeperCommand),
@@ -305,6 +309,18 @@ pub(super) enum PackagesCommand {
     Clean,
 }
 
+#[derive(Subcommand)]
+pub(super) enum KeyCommand {
+    /// Make a key: print it once, and the lines for the configuration that let its owner in
+    New {
+        /// What the owner is called: in the configuration, in the audit log, as the owner of sessions
+        name: String,
+        /// What the owner may do; repeat for more [default: python:execute]
+        #[arg(long = "scope", value_name = "SCOPE", value_parser = clap::builder::PossibleValuesParser::new(Scope::ALL.map(Scope::name)))]
+        scopes: Vec<String>,
+    },
+}
+
 const BUILD_EXAMPLES: &str = "\
 Examples:
   cellblock env build                                         the environment that sessions use by default
@@ -472,7 +488,12 @@ impl Arguments {
                 service.add_to(keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags)))))
             }
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
-            Command::Doctor(_) | Command::Env(_) | Command::Audit(_) | Command::Packages(_) | Command::Keeper(_) => flags,
+            Command::Doctor(_)
+            | Command::Env(_)
+            | Command::Audit(_)
+            | Command::Key(_)
+            | Command::Packages(_)
+            | Command::Keeper(_) => flags,
         }
     }
 }
@@ -617,6 +638,8 @@ mod tests {
             &["keeper", "stop"],
             &["keeper", "stop", "mcp", "--now"],
             &["keeper", "hold"],
+            &["key", "new", "ci"],
+            &["key", "new", "ci", "--scope", "sessions:read", "--scope", "admin"],
         ] {
             assert!(parse(line).is_ok(), "{line:?}");
         }
@@ -638,6 +661,8 @@ mod tests {
             &["run", "-c", "1", "--keep-sessions", "on"],
             &["keeper"],
             &["keeper", "stop", "../x"],
+            &["key", "new"],
+            &["key", "new", "ci", "--scope", "everything"],
         ] {
             assert!(parse(line).is_err(), "{line:?}");
         }

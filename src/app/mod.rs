@@ -8,10 +8,12 @@ mod cli;
 mod doctor;
 mod env_command;
 mod keeper;
+mod key_command;
 mod network;
 mod packages;
 mod packages_command;
 mod progress;
+mod recorded;
 mod run;
 mod service;
 mod stdio;
@@ -34,9 +36,9 @@ use self::packages::Packages;
 use crate::audit::Audit;
 use crate::config::{self, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
+use crate::mcp::{Front, McpSettings};
 use crate::sandbox::native::{NativeBackend, NativeSettings, WORK_FOLDER, WarmEnvironment};
 use crate::sandbox::{Backend, Preparation};
-use crate::mcp::{Front, McpSettings};
 use crate::session::install::{Installer, Source};
 use crate::session::{self, SessionSettings, Sessions, WorkFolder};
 use crate::telemetry::{self, TelemetrySettings};
@@ -64,7 +66,8 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
         None => config::load(arguments.general.config.as_deref(), arguments.flags())?,
     };
     // What goes wrong in the other commands is their answer, not a line in a log.
-    let serves = matches!(arguments.command, Command::Mcp(_) | Command::Serve(_) | Command::Keeper(KeeperCommand::Hold));
+    let serves =
+        matches!(arguments.command, Command::Mcp(_) | Command::Serve(_) | Command::Keeper(KeeperCommand::Hold));
     let fallback = if serves { "info" } else { "error" };
     let telemetry = telemetry::start(&TelemetrySettings {
         filter: settings.log_filter.clone(),
@@ -86,6 +89,7 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             Command::Run(run) => run::execute(&run, settings).await,
             Command::Doctor(doctor) => doctor::execute(&doctor, &settings).await,
             Command::Audit(command) => audit_command::execute(command, &mut std::io::stdout()),
+            Command::Key(command) => key_command::execute(&command, &mut std::io::stdout()).map(|()| ExitCode::SUCCESS),
             Command::Env(command) => {
                 env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
@@ -322,6 +326,20 @@ fn work_folder(settings: &Settings) -> WorkFolder {
     if settings.workspace.is_some() { WorkFolder::Shared } else { WorkFolder::Private }
 }
 
+impl From<&config::Quotas> for session::Quotas {
+    fn from(quotas: &config::Quotas) -> session::Quotas {
+        session::Quotas {
+            sessions: quotas.sessions,
+            memory: quotas.memory,
+            processor_time: quotas.cpu,
+            processor_window: quotas.cpu_window,
+            cells_per_minute: quotas.cells,
+            starts_per_minute: quotas.starts,
+            stored: quotas.stored,
+        }
+    }
+}
+
 /// Makes the sessions of a command. One that runs code once has nothing to undo and keeps no past of it.
 fn sessions(
     settings: &Settings,
@@ -341,6 +359,7 @@ fn sessions(
             idle_timeout: settings.idle_timeout,
             undo,
             explore_parallel: settings.explore_parallel,
+            max_running: settings.max_running,
             memory_limit: Some(settings.limits.memory),
             packages: Source(packages.map(|packages| packages as Arc<dyn Installer>)),
             ..SessionSettings::default()

@@ -8,21 +8,24 @@
 
 use std::net::SocketAddr;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
 use axum::Router;
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::keeper::{Home, KeepByDefault};
+use super::recorded::Recorded;
 use super::{asked_to_end, mcp_settings, open_audit};
 use crate::audit::{Event, ServerStarted, ServerStopped};
 use crate::auth::Authenticator;
 use crate::config::Settings;
-use crate::http::routes::Routes;
-use crate::http::{Allowed, Open, connections, tls};
+use crate::http::routes::{Access, Routes};
+use crate::http::{Allowed, Reception, connections, tls};
 use crate::mcp::http::Endpoint;
 use crate::mcp::{self, Front, HostFiles};
 use crate::telemetry::{Health, Metrics};
@@ -38,29 +41,35 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
     let tls = service.tls.as_ref().map(|files| tls::acceptor(&files.certificates, &files.key)).transpose()?;
     let audit = open_audit(&settings)?;
     audit.record(Event::new(ServerStarted { version: env!("CARGO_PKG_VERSION").into(), serving: "http".into() }))?;
-    let listener = TcpListener::bind(service.listen)
-        .await
-        .with_context(|| format!("could not listen at {}", service.listen))?;
+    let listener =
+        TcpListener::bind(service.listen).await.with_context(|| format!("could not listen at {}", service.listen))?;
     let address = listener.local_addr().context("the listening address cannot be read")?;
     let home = Home::of(&settings, KeepByDefault::Yes, "serve").await?;
 
-    let (health, metrics, open, end) = (Health::new(), Metrics::new(), Open::default(), CancellationToken::new());
+    let health = Health::new();
+    let (metrics, end) = (Metrics::new(&health), CancellationToken::new());
     let no_files = HostFiles::new(&[], 0).context("no folder is no trouble")?;
-    let server = mcp::Server::new(home.sessions(), no_files, mcp_settings(&settings, Front::Http));
+    let server = mcp::Server::new(
+        Arc::new(Recorded::new(home.sessions(), audit.clone(), metrics.clone())),
+        no_files,
+        mcp_settings(&settings, Front::Http),
+    );
     let public_url = service.public_url.clone().unwrap_or_else(|| own_url(address, tls.is_some()));
     let routes = Routes {
         endpoint: Endpoint::of(server.clone(), settings.idle_timeout, end.clone()),
         allowed: Allowed::new(address, service.allowed_hosts.clone(), service.allowed_origins.clone()),
-        authenticator: authenticator.clone(),
+        access: Access::Tokens(authenticator.clone()),
         public_url: public_url.clone(),
         more: Router::new(),
-        ready: { let health = health.clone(); std::sync::Arc::new(move || health.ready()) },
-        metrics: std::sync::Arc::new(move || metrics.render()),
+        health: health.clone(),
+        metrics: metrics.clone(),
+        audit: audit.clone(),
     };
     announce(&authenticator, &public_url);
 
     let stop = CancellationToken::new();
-    let serving = connections::serve(listener, tls, routes.router(), service.max_connections, open, stop.clone(), GRACE);
+    let (_reception, current) = watch::channel(Reception { routes: routes.router(), tls });
+    let serving = connections::serve(listener, current, service.max_connections, metrics, stop.clone(), GRACE);
     let mut serving = std::pin::pin!(serving);
     let signal = tokio::select! {
         () = &mut serving => unreachable!("it ends when it is told to"),

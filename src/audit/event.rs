@@ -159,7 +159,8 @@ impl Outcome {
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Execution {
-    pub code: Digest,
+    /// Not known of an execution that began under an earlier server.
+    pub code: Option<Digest>,
     /// The word of the result: `ok`, `error`, `timeout` …
     pub status: Text,
     #[serde(rename = "elapsed_ms", serialize_with = "milliseconds")]

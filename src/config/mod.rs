@@ -35,6 +35,7 @@ use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
 
 use crate::audit::AuditSettings;
+use crate::auth::AuthSettings;
 use crate::environment::{self, EnvironmentName, EnvironmentSpec};
 use crate::http::{AllowedHost, Origin as PageOrigin};
 use crate::keeper::KeeperName;
@@ -76,12 +77,17 @@ pub struct Settings {
     pub undo: Undo,
     /// How many variants of one `explore` run at the same time.
     pub explore_parallel: usize,
+    /// Cells that run at once in the whole server; zero is no limit.
+    pub max_running: usize,
+    pub quotas: Quotas,
     pub network: Network,
     pub packages: Packages,
     pub service: Service,
     pub profile: Profile,
     /// Isolation layers that may be missing.
     pub allow_missing: BTreeSet<LayerKind>,
+    /// Who may call over HTTP.
+    pub auth: AuthSettings,
     /// Where environments, tools and the runner's files are kept.
     pub data_dir: PathBuf,
     /// Where sockets and roots of sandboxes live while the server runs; only we can enter it.
@@ -110,6 +116,21 @@ impl Settings {
     pub fn environment_spec(&self) -> &EnvironmentSpec {
         self.environments.get(&self.environment).expect("load refuses an environment that nobody has described")
     }
+}
+
+/// What one caller of a shared server may use. `None` is no limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Quotas {
+    pub sessions: Option<usize>,
+    pub memory: Option<u64>,
+    /// Processor time within `cpu_window`.
+    pub cpu: Option<Duration>,
+    pub cpu_window: Duration,
+    /// Per minute.
+    pub cells: Option<u32>,
+    /// Sandboxes begun per minute.
+    pub starts: Option<u32>,
+    pub stored: Option<u64>,
 }
 
 /// How much of a session's past is kept, so that cells can be undone.
@@ -404,6 +425,7 @@ fn make_folders(settings: &mut Settings, user_id: u32) -> Result<(), ConfigError
             if mount.writable { folders::make_shared(&mount.host) } else { folders::existing_folder(&mount.host) };
         mount.host = real.map_err(folder_error("mounts", &mount.host))?;
     }
+    settings.auth.shown = checks::auth::shown_folders(settings);
     refuse_overlaps(settings)?;
     refuse_shown_secrets(settings)?;
     refuse_shown_audit(settings)

@@ -4,6 +4,7 @@
 //! the number of connections that may be open, new ones are closed at once.
 
 use std::io;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -22,11 +23,13 @@ use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 use tokio::time::{Instant, Sleep};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
+
+use crate::telemetry::Metrics;
 
 /// How long a client may take for a handshake, and for the head of a request.
 const HEAD_TIME: Duration = Duration::from_secs(10);
@@ -41,23 +44,19 @@ const MOST_STREAMS: u32 = 128;
 /// How long to wait when the kernel has no descriptor left. Connections that end give some back.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
 
-/// How many connections are open. Cheap to clone.
-#[derive(Debug, Clone, Default)]
-pub struct Open(Arc<AtomicUsize>);
-
-impl Open {
-    pub fn count(&self) -> usize {
-        self.0.load(Ordering::Relaxed)
-    }
+/// What new connections and requests meet. It can be replaced while the server runs.
+#[derive(Clone)]
+pub struct Reception {
+    pub routes: Router,
+    pub tls: Option<TlsAcceptor>,
 }
 
 /// Serves connections until `stop`, then lets requests under way finish for `grace`.
 pub async fn serve(
     listener: TcpListener,
-    tls: Option<TlsAcceptor>,
-    routes: Router,
+    reception: watch::Receiver<Reception>,
     most: usize,
-    open: Open,
+    metrics: Metrics,
     stop: CancellationToken,
     grace: Duration,
 ) {
@@ -68,8 +67,8 @@ pub async fn serve(
             accepted = listener.accept() => accepted,
             () = stop.cancelled() => break,
         };
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
+        let (stream, peer) = match accepted {
+            Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!(%error, "a connection could not be accepted");
                 tokio::time::sleep(OUT_OF_DESCRIPTORS).await;
@@ -80,14 +79,12 @@ pub async fn serve(
             tracing::warn!(most, "a connection was closed because too many are open");
             continue;
         };
-        open.0.fetch_add(1, Ordering::Relaxed);
-        let (tls, routes, open, watcher) = (tls.clone(), routes.clone(), open.clone(), ending.watcher());
+        let (reception, watcher, open) = (reception.clone(), ending.watcher(), metrics.connection());
         tokio::spawn(async move {
-            if let Err(error) = serve_one(stream, tls, routes, watcher).await {
+            if let Err(error) = serve_one(stream, Peer(peer), reception, watcher).await {
                 tracing::debug!(error, "a connection ended early");
             }
-            open.0.fetch_sub(1, Ordering::Relaxed);
-            drop(place);
+            drop((open, place));
         });
     }
     drop(listener);
@@ -96,20 +93,26 @@ pub async fn serve(
     }
 }
 
+/// Where a connection comes from. With a proxy in between, that is the proxy.
+#[derive(Debug, Clone, Copy)]
+pub struct Peer(pub SocketAddr);
+
 async fn serve_one(
     stream: TcpStream,
-    tls: Option<TlsAcceptor>,
-    routes: Router,
+    peer: Peer,
+    reception: watch::Receiver<Reception>,
     watcher: hyper_util::server::graceful::Watcher,
 ) -> Result<(), String> {
     // An answer is one small write; waiting for more would delay it.
     stream.set_nodelay(true).map_err(|error| error.to_string())?;
     let activity = Arc::new(Activity::default());
     let stream = Patient::new(stream, activity.clone());
+    let tls = reception.borrow().tls.clone();
     let service = service_fn(move |request: Request<Incoming>| {
         let under_way = UnderWay::new(&activity, request.version());
-        let request = request.map(|body| Body::new(Moving::new(body)));
-        let routes = routes.clone();
+        let mut request = request.map(|body| Body::new(Moving::new(body)));
+        request.extensions_mut().insert(peer);
+        let routes = reception.borrow().routes.clone();
         async move {
             let response = routes.oneshot(request).await;
             response.map(|response| response.map(|body| Counted { body, _under_way: under_way }))

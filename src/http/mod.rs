@@ -14,6 +14,6 @@ pub mod guard;
 pub mod routes;
 pub mod tls;
 
-pub use connections::Open;
+pub use connections::{Peer, Reception};
 pub use guard::{Allowed, AllowedHost, Origin};
 pub use routes::Routes;

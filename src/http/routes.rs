@@ -22,9 +22,12 @@ use axum::routing::{any, get};
 use rmcp::ServerHandler;
 use serde_json::Value;
 
+use super::connections::Peer;
 use super::guard::Allowed;
+use crate::audit::{Audit, AuthenticationRefused, Event};
 use crate::auth::{Authenticator, Caller, Denied, Scope, require};
 use crate::mcp::http::Endpoint;
+use crate::telemetry::{Health, Metrics};
 
 /// Where the document about tokens is; the path of the endpoint may follow.
 const METADATA: &str = "/.well-known/oauth-protected-resource";
@@ -52,10 +55,9 @@ pub struct Routes<H> {
     pub public_url: String,
     /// Routes of other rooms that need a caller, each with what it checks itself.
     pub more: Router,
-    /// Tells why new work should go elsewhere, if it should.
-    pub ready: Arc<dyn Fn() -> Result<(), Vec<String>> + Send + Sync>,
-    /// Writes the figures of this server.
-    pub metrics: Arc<dyn Fn() -> String + Send + Sync>,
+    pub health: Health,
+    pub metrics: Metrics,
+    pub audit: Audit,
 }
 
 #[derive(Clone)]
@@ -63,20 +65,24 @@ struct Doors {
     allowed: Arc<Allowed>,
     access: Access,
     metadata_url: Arc<str>,
+    metrics: Metrics,
+    audit: Audit,
 }
 
 impl<H: ServerHandler + Clone + Send + Sync + 'static> Routes<H> {
     /// Makes the router.
     pub fn router(self) -> Router {
-        let Routes { endpoint, allowed, access, public_url, more, ready, metrics } = self;
+        let Routes { endpoint, allowed, access, public_url, more, health, metrics, audit } = self;
         let doors = Doors {
             allowed: Arc::new(allowed),
             access: access.clone(),
             metadata_url: format!("{public_url}{METADATA}{ENDPOINT}").into(),
+            metrics: metrics.clone(),
+            audit,
         };
         let closed = Router::new()
             .route(ENDPOINT, any(move |request: Request| async move { endpoint.answer(request).await }))
-            .route("/metrics", get(move |request: Request| async move { figures(&request, &*metrics) }))
+            .route("/metrics", get(move |request: Request| async move { figures(&request, &metrics) }))
             .merge(more)
             .layer(middleware::from_fn_with_state(doors.clone(), identified));
         let resource = format!("{public_url}{ENDPOINT}");
@@ -94,10 +100,21 @@ impl<H: ServerHandler + Clone + Send + Sync + 'static> Routes<H> {
             .route(METADATA, get(metadata.clone()))
             .route(&format!("{METADATA}{ENDPOINT}"), get(metadata))
             .route("/healthz", get(|| async { "ok\n" }))
-            .route("/readyz", get(move || async move { readiness(ready()) }))
+            .route("/readyz", get(move || async move { readiness(health.ready()) }))
             .merge(closed)
             .fallback(|| async { (StatusCode::NOT_FOUND, "there is nothing here; MCP is at /mcp\n") })
             .layer(middleware::from_fn_with_state(doors, guarded))
+    }
+}
+
+impl Doors {
+    /// Records somebody who may not come in, without a word of what they brought.
+    fn turned_away(&self, denied: &Denied, peer: Option<Peer>) {
+        self.metrics.authenticated("refused");
+        let peer = peer.map(|Peer(address)| address.ip().to_string().into());
+        let reason = denied.to_string();
+        let details = AuthenticationRefused { reason: reason.clone().into(), peer };
+        self.audit.note(Event::new(details).denied(reason));
     }
 }
 
@@ -105,13 +122,16 @@ impl<H: ServerHandler + Clone + Send + Sync + 'static> Routes<H> {
 async fn guarded(State(doors): State<Doors>, request: Request, next: Next) -> Response<Body> {
     if let Err(refusal) = doors.allowed.check(request.uri(), request.headers()) {
         tracing::warn!(%refusal, "a request was refused by its names");
+        doors.metrics.request("refused", refusal.status().as_u16());
         return (refusal.status(), format!("{refusal}\n")).into_response();
     }
+    let route = route_of(request.uri().path());
     let origin = doors.allowed.listed_origin(request.headers()).cloned();
     let mut response = match &origin {
         Some(_) if is_preflight(&request) => preflight(),
         _ => next.run(request).await,
     };
+    doors.metrics.request(route, response.status().as_u16());
     let headers = response.headers_mut();
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     if let Some(origin) = origin {
@@ -123,6 +143,19 @@ async fn guarded(State(doors): State<Doors>, request: Request, next: Next) -> Re
         headers.append(header::VARY, HeaderValue::from_static("origin"));
     }
     response
+}
+
+/// The name of a route in figures. Whatever callers make up has one name together.
+fn route_of(path: &str) -> &'static str {
+    match path {
+        ENDPOINT => ENDPOINT,
+        "/metrics" => "/metrics",
+        "/healthz" => "/healthz",
+        "/readyz" => "/readyz",
+        path if path.starts_with("/sessions/") => "/sessions",
+        path if path.starts_with(METADATA) => METADATA,
+        _ => "other",
+    }
 }
 
 fn is_preflight(request: &Request) -> bool {
@@ -144,19 +177,25 @@ fn preflight() -> Response<Body> {
 
 /// Finds out who is calling, or says where to get a token.
 async fn identified(State(doors): State<Doors>, mut request: Request, next: Next) -> Response<Body> {
+    let peer = request.extensions().get::<Peer>().copied();
     let caller = match identify(&doors.access, request.headers()).await {
         Ok(caller) => caller,
         Err(denied) => {
             tracing::warn!(status = denied.status().as_u16(), "a request without a good token was refused");
+            doors.turned_away(&denied, peer);
             return challenged(json(denied.status(), &denied.body()), &denied, &doors.metadata_url);
         }
     };
+    doors.metrics.authenticated("accepted");
     // Nothing behind this needs it, and what is not there cannot be passed on.
     request.headers_mut().remove(header::AUTHORIZATION);
     request.extensions_mut().insert(caller);
     let response = next.run(request).await;
     match response.extensions().get::<Denied>().cloned() {
-        Some(denied) => challenged(response, &denied, &doors.metadata_url),
+        Some(denied) => {
+            doors.turned_away(&denied, peer);
+            challenged(response, &denied, &doors.metadata_url)
+        }
         None => response,
     }
 }
@@ -169,7 +208,9 @@ async fn identify(access: &Access, headers: &HeaderMap) -> Result<Caller, Denied
 }
 
 fn challenged(mut response: Response<Body>, denied: &Denied, metadata_url: &str) -> Response<Body> {
-    response.headers_mut().insert(header::WWW_AUTHENTICATE, denied.challenge(metadata_url));
+    if let Some(challenge) = denied.challenge(metadata_url) {
+        response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge);
+    }
     response
 }
 
@@ -180,14 +221,14 @@ pub(crate) fn forbidden(denied: Denied) -> Response<Body> {
     response
 }
 
-fn figures(request: &Request, metrics: &(dyn Fn() -> String + Send + Sync)) -> Response<Body> {
+fn figures(request: &Request, metrics: &Metrics) -> Response<Body> {
     let Some(caller) = request.extensions().get::<Caller>() else {
         return StatusCode::INTERNAL_SERVER_ERROR.into_response();
     };
     match require(caller, Scope::Admin) {
         Ok(()) => {
             let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-            ([(header::CONTENT_TYPE, kind)], metrics()).into_response()
+            ([(header::CONTENT_TYPE, kind)], metrics.render()).into_response()
         }
         Err(denied) => forbidden(denied),
     }

@@ -31,6 +31,7 @@ use crate::session::{
 /// The first wait after a keeper could not be started. Each further failure doubles it.
 const FIRST_REST: Duration = Duration::from_millis(500);
 const LONGEST_REST: Duration = Duration::from_secs(30);
+const NO_KEEPER: &str = "the process that keeps sessions is not there, and could not be started";
 
 /// Sessions that a keeper keeps. Copies share the connection.
 #[derive(Clone)]
@@ -52,8 +53,21 @@ struct Attempts {
     /// The keeper that was there last.
     keeper: String,
     failures: u32,
-    /// Nobody tries again before this, and this is the answer until then.
-    rest: Option<(Instant, String)>,
+    /// Nobody tries again before this.
+    rest: Option<Instant>,
+}
+
+impl Attempts {
+    /// Notes that no keeper could be started. Each failure doubles the wait.
+    fn failed(&mut self, now: Instant) {
+        let rest = FIRST_REST.saturating_mul(1 << self.failures.min(10)).min(LONGEST_REST);
+        self.failures += 1;
+        self.rest = Some(now + rest);
+    }
+
+    fn rests(&self, now: Instant) -> bool {
+        self.rest.is_some_and(|until| now < until)
+    }
 }
 
 /// Which session a call is about.
@@ -81,6 +95,19 @@ impl Client {
         *self.shared.settings.lock().expect("nothing panics while it holds the settings") = Arc::new(settings);
     }
 
+    /// Cuts the connection, as a failure would.
+    #[cfg(test)]
+    pub(super) fn cut(&self) {
+        self.shared.current().as_ref().expect("there is a connection").closed.cancel();
+    }
+
+    /// Waits until the end of the connection has been noticed.
+    #[cfg(test)]
+    pub(super) async fn closed(&self) {
+        let closed = self.shared.current().as_ref().expect("there is a connection").closed.clone();
+        closed.cancelled().await;
+    }
+
     /// The name of the keeper.
     pub fn keeper(&self) -> KeeperName {
         self.shared.settings().name.clone()
@@ -95,10 +122,8 @@ impl Client {
         if let Some(link) = self.shared.open_link() {
             return Ok(link);
         }
-        if let Some((until, why)) = &attempts.rest
-            && Instant::now() < *until
-        {
-            return Err(no_keeper(why.clone()));
+        if attempts.rests(Instant::now()) {
+            return Err(no_keeper(NO_KEEPER));
         }
         let settings = self.shared.settings();
         match start::connect(&settings).await {
@@ -109,13 +134,10 @@ impl Client {
                 Ok(link)
             }
             Err(error) => {
-                let rest = FIRST_REST.saturating_mul(1 << attempts.failures.min(10)).min(LONGEST_REST);
-                attempts.failures += 1;
+                attempts.failed(Instant::now());
                 warn!(error = %with_causes(&error), "there is no keeper");
                 // A caller has no use for names and paths of this machine.
-                let why = "the process that keeps sessions is not there, and could not be started".to_owned();
-                attempts.rest = Some((Instant::now() + rest, why.clone()));
-                Err(no_keeper(why))
+                Err(no_keeper(NO_KEEPER))
             }
         }
     }
@@ -159,7 +181,7 @@ impl Client {
                     self.shared.seen().lose(owner, id);
                     self.lost(id)
                 }
-                None => no_keeper("the process that kept the sessions ended, and they are lost".to_owned()),
+                None => no_keeper("the process that kept the sessions ended, and they are lost"),
             }),
         }
     }
@@ -214,8 +236,8 @@ impl Shared {
     }
 }
 
-fn no_keeper(why: String) -> Refused {
-    Refused::Launch(LaunchError::Start { why })
+fn no_keeper(why: &str) -> Refused {
+    Refused::Launch(LaunchError::Start { why: why.to_owned() })
 }
 
 fn with_causes(error: &dyn std::error::Error) -> String {
@@ -287,6 +309,11 @@ impl SessionAccess for Client {
 
     async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused> {
         self.ask_plainly(Some((owner, id)), Call::Undo { owner: owner.clone(), id: id.clone(), cells }).await
+    }
+
+    async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
+        let rules = rules.iter().map(ToString::to_string).collect();
+        self.ask_plainly(Some((owner, id)), Call::Narrow { owner: owner.clone(), id: id.clone(), rules }).await
     }
 
     async fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
@@ -420,5 +447,26 @@ fn lost_info(id: SessionId, why: &str) -> SessionInfo {
         idle: Duration::ZERO,
         memory: None,
         rules: Rules::none(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn after_each_failure_the_wait_is_longer_and_never_too_long() {
+        let now = Instant::now();
+        let mut attempts = Attempts::default();
+        assert!(!attempts.rests(now));
+        let mut waits = Vec::new();
+        for _ in 0..40 {
+            attempts.failed(now);
+            let wait = attempts.rest.unwrap() - now;
+            assert!(attempts.rests(now) && !attempts.rests(now + wait));
+            waits.push(wait);
+        }
+        assert_eq!(waits[..3], [FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST]);
+        assert_eq!(waits[39], LONGEST_REST);
     }
 }

@@ -38,7 +38,7 @@ use tokio::sync::watch;
 pub use client::Client;
 pub use message::{PROTOCOL, Status, StopAnswer};
 pub use post::{KeeperName, NameError, NotHandedOver, Post, keepers_in};
-pub use serve::{Terms, apologise, keep};
+pub use serve::{Ended, Terms, apologise, keep};
 pub use start::{AttachError, ask_status, ask_to_stop, attach};
 
 use crate::session::{Resident, SessionAccess, Sessions};

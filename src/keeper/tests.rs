@@ -1,1 +1,942 @@
-//! tests
+//! A front and a keeper in one process, with sessions that do as they are told.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use serde::Serialize;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::sync::{Semaphore, oneshot, watch};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use super::frame::{self, Assembly, Frame, FrameError, Kind, LARGEST_FRAME};
+use super::message::{
+    Answer, Asking, Call, FromFront, FromKeeper, Hello, PROTOCOL, Purpose, Status, StopAnswer, Welcome,
+};
+use super::post::Place;
+use super::serve::Ended;
+use super::start::{AttachError, ask_status, ask_to_stop};
+use super::stream::{CHUNK, WINDOW};
+use super::{Client, KeeperSettings, Kept, Post, Terms, attach, keep};
+use crate::sandbox::Preparation;
+use crate::session::install::InstallReport;
+use crate::session::{
+    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, ForkNames,
+    ForkReport, InsidePath, News, Outcome, Output, Principal, Refused, ResetReport, Resident, SessionAccess, SessionId,
+    SessionInfo, Slice, Status as CellStatus, UndoReport, Variant, Which,
+};
+
+// Codec.
+
+async fn read_all(bytes: &[u8]) -> Result<Vec<Frame>, FrameError> {
+    let mut source = bytes;
+    let mut frames = Vec::new();
+    while let Some(frame) = frame::read(&mut source).await? {
+        frames.push(frame);
+    }
+    Ok(frames)
+}
+
+fn owner() -> Principal {
+    Principal("ann".to_owned())
+}
+
+fn id(name: &str) -> SessionId {
+    name.parse().unwrap()
+}
+
+fn path(text: &str) -> InsidePath {
+    text.parse().unwrap()
+}
+
+fn request(code: &str) -> ExecuteRequest {
+    ExecuteRequest { code: code.to_owned(), timeout: Duration::from_secs(9), max_output_chars: 100 }
+}
+
+fn every_call() -> Vec<Call> {
+    let (owner, id) = (owner(), id("a"));
+    let which = || Which::Of(id.clone());
+    let variants = vec![Variant { name: "v".to_owned(), code: "1".to_owned() }];
+    let (timeout, keep) = (Duration::from_secs(1), crate::session::Keep::Nothing);
+    let exploration = ExploreRequest { variants, timeout, max_output_chars: 10, keep, replace: false };
+    vec![
+        Call::Execute { owner: owner.clone(), id: id.clone(), request: request("1"), wait: None },
+        Call::Check { owner: owner.clone(), which: which(), wait: Duration::from_millis(5), max_chars: 7 },
+        Call::Stop { owner: owner.clone(), which: which() },
+        Call::Reset { owner: owner.clone(), id: id.clone() },
+        Call::Undo { owner: owner.clone(), id: id.clone(), cells: 2 },
+        Call::Checkpoints { owner: owner.clone(), id: id.clone() },
+        Call::Fork { owner: owner.clone(), id: id.clone(), names: ForkNames::Count(2) },
+        Call::Explore { owner: owner.clone(), id: id.clone(), request: exploration },
+        Call::Install { owner: owner.clone(), id: id.clone(), requirements: vec!["x".to_owned()] },
+        Call::WriteFile { owner: owner.clone(), id: id.clone(), path: path("f"), overwrite: true },
+        Call::ReadFile { owner: owner.clone(), id: id.clone(), path: path("f"), limit: 1 << 40 },
+        Call::List { owner: owner.clone() },
+        Call::Close { owner: owner.clone(), id: id.clone() },
+        Call::OutputSize { owner: owner.clone(), id: id.clone(), execution: ExecutionId(3) },
+        Call::ReadOutput { owner, id, execution: ExecutionId(3), offset: 1, length: 2 },
+    ]
+}
+
+fn hello(protocol: u32, purpose: Purpose) -> Hello {
+    Hello { protocol, build: "test".to_owned(), settings: "s".to_owned(), purpose }
+}
+
+fn welcome(protocol: u32) -> Welcome {
+    let residents = vec![Resident { owner: owner(), id: id("a"), running: true }];
+    let (build, settings, keeper) = ("test".to_owned(), "s".to_owned(), "k".to_owned());
+    Welcome { protocol, build, settings, keeper, process: 1, residents, unfit: None }
+}
+
+/// Writes a value, reads it back and writes it again: both writings must be the same.
+async fn survives<T: Serialize + serde::de::DeserializeOwned>(value: &T) {
+    let first = frame::write(7, Kind::Message, value).unwrap().concat();
+    let frames = read_all(&first).await.unwrap();
+    let [frame] = frames.as_slice() else { panic!("it is one frame") };
+    assert_eq!((frame.id, frame.kind), (7, Kind::Message));
+    let back: T = frame::content(&frame.payload).unwrap();
+    assert_eq!(frame::write(7, Kind::Message, &back).unwrap().concat(), first);
+}
+
+#[tokio::test]
+async fn every_message_arrives_as_it_was_sent() {
+    for call in every_call() {
+        let asked = frame::write(1, Kind::Message, &Asking::Request(&call)).unwrap();
+        survives(&FromFront::Request(Box::new(call))).await;
+        let FromFront::Request(back) = frame::content(&read_all(&asked.concat()).await.unwrap()[0].payload).unwrap()
+        else {
+            panic!("a borrowed call is written like an owned one");
+        };
+        assert!(!back.name().is_empty());
+    }
+    for message in [
+        FromFront::Hello(hello(PROTOCOL, Purpose::Stop { now: true })),
+        FromFront::NoMore,
+        FromFront::SourceFailed,
+        FromFront::Credit(3),
+        FromFront::Cancel,
+        FromFront::Forget,
+    ] {
+        survives(&message).await;
+    }
+    let status = Status {
+        protocol: 1,
+        build: "b".to_owned(),
+        process: 2,
+        age: Duration::from_secs(3),
+        sessions: 4,
+        running: 5,
+        fronts: 6,
+    };
+    for message in [
+        FromKeeper::Welcome(welcome(PROTOCOL)),
+        FromKeeper::Status(status),
+        FromKeeper::Stop(StopAnswer::Busy { running: 2 }),
+        FromKeeper::Preparation(Preparation::Failed { why: "no".to_owned() }),
+        FromKeeper::News("a line".to_owned()),
+        FromKeeper::Credit(1),
+    ] {
+        survives(&message).await;
+    }
+}
+
+#[tokio::test]
+async fn a_connection_that_ends_within_a_frame_is_an_error_and_between_frames_none() {
+    let whole = frame::write(1, Kind::Message, &FromFront::Hello(hello(1, Purpose::Serve))).unwrap().concat();
+    for size in 1..whole.len() {
+        assert!(matches!(read_all(&whole[..size]).await, Err(FrameError::Truncated)), "{size}");
+    }
+    assert_eq!(read_all(&[]).await.unwrap(), []);
+    assert_eq!(read_all(&whole).await.unwrap().len(), 1); // control
+}
+
+#[tokio::test]
+async fn a_frame_that_is_too_large_or_of_no_kind_is_refused_before_it_is_read() {
+    let mut whole = frame::raw(1, Kind::Chunk, &vec![0; LARGEST_FRAME]);
+    assert_eq!(read_all(&whole).await.unwrap().len(), 1); // control
+    whole[..4].copy_from_slice(&(LARGEST_FRAME as u32 + 1).to_be_bytes());
+    assert!(matches!(read_all(&whole[..13]).await, Err(FrameError::FrameTooLarge(_))));
+    let mut unknown = frame::raw(1, Kind::Chunk, b"x");
+    unknown[4] = 9;
+    assert!(matches!(read_all(&unknown).await, Err(FrameError::UnknownKind(9))));
+}
+
+#[tokio::test]
+async fn a_newer_peer_may_say_more_and_an_older_one_less() {
+    #[derive(Serialize)]
+    struct Newer {
+        protocol: u32,
+        build: String,
+        settings: String,
+        keeper: String,
+        process: u32,
+        mood: String,
+    }
+    let newer = Newer {
+        protocol: 9,
+        build: "b".to_owned(),
+        settings: "s".to_owned(),
+        keeper: "k".to_owned(),
+        process: 1,
+        mood: "good".to_owned(),
+    };
+    let bytes = rmp_serde::to_vec_named(&newer).unwrap();
+    let read: Welcome = frame::content(&bytes).unwrap();
+    assert_eq!((read.protocol, read.residents.len(), read.unfit), (9, 0, None));
+    assert!(frame::content::<Welcome>(&rmp_serde::to_vec_named("nonsense").unwrap()).is_err()); // control
+}
+
+#[tokio::test]
+async fn a_large_message_comes_in_parts_and_lets_others_through() {
+    let text = "x".repeat(3 * LARGEST_FRAME);
+    let parts = frame::write(1, Kind::Answer, &text).unwrap();
+    let other = frame::write(2, Kind::Answer, &"short").unwrap();
+    assert!(parts.len() > 3 && parts.iter().all(|part| part.len() <= LARGEST_FRAME + 13));
+    let (first, rest) = parts.split_first().unwrap();
+    let mixed = [first.clone(), other.concat(), rest.concat()].concat();
+    let mut assembly = Assembly::default();
+    let mut whole = Vec::new();
+    for frame in read_all(&mixed).await.unwrap() {
+        whole.extend(assembly.add(frame).unwrap());
+    }
+    assert_eq!(
+        whole.iter().map(|frame| (frame.id, frame.kind)).collect::<Vec<_>>(),
+        [(2, Kind::Answer), (1, Kind::Answer)]
+    );
+    assert_eq!(frame::content::<String>(&whole[1].payload).unwrap(), text);
+}
+
+// A front and a keeper.
+
+/// Sessions that do as the code says, and remember what was done to them.
+struct Puppet {
+    files: Mutex<HashMap<String, Vec<u8>>>,
+    population: watch::Sender<usize>,
+    running: AtomicUsize,
+    /// Lets `wait` go on.
+    gate: Semaphore,
+    cancelled: AtomicUsize,
+    dropped: watch::Sender<usize>,
+    /// Calls that have begun.
+    begun: watch::Sender<usize>,
+    /// Bytes that a reader has been given.
+    given: watch::Sender<usize>,
+    shut: AtomicUsize,
+}
+
+impl Puppet {
+    fn new() -> Arc<Puppet> {
+        Arc::new(Puppet {
+            files: Mutex::default(),
+            population: watch::Sender::new(0),
+            running: AtomicUsize::new(0),
+            gate: Semaphore::new(0),
+            cancelled: AtomicUsize::new(0),
+            dropped: watch::Sender::new(0),
+            begun: watch::Sender::new(0),
+            given: watch::Sender::new(0),
+            shut: AtomicUsize::new(0),
+        })
+    }
+
+    fn file(&self, name: &str) -> Option<Vec<u8>> {
+        self.files.lock().unwrap().get(name).cloned()
+    }
+}
+
+async fn reaches(watched: &watch::Sender<usize>, count: usize) {
+    let mut watched = watched.subscribe();
+    tokio::time::timeout(Duration::from_secs(60), watched.wait_for(|now| *now >= count)).await.unwrap().unwrap();
+}
+
+/// Notices a future that is dropped before its end.
+struct Watched<'a>(&'a Puppet, bool);
+
+impl Drop for Watched<'_> {
+    fn drop(&mut self) {
+        if !self.1 {
+            self.0.dropped.send_modify(|count| *count += 1);
+        }
+    }
+}
+
+fn finished(note: &str) -> Executed {
+    Executed::Finished(Box::new(Outcome {
+        execution: ExecutionId(1),
+        status: CellStatus::Completed,
+        output: Output::default(),
+        duration: Duration::ZERO,
+        memory: Default::default(),
+        variables: None,
+        files: None,
+        isolation: Default::default(),
+        blocked: Vec::new(),
+        notes: vec![note.to_owned()],
+    }))
+}
+
+fn note(executed: Executed) -> String {
+    match executed {
+        Executed::Finished(mut outcome) => outcome.notes.remove(0),
+        Executed::Underway(_) => panic!("it has finished"),
+    }
+}
+
+#[async_trait]
+impl SessionAccess for Puppet {
+    fn preparation(&self) -> watch::Receiver<Preparation> {
+        watch::Sender::new(Preparation::Ready).subscribe()
+    }
+
+    async fn execute(
+        &self,
+        _: &Principal,
+        _: &SessionId,
+        request: ExecuteRequest,
+        _: Option<Duration>,
+        cancel: CancellationToken,
+        news: News,
+    ) -> Result<Executed, Refused> {
+        let mut watched = Watched(self, false);
+        self.begun.send_modify(|count| *count += 1);
+        let answer = match request.code.as_str() {
+            "wait" => {
+                news.send_replace("waiting".to_owned());
+                tokio::select! {
+                    permit = self.gate.acquire() => {
+                        permit.unwrap().forget();
+                        Ok(finished("waited"))
+                    }
+                    () = cancel.cancelled() => {
+                        self.cancelled.fetch_add(1, Ordering::Relaxed);
+                        Ok(finished("cancelled"))
+                    }
+                }
+            }
+            "refuse" => Err(Refused::ClosedWhileWaiting),
+            "open" => {
+                self.population.send_modify(|count| *count += 1);
+                Ok(finished("opened"))
+            }
+            code => Ok(finished(code)),
+        };
+        watched.1 = true;
+        answer
+    }
+
+    async fn check(&self, _: &Principal, _: &Which, _: Duration, _: usize, _: News) -> Result<Checked, Refused> {
+        Ok(Checked::Nothing)
+    }
+
+    async fn stop(&self, _: &Principal, _: &Which) -> Result<(), Refused> {
+        Ok(())
+    }
+
+    async fn reset(&self, _: &Principal, _: &SessionId) -> Result<ResetReport, Refused> {
+        Ok(ResetReport { interrupted_running_cell: true, files_kept: true })
+    }
+
+    async fn undo(&self, _: &Principal, id: &SessionId, _: u32) -> Result<UndoReport, Refused> {
+        Err(Refused::UndoOff { id: id.clone() })
+    }
+
+    async fn checkpoints(&self, _: &Principal, _: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
+        Ok(vec![CheckpointInfo { cells_back: 1, before: "x = 1".to_owned(), age: Duration::from_secs(2) }])
+    }
+
+    async fn fork(&self, _: &Principal, id: &SessionId, _: ForkNames) -> Result<ForkReport, Refused> {
+        Err(Refused::CannotCopy { id: id.clone(), why: "it is a puppet".to_owned() })
+    }
+
+    async fn explore(
+        &self,
+        _: &Principal,
+        _: &SessionId,
+        _: ExploreRequest,
+        _: CancellationToken,
+        _: News,
+    ) -> Result<ExploreReport, Refused> {
+        Err(Refused::Explore { why: "it is a puppet".to_owned() })
+    }
+
+    async fn install(
+        &self,
+        _: &Principal,
+        _: &SessionId,
+        requirements: Vec<String>,
+        _: CancellationToken,
+        _: News,
+    ) -> Result<InstallReport, Refused> {
+        Ok(InstallReport { text: requirements.join(" "), loaded: Vec::new() })
+    }
+
+    async fn write_file(
+        &self,
+        _: &Principal,
+        _: &SessionId,
+        path: &InsidePath,
+        source: &mut (dyn AsyncRead + Send + Unpin),
+        _: bool,
+    ) -> Result<u64, Refused> {
+        let mut watched = Watched(self, false);
+        self.begun.send_modify(|count| *count += 1);
+        if path.as_str() == "refused" {
+            watched.1 = true;
+            return Err(Refused::ClosedWhileWaiting);
+        }
+        let mut bytes = Vec::new();
+        let read = source.read_to_end(&mut bytes).await;
+        watched.1 = true;
+        read.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        let size = bytes.len() as u64;
+        self.files.lock().unwrap().insert(path.to_string(), bytes);
+        Ok(size)
+    }
+
+    async fn read_file(
+        &self,
+        _: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        _: u64,
+        sink: &mut (dyn AsyncWrite + Send + Unpin),
+    ) -> Result<u64, Refused> {
+        let mut watched = Watched(self, false);
+        let bytes = self.file(path.as_str()).ok_or_else(|| Refused::Unknown { id: id.clone() });
+        let bytes = bytes.inspect_err(|_| watched.1 = true)?;
+        for piece in bytes.chunks(CHUNK) {
+            sink.write_all(piece).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+            self.given.send_modify(|given| *given += piece.len());
+        }
+        watched.1 = true;
+        Ok(bytes.len() as u64)
+    }
+
+    async fn list(&self, _: &Principal) -> Vec<SessionInfo> {
+        Vec::new()
+    }
+
+    async fn close(&self, _: &Principal, id: &SessionId) -> Result<(), Refused> {
+        Err(Refused::Unknown { id: id.clone() })
+    }
+
+    async fn output_size(&self, _: &Principal, _: &SessionId, execution: ExecutionId) -> Option<u64> {
+        (execution == ExecutionId(1)).then_some(5)
+    }
+
+    async fn read_output(
+        &self,
+        _: &Principal,
+        _: &SessionId,
+        execution: ExecutionId,
+        offset: u64,
+        length: usize,
+    ) -> Option<io::Result<Slice>> {
+        let slice = || Slice { bytes: b"hello"[offset as usize..][..length].to_vec(), total: 5, kept_in_part: false };
+        match execution {
+            ExecutionId(1) => Some(Ok(slice())),
+            ExecutionId(2) => Some(Err(io::ErrorKind::NotFound.into())),
+            _ => None,
+        }
+    }
+}
+
+#[async_trait]
+impl Kept for Puppet {
+    fn residents(&self) -> Vec<Resident> {
+        let running = self.running.load(Ordering::Relaxed) > 0;
+        let resident = |number| Resident { owner: owner(), id: id(&format!("resident-{number}")), running };
+        (0..*self.population.borrow()).map(resident).collect()
+    }
+
+    fn population(&self) -> watch::Receiver<usize> {
+        self.population.subscribe()
+    }
+
+    async fn shut_down(&self) {
+        self.shut.fetch_add(1, Ordering::Relaxed);
+        self.population.send_replace(0);
+    }
+}
+
+/// A keeper in this process.
+struct Scene {
+    folder: Arc<tempfile::TempDir>,
+    puppet: Arc<Puppet>,
+    signal: Option<oneshot::Sender<()>>,
+    keeping: JoinHandle<Ended>,
+}
+
+impl Scene {
+    async fn new() -> Scene {
+        Scene::in_folder(Arc::new(tempfile::tempdir().unwrap())).await
+    }
+
+    async fn in_folder(folder: Arc<tempfile::TempDir>) -> Scene {
+        let place = Place::new(folder.path(), &"test".parse().unwrap());
+        let turn = place.turn().await.unwrap();
+        let post = Post::new(place.bind(&turn).unwrap()).unwrap();
+        let puppet = Puppet::new();
+        let (signal, signalled) = oneshot::channel();
+        let terms = Terms { settings: "s".to_owned(), build: "test".to_owned() };
+        let kept: Arc<dyn Kept> = puppet.clone();
+        let keeping = tokio::spawn(keep(post, kept, terms, async move {
+            match signalled.await {
+                Ok(()) => "SIGTERM",
+                Err(_) => std::future::pending().await,
+            }
+        }));
+        Scene { folder, puppet, signal: Some(signal), keeping }
+    }
+
+    fn settings(&self) -> KeeperSettings {
+        settings(self.folder.path())
+    }
+
+    async fn client(&self) -> Client {
+        attach(&self.settings()).await.unwrap()
+    }
+
+    /// Ends the keeper as `kill -9` would: nobody is told, and the kernel closes what was open.
+    async fn kill(self) -> Arc<tempfile::TempDir> {
+        self.keeping.abort();
+        assert!(self.keeping.await.is_err());
+        self.folder
+    }
+
+    async fn ended(self) -> Ended {
+        tokio::time::timeout(Duration::from_secs(60), self.keeping).await.unwrap().unwrap()
+    }
+}
+
+/// A program that is no keeper: where one must be started, attaching fails.
+fn settings(folder: &std::path::Path) -> KeeperSettings {
+    KeeperSettings {
+        runtime_dir: folder.to_owned(),
+        name: "test".parse().unwrap(),
+        program: "/bin/false".into(),
+        arguments: Vec::new(),
+        hand_over: Vec::new(),
+        digest: "s".to_owned(),
+        files_outlive_sessions: false,
+    }
+}
+
+async fn execute(client: &Client, session: &str, code: &str) -> Result<Executed, Refused> {
+    execute_with(client, session, code, CancellationToken::new(), News::default()).await
+}
+
+async fn execute_with(
+    client: &Client,
+    session: &str,
+    code: &str,
+    cancel: CancellationToken,
+    news: News,
+) -> Result<Executed, Refused> {
+    client.execute(&owner(), &id(session), request(code), None, cancel, news).await
+}
+
+#[tokio::test]
+async fn every_kind_of_answer_comes_back() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    let (owner, session) = (owner(), id("a"));
+    assert_eq!(note(execute(&client, "a", "hello").await.unwrap()), "hello");
+    assert!(matches!(execute(&client, "a", "refuse").await, Err(Refused::ClosedWhileWaiting)));
+    assert!(client.reset(&owner, &session).await.unwrap().interrupted_running_cell);
+    assert!(matches!(client.undo(&owner, &session, 1).await, Err(Refused::UndoOff { .. })));
+    assert_eq!(client.checkpoints(&owner, &session).await.unwrap()[0].before, "x = 1");
+    let names = ForkNames::Named(vec![id("b")]);
+    assert!(matches!(client.fork(&owner, &session, names).await, Err(Refused::CannotCopy { .. })));
+    let requirements = vec!["one".to_owned(), "two".to_owned()];
+    let installed = client.install(&owner, &session, requirements, CancellationToken::new(), News::default()).await;
+    assert_eq!(installed.unwrap().text, "one two");
+    assert!(matches!(client.close(&owner, &session).await, Err(Refused::Unknown { .. })));
+    assert_eq!(client.output_size(&owner, &session, ExecutionId(1)).await, Some(5));
+    assert_eq!(client.output_size(&owner, &session, ExecutionId(9)).await, None);
+    let slice = client.read_output(&owner, &session, ExecutionId(1), 1, 3).await.unwrap().unwrap();
+    assert_eq!((slice.bytes.as_slice(), slice.total), (&b"ell"[..], 5));
+    assert!(client.read_output(&owner, &session, ExecutionId(2), 0, 1).await.unwrap().is_err());
+    assert!(client.read_output(&owner, &session, ExecutionId(9), 0, 1).await.is_none());
+    let mut preparation = client.preparation();
+    preparation.wait_for(|told| *told == Preparation::Ready).await.unwrap();
+    let check = client.check(&owner, &Which::Of(session), Duration::ZERO, 1, News::default()).await;
+    assert!(matches!(check, Ok(Checked::Nothing)));
+}
+
+#[tokio::test]
+async fn many_calls_run_at_once_and_a_slow_one_holds_nobody_up() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    let slow =
+        (0..50).map(|_| client.clone()).map(|client| tokio::spawn(async move { execute(&client, "a", "wait").await }));
+    let slow = slow.collect::<Vec<_>>();
+    reaches(&scene.puppet.begun, 50).await;
+    for number in 0..100 {
+        assert_eq!(note(execute(&client, "a", &number.to_string()).await.unwrap()), number.to_string());
+    }
+    scene.puppet.gate.add_permits(50);
+    for call in slow {
+        assert_eq!(note(call.await.unwrap().unwrap()), "waited");
+    }
+}
+
+#[tokio::test]
+async fn a_cancelled_call_is_interrupted_and_its_news_are_heard() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    let (cancel, news) = (CancellationToken::new(), News::default());
+    let mut heard = news.subscribe();
+    let call = tokio::spawn({
+        let (client, cancel) = (client.clone(), cancel.clone());
+        async move { execute_with(&client, "a", "wait", cancel, news).await }
+    });
+    assert_eq!(*heard.wait_for(|text| !text.is_empty()).await.unwrap(), "waiting");
+    cancel.cancel();
+    assert_eq!(note(call.await.unwrap().unwrap()), "cancelled");
+    assert_eq!(scene.puppet.cancelled.load(Ordering::Relaxed), 1);
+}
+
+#[tokio::test]
+async fn a_call_that_nobody_waits_for_is_dropped_and_not_cancelled() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    let call = tokio::spawn({
+        let client = client.clone();
+        async move { execute(&client, "a", "wait").await }
+    });
+    reaches(&scene.puppet.begun, 1).await;
+    call.abort();
+    reaches(&scene.puppet.dropped, 1).await;
+    assert_eq!(scene.puppet.cancelled.load(Ordering::Relaxed), 0);
+    assert_eq!(note(execute(&client, "a", "after").await.unwrap()), "after");
+}
+
+#[tokio::test]
+async fn when_a_front_dies_its_calls_are_dropped_and_the_next_front_finds_everything() {
+    let scene = Scene::new().await;
+    let first = scene.client().await;
+    execute(&first, "a", "open").await.unwrap();
+    let call = tokio::spawn(async move { execute(&first, "a", "wait").await });
+    reaches(&scene.puppet.begun, 2).await;
+    call.abort();
+    reaches(&scene.puppet.dropped, 1).await;
+    assert_eq!(scene.puppet.cancelled.load(Ordering::Relaxed), 0);
+    let second = scene.client().await;
+    assert_eq!(note(execute(&second, "a", "again").await.unwrap()), "again");
+}
+
+#[tokio::test]
+async fn files_travel_in_chunks_both_ways() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    let content = (0..5_000_001_u32).map(|number| (number % 251) as u8).collect::<Vec<_>>();
+    let written = client.write_file(&owner(), &id("a"), &path("big"), &mut content.as_slice(), true).await;
+    assert_eq!(written.unwrap(), content.len() as u64);
+    assert_eq!(scene.puppet.file("big"), Some(content.clone()));
+    let mut back = Vec::new();
+    assert_eq!(client.read_file(&owner(), &id("a"), &path("big"), 1 << 40, &mut back).await.unwrap(), 5_000_001);
+    assert!(back == content);
+    let empty = client.write_file(&owner(), &id("a"), &path("empty"), &mut &b""[..], true).await;
+    assert_eq!((empty.unwrap(), scene.puppet.file("empty")), (0, Some(Vec::new())));
+    let missing = client.read_file(&owner(), &id("a"), &path("none"), 1, &mut Vec::new()).await;
+    assert!(matches!(missing, Err(Refused::Unknown { .. })));
+}
+
+#[tokio::test]
+async fn a_refused_upload_is_answered_before_its_end() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    let (mut source, mut feed) = tokio::io::duplex(1024);
+    feed.write_all(b"the rest never comes").await.unwrap();
+    let refused = client.write_file(&owner(), &id("a"), &path("refused"), &mut source, true).await;
+    assert!(matches!(refused, Err(Refused::ClosedWhileWaiting)));
+}
+
+/// A source that breaks after its beginning.
+struct Breaks(bool);
+
+impl AsyncRead for Breaks {
+    fn poll_read(
+        mut self: std::pin::Pin<&mut Self>,
+        _: &mut std::task::Context<'_>,
+        buffer: &mut tokio::io::ReadBuf<'_>,
+    ) -> std::task::Poll<io::Result<()>> {
+        if std::mem::replace(&mut self.0, true) {
+            return std::task::Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
+        buffer.put_slice(b"half");
+        std::task::Poll::Ready(Ok(()))
+    }
+}
+
+#[tokio::test]
+async fn half_a_file_is_no_file() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    let broken = client.write_file(&owner(), &id("a"), &path("f"), &mut Breaks(false), true).await;
+    assert!(matches!(broken, Err(Refused::Transfer { why }) if why == io::ErrorKind::TimedOut.to_string()));
+    assert_eq!(scene.puppet.file("f"), None, "a source that broke");
+
+    let (mut source, mut feed) = tokio::io::duplex(1024);
+    let upload =
+        tokio::spawn(async move { client.write_file(&owner(), &id("a"), &path("f"), &mut source, true).await });
+    feed.write_all(b"half").await.unwrap();
+    reaches(&scene.puppet.begun, 2).await;
+    upload.abort();
+    reaches(&scene.puppet.dropped, 1).await;
+    assert_eq!(scene.puppet.file("f"), None, "a front that is gone");
+}
+
+#[tokio::test]
+async fn a_slow_reader_slows_its_sender_and_nobody_else() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    let size = 100 * CHUNK;
+    scene.puppet.files.lock().unwrap().insert("big".to_owned(), vec![7; size]);
+    let (mut sink, mut end) = tokio::io::duplex(CHUNK);
+    let download = tokio::spawn({
+        let client = client.clone();
+        async move { client.read_file(&owner(), &id("a"), &path("big"), 1 << 40, &mut sink).await }
+    });
+    // The window, the pipe of this test, and the chunk in the copier's hand.
+    reaches(&scene.puppet.given, WINDOW * CHUNK).await;
+    for _ in 0..200 {
+        assert_eq!(note(execute(&client, "a", "1").await.unwrap()), "1");
+    }
+    let given = *scene.puppet.given.borrow();
+    assert!(given <= (WINDOW + 3) * CHUNK, "{given} bytes are under way");
+    let mut read = Vec::new();
+    end.read_to_end(&mut read).await.unwrap();
+    assert_eq!((read.len(), download.await.unwrap().unwrap()), (size, size as u64));
+}
+
+#[tokio::test]
+async fn sessions_of_a_keeper_that_died_are_lost_by_name_until_they_are_reset() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    execute(&client, "seen", "1").await.unwrap();
+    execute(&client, "closing", "1").await.unwrap();
+    let underway = tokio::spawn({
+        let client = client.clone();
+        async move { execute(&client, "fresh", "wait").await }
+    });
+    reaches(&scene.puppet.begun, 3).await;
+    let folder = scene.kill().await;
+    let refused = underway.await.unwrap().unwrap_err().to_string();
+    assert!(refused.contains("variables and files are lost"), "{refused}");
+
+    let next = Scene::in_folder(folder).await;
+    for lost in ["seen", "fresh"] {
+        let refused = execute(&client, lost, "1").await.unwrap_err();
+        assert!(matches!(&refused, Refused::Ended { id: named, .. } if *named == id(lost)), "{refused}");
+    }
+    assert_eq!(note(execute(&client, "other", "1").await.unwrap()), "1"); // control
+    let listed = client.list(&owner()).await;
+    assert_eq!(listed.iter().map(|info| info.id.as_str()).collect::<Vec<_>>(), ["closing", "fresh", "seen"]);
+    assert!(listed.iter().all(|info| info.state == "ended"));
+    client.close(&owner(), &id("closing")).await.unwrap();
+    assert!(!client.reset(&owner(), &id("seen")).await.unwrap().files_kept);
+    assert_eq!(note(execute(&client, "seen", "1").await.unwrap()), "1");
+    let bob = Principal("bob".to_owned());
+    let others =
+        client.execute(&bob, &id("fresh"), request("1"), None, CancellationToken::new(), News::default()).await;
+    assert_eq!(note(others.unwrap()), "1", "another owner has lost nothing");
+    assert_eq!(next.puppet.shut.load(Ordering::Relaxed), 0);
+}
+
+#[tokio::test]
+async fn a_lost_connection_to_the_same_keeper_loses_no_session() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    execute(&client, "a", "open").await.unwrap();
+    client.cut();
+    assert_eq!(note(execute(&client, "a", "still there").await.unwrap()), "still there");
+}
+
+#[tokio::test]
+async fn a_keeper_that_cannot_be_started_is_told_without_names_of_this_machine() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    execute(&client, "a", "1").await.unwrap();
+    let _folder = scene.kill().await;
+    client.closed().await;
+    let refused = execute(&client, "b", "1").await.unwrap_err();
+    assert!(matches!(refused, Refused::Launch(_)), "{refused}");
+    assert!(!refused.to_string().contains('/'), "{refused}");
+}
+
+#[tokio::test]
+async fn a_program_that_is_no_keeper_is_told_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    assert!(matches!(attach(&settings(folder.path())).await, Err(AttachError::EndedAtOnce)));
+}
+
+/// Answers one connection with `message`, whatever is asked.
+async fn impostor(folder: &std::path::Path, message: Option<FromKeeper>) -> JoinHandle<()> {
+    let place = Place::new(folder, &"test".parse().unwrap());
+    let listener = place.bind(&place.turn().await.unwrap()).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let listener = tokio::net::UnixListener::from_std(listener).unwrap();
+    tokio::spawn(async move {
+        let mut held = Vec::<UnixStream>::new();
+        while let Ok((mut stream, _)) = listener.accept().await {
+            if let Some(message) = &message {
+                let _ = frame::read(&mut stream).await;
+                let frames = frame::write(0, Kind::Message, message).unwrap().concat();
+                let _ = stream.write_all(&frames).await;
+            }
+            held.push(stream);
+        }
+    })
+}
+
+#[tokio::test]
+async fn a_keeper_of_another_protocol_is_refused_with_the_cure() {
+    let folder = tempfile::tempdir().unwrap();
+    let _impostor = impostor(folder.path(), Some(FromKeeper::Welcome(welcome(PROTOCOL + 1)))).await;
+    let Err(refused) = attach(&settings(folder.path())).await else { panic!("it is refused") };
+    assert!(refused.to_string().contains("cellblock keeper stop test"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_front_of_another_protocol_is_told_ours_and_nothing_else() {
+    let scene = Scene::new().await;
+    let _front = scene.client().await;
+    let place = Place::new(scene.folder.path(), &"test".parse().unwrap());
+    let mut stream = place.connect().await.unwrap().unwrap();
+    let hello = frame::write(0, Kind::Message, &FromFront::Hello(hello(PROTOCOL + 1, Purpose::Serve))).unwrap();
+    stream.write_all(&hello.concat()).await.unwrap();
+    let answer = frame::read(&mut stream).await.unwrap().unwrap();
+    let FromKeeper::Welcome(welcome) = frame::content(&answer.payload).unwrap() else { panic!("it is a welcome") };
+    assert_eq!((welcome.protocol, welcome.residents.len()), (PROTOCOL, 0));
+    assert_eq!(frame::read(&mut stream).await.unwrap(), None, "the connection is closed");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_keeper_that_says_nothing_is_not_waited_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let _impostor = impostor(folder.path(), None).await;
+    let Err(refused) = attach(&settings(folder.path())).await else { panic!("it is refused") };
+    assert!(matches!(refused, AttachError::Silent { .. }), "{refused}");
+}
+
+#[tokio::test]
+async fn a_keeper_that_is_unfit_says_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = Place::new(folder.path(), &"test".parse().unwrap());
+    let post = Post::new(place.bind(&place.turn().await.unwrap()).unwrap()).unwrap();
+    tokio::spawn(super::apologise(post, "there is no uv".to_owned()));
+    let Err(refused) = attach(&settings(folder.path())).await else { panic!("it is refused") };
+    assert!(refused.to_string().contains("there is no uv"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_front_that_talks_nonsense_is_cut_off_and_others_go_on() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    let place = Place::new(scene.folder.path(), &"test".parse().unwrap());
+    let mut stream = place.connect().await.unwrap().unwrap();
+    stream.write_all(&[255; 64]).await.unwrap();
+    let mut rest = Vec::new();
+    // Closed or reset: what it sent was not read to its end.
+    let _ = stream.read_to_end(&mut rest).await;
+    assert!(rest.is_empty());
+    assert_eq!(note(execute(&client, "a", "1").await.unwrap()), "1");
+}
+
+#[tokio::test]
+async fn an_operator_sees_and_stops_a_keeper() {
+    let scene = Scene::new().await;
+    let (runtime, name) = (scene.folder.clone(), "test".parse().unwrap());
+    let client = scene.client().await;
+    execute(&client, "a", "open").await.unwrap();
+    scene.puppet.running.store(1, Ordering::Relaxed);
+    let status = ask_status(runtime.path(), &name).await.unwrap().unwrap();
+    assert_eq!((status.sessions, status.running, status.fronts), (1, 1, 1));
+    let busy = ask_to_stop(runtime.path(), &name, false).await.unwrap();
+    assert_eq!(busy, Some(StopAnswer::Busy { running: 1 }));
+    assert_eq!(note(execute(&client, "a", "goes on").await.unwrap()), "goes on");
+    assert_eq!(ask_to_stop(runtime.path(), &name, true).await.unwrap(), Some(StopAnswer::Stopping));
+    assert_eq!(scene.puppet.shut.load(Ordering::Relaxed), 1, "everything has ended when the operator is told");
+    assert_eq!(scene.ended().await, Ended::Stopped);
+    assert_eq!(super::keepers_in(runtime.path()), [], "the socket is gone");
+    assert_eq!(ask_status(runtime.path(), &name).await.unwrap(), None);
+}
+
+#[tokio::test]
+async fn a_keeper_ends_when_it_has_neither_a_front_nor_a_session() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    execute(&client, "a", "open").await.unwrap();
+    drop(client);
+    // It stays for its session: another front finds it.
+    let client = scene.client().await;
+    assert_eq!(note(execute(&client, "a", "1").await.unwrap()), "1");
+    scene.puppet.population.send_replace(0);
+    assert_eq!(note(execute(&client, "a", "1").await.unwrap()), "1", "it stays for its front");
+    drop(client);
+    assert_eq!(scene.ended().await, Ended::Unneeded);
+}
+
+#[tokio::test]
+async fn a_keeper_without_a_front_ends_with_its_last_session() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    execute(&client, "a", "open").await.unwrap();
+    drop(client);
+    scene.puppet.population.send_replace(0);
+    assert_eq!(scene.ended().await, Ended::Unneeded);
+}
+
+#[tokio::test]
+async fn a_signal_ends_everything_in_good_order() {
+    let mut scene = Scene::new().await;
+    let client = scene.client().await;
+    execute(&client, "a", "open").await.unwrap();
+    scene.signal.take().unwrap().send(()).unwrap();
+    let (folder, puppet) = (scene.folder.clone(), scene.puppet.clone());
+    assert_eq!(scene.ended().await, Ended::Signal("SIGTERM"));
+    assert_eq!(puppet.shut.load(Ordering::Relaxed), 1);
+    assert_eq!(super::keepers_in(folder.path()), []);
+}
+
+#[tokio::test]
+async fn only_the_owner_can_reach_the_socket_and_a_stale_one_is_replaced() {
+    use std::os::unix::fs::PermissionsExt;
+    let scene = Scene::new().await;
+    let mode = |path: &str| {
+        let found = std::fs::metadata(scene.folder.path().join(path)).unwrap();
+        found.permissions().mode() & 0o777
+    };
+    assert_eq!((mode("keeper"), mode("keeper/test.socket")), (0o700, 0o600));
+    let folder = scene.kill().await;
+    // What `kill -9` leaves: a socket that nobody listens to.
+    std::os::unix::net::UnixListener::bind(folder.path().join("keeper/test.socket")).unwrap();
+    assert_eq!(super::keepers_in(folder.path()).len(), 1);
+    let next = Scene::in_folder(folder).await;
+    assert_eq!(note(execute(&next.client().await, "a", "1").await.unwrap()), "1");
+}
+
+#[test]
+fn an_answer_that_is_too_large_becomes_a_refusal() {
+    let huge: Answer<serde_bytes::ByteBuf> = Ok(serde_bytes::ByteBuf::from(vec![0; frame::LARGEST_MESSAGE + 1]));
+    let written = super::calls::written(1, &huge).concat();
+    let answer: Answer<()> = frame::content(&written[13..]).unwrap();
+    assert!(matches!(answer, Err(Refused::Transfer { .. })));
+}
+
+#[test]
+fn a_name_that_could_be_a_path_names_no_keeper() {
+    for good in ["serve", "a-b_C9", &"x".repeat(32)] {
+        assert!(good.parse::<super::KeeperName>().is_ok(), "{good}");
+    }
+    for bad in ["", ".", "..", "a/b", "a b", "ä", &"x".repeat(33)] {
+        assert!(bad.parse::<super::KeeperName>().is_err(), "{bad}");
+    }
+}

@@ -22,7 +22,7 @@ use bytes::Bytes;
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use hyper::body::{Body as HttpBody, Frame, SizeHint};
 use rmcp::ServerHandler;
-use rmcp::model::{ClientJsonRpcMessage, ClientRequest, ErrorCode, JsonRpcMessage};
+use rmcp::model::{ClientJsonRpcMessage, ClientRequest, ErrorCode, JsonRpcMessage, ProtocolVersion};
 use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
 use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, StreamableHttpService};
 use serde_json::Value;
@@ -91,11 +91,14 @@ impl<H: ServerHandler + Clone + Send + Sync + 'static> Endpoint<H> {
     }
 
     /// Answers one request. Its extensions hold the caller.
-    pub async fn answer(&self, request: Request<Body>) -> Response<Body> {
+    pub async fn answer(&self, mut request: Request<Body>) -> Response<Body> {
         let Some(caller) = request.extensions().get::<Caller>().cloned() else {
             return StatusCode::INTERNAL_SERVER_ERROR.into_response();
         };
-        if let Some(id) = request.headers().get(CONNECTION)
+        if stands_alone(&request) {
+            // Such a request belongs to no connection, whatever it says.
+            request.headers_mut().remove(CONNECTION);
+        } else if let Some(id) = request.headers().get(CONNECTION)
             && !self.is_owner(id.as_bytes(), &caller)
         {
             // The same words that the library has for an unknown one.
@@ -183,6 +186,12 @@ impl<H: ServerHandler + Clone + Send + Sync + 'static> Endpoint<H> {
     fn owners(&self) -> MutexGuard<'_, HashMap<String, String>> {
         self.owners.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Tells whether a request is of the revision without connections.
+fn stands_alone(request: &Request<Body>) -> bool {
+    let version = request.headers().get("mcp-protocol-version").and_then(|version| version.to_str().ok());
+    version.is_some_and(|version| version >= ProtocolVersion::V_2026_07_28.as_str())
 }
 
 /// The one table of what messages need. What only asks how to go on is open to every known caller.

@@ -10,6 +10,7 @@
 //! | `raise X` | ends the cell with a `ValueError` |
 //! | `sleep SECONDS` | waits; an interrupt raises `KeyboardInterrupt` |
 //! | `ignore-interrupt` | waits for ever |
+//! | `burn SECONDS` | says that so much processor time was used |
 //! | `flood N` | prints N numbered lines |
 //! | `exit N`, `crash`, `oom` | ends the interpreter; `exit-later N` does so after the end of the cell |
 //! | `garbage`, `unknown`, `done-twice`, `other-done`, `forge SEQ` | lies on the channel or in a pipe |
@@ -46,8 +47,8 @@ use tokio::net::unix::pipe::Sender;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 
 use super::{
-    Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Interpreter, Isolation, LaunchError, Layer, LayerKind,
-    MemoryUse, Preparation, Process, Sandbox,
+    Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Layer,
+    LayerKind, MemoryUse, Preparation, Process, Sandbox,
 };
 
 const MARKER: [u8; 16] = *b"fake interpreter";
@@ -78,6 +79,8 @@ struct World {
     keeps_beginnings: AtomicBool,
     /// What a fresh sandbox can reach.
     rules: Mutex<Rules>,
+    /// Bytes that each interpreter holds.
+    memory_of_interpreter: AtomicU64,
     /// What whoever asks next is told to have been refused.
     blocked: Mutex<Vec<Blocked>>,
 }
@@ -167,6 +170,11 @@ impl FakeBackend {
         }
     }
 
+    /// Says how much memory each interpreter holds, beside its files and copies.
+    pub fn set_memory_of_interpreter(&self, bytes: u64) {
+        self.world.memory_of_interpreter.store(bytes, Ordering::SeqCst);
+    }
+
     /// Says how much memory each copy holds.
     pub fn set_memory_of_checkpoint(&self, bytes: u64) {
         self.world.memory_of_checkpoint.store(bytes, Ordering::SeqCst);
@@ -223,7 +231,8 @@ impl World {
             Some(copy) => copy.carry_to(files.path()).map_err(start_failed)?,
             None => Birth::default(),
         };
-        let (mut interpreter, process) = start(files.path(), birth)?;
+        let used = Arc::new(Mutex::new(Duration::ZERO));
+        let (mut interpreter, process) = start(files.path(), birth, used.clone())?;
         world.alive.fetch_add(1, Ordering::SeqCst);
         let number = world.numbers.fetch_add(1, Ordering::SeqCst);
         let rules = world.rules.lock().expect("nothing panics while it holds the rules").clone();
@@ -234,6 +243,7 @@ impl World {
             process,
             world: world.clone(),
             next_checkpoint: 1,
+            used,
             rules: Mutex::new(rules),
         };
         if let Some(beginning) = beginning {
@@ -330,7 +340,31 @@ struct FakeSandbox {
     process: FakeProcess,
     world: Arc<World>,
     next_checkpoint: u32,
+    /// Processor time that its interpreters say they used.
+    used: Arc<Mutex<Duration>>,
     rules: Mutex<Rules>,
+}
+
+/// What a sandbox uses, as its interpreter has it.
+struct FakeGauge {
+    used: Arc<Mutex<Duration>>,
+    world: Arc<World>,
+    files: Option<PathBuf>,
+}
+
+impl Gauge for FakeGauge {
+    fn processor_time(&self) -> Duration {
+        *self.used.lock().expect("nothing panics while it holds the time")
+    }
+
+    fn memory(&self) -> u64 {
+        self.world.memory_of_interpreter.load(Ordering::SeqCst) + self.stored()
+    }
+
+    fn stored(&self) -> u64 {
+        let files = self.files.as_deref().and_then(|folder| read_files(folder).ok()).unwrap_or_default();
+        files.values().map(|bytes| bytes.len() as u64).sum()
+    }
 }
 
 impl FakeSandbox {
@@ -355,7 +389,8 @@ impl Sandbox for FakeSandbox {
     }
 
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
-        let (interpreter, process) = start(self.end_interpreter().await?, Birth::default())?;
+        let used = self.used.clone();
+        let (interpreter, process) = start(self.end_interpreter().await?, Birth::default(), used)?;
         self.process = process;
         Ok(interpreter)
     }
@@ -367,6 +402,11 @@ impl Sandbox for FakeSandbox {
     }
 
     fn forget_peak(&self) {}
+
+    fn gauge(&self) -> Arc<dyn Gauge> {
+        let files = self.files.as_ref().map(|folder| folder.path().to_owned());
+        Arc::new(FakeGauge { used: self.used.clone(), world: self.world.clone(), files })
+    }
 
     async fn checkpoint(&mut self, told: oneshot::Sender<()>) -> Result<CheckpointId, CheckpointError> {
         let failed = |why: &str| CheckpointError::Failed { why: why.to_owned() };
@@ -396,12 +436,13 @@ impl Sandbox for FakeSandbox {
     async fn restore(&mut self, checkpoint: CheckpointId) -> Result<Interpreter, LaunchError> {
         let copy = self.copy_of(checkpoint)?;
         let returns = *self.world.copying.lock().expect("nothing panics while it holds the switch");
+        let used = self.used.clone();
         let folder = self.end_interpreter().await?;
         if returns == FakeCopying::NoReturn {
             return Err(LaunchError::Start { why: "the switch says so".to_owned() });
         }
         let birth = copy.put_back(folder).map_err(start_failed)?;
-        let (interpreter, process) = start(folder, birth)?;
+        let (interpreter, process) = start(folder, birth, used)?;
         self.process = process;
         Ok(interpreter)
     }
@@ -479,7 +520,7 @@ impl Process for FakeProcess {
 }
 
 /// Starts a task that plays an interpreter.
-fn start(files: &Path, birth: Birth) -> Result<(Interpreter, FakeProcess), LaunchError> {
+fn start(files: &Path, birth: Birth, used: Arc<Mutex<Duration>>) -> Result<(Interpreter, FakeProcess), LaunchError> {
     let (host, channel) = UnixStream::pair().map_err(start_failed)?;
     let (out, out_writer) = io::pipe().map_err(start_failed)?;
     let (err, err_writer) = io::pipe().map_err(start_failed)?;
@@ -508,6 +549,7 @@ fn start(files: &Path, birth: Birth) -> Result<(Interpreter, FakeProcess), Launc
         ],
         interrupt: process.interrupt.clone(),
         files: files.to_owned(),
+        used,
         variables: birth.variables,
         branch_point,
         lost: Vec::new(),
@@ -541,6 +583,7 @@ struct Script {
     pipes: [Sender; 2],
     interrupt: Arc<Notify>,
     files: PathBuf,
+    used: Arc<Mutex<Duration>>,
     variables: BTreeMap<String, String>,
     branch_point: mpsc::Sender<Snapshot>,
     lost: Vec<String>,
@@ -755,6 +798,11 @@ impl Script {
                     () = tokio::time::sleep(Duration::from_secs_f64(rest.parse().unwrap_or(0.0))) => Ok(()),
                     () = interrupt.notified() => Err(Interruption::Raised { name: "KeyboardInterrupt", message: String::new() }),
                 }
+            }
+            "burn" => {
+                let time = Duration::from_secs_f64(rest.parse().unwrap_or(0.0));
+                *self.used.lock().expect("nothing panics while it holds the time") += time;
+                Ok(())
             }
             "ignore-interrupt" => std::future::pending().await,
             "mute" => {

@@ -30,6 +30,8 @@ pub(super) enum Stage {
     Waiting {
         /// Executions of the same session that come first.
         ahead: usize,
+        /// It is the first of its session, and as many cells run in the whole server as may.
+        held: bool,
     },
     Running {
         since: Instant,
@@ -120,7 +122,7 @@ impl Docket {
             handle: ExecutionHandle::random(),
             request,
             entered: Instant::now(),
-            stage: watch::Sender::new(Stage::Waiting { ahead }),
+            stage: watch::Sender::new(Stage::Waiting { ahead, held: false }),
             line: watch::Sender::new(String::new()),
         });
         lists.open.push_back(execution.clone());
@@ -181,7 +183,7 @@ impl Docket {
         let mut ahead = 0;
         for execution in &lists.open {
             execution.stage.send_if_modified(|stage| match stage {
-                Stage::Waiting { ahead: known } if *known != ahead => {
+                Stage::Waiting { ahead: known, .. } if *known != ahead => {
                     *known = ahead;
                     true
                 }
@@ -224,6 +226,14 @@ pub(super) struct Teller {
 }
 
 impl Teller {
+    /// Tells that it waits for a place in the whole server.
+    pub(super) fn hold(&self) {
+        self.execution.stage.send_if_modified(|stage| match stage {
+            Stage::Waiting { held, .. } => !std::mem::replace(held, true),
+            _ => false,
+        });
+    }
+
     /// Tells that the code begins.
     pub(super) fn begin(&self, since: Instant) {
         self.execution.stage.send_replace(Stage::Running { since });

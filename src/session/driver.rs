@@ -13,7 +13,7 @@ use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::io::{Read, Seek, Write};
 use std::pin::Pin;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Poll;
 use std::time::Duration;
@@ -27,13 +27,15 @@ use tracing::{debug, info, warn};
 use self::branching::{Copying, Replacement};
 pub(super) use self::branching::{Fork, Forked, ForksWanted};
 use self::packages::{Answered, Questions};
+use super::accounts::{Accounts, Metered};
 use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
 use super::output::{Gatherer, Glance, Seen, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
+use super::turns::{Crowded, Turn, Turns};
 use super::{
-    ExecuteRequest, ExecutionId, FileChanges, FileNote, FullOutput, InsidePath, Outcome, PythonError, Refused,
-    ResetReport, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, Variable, VariableChanges,
+    ExecuteRequest, ExecutionId, FileChanges, FileNote, FullOutput, InsidePath, Outcome, Principal, PythonError,
+    Refused, ResetReport, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, Variable, VariableChanges,
     WorkFolder,
 };
 use crate::runner_client::{
@@ -192,6 +194,12 @@ impl Shared {
         spools.iter().find(|(id, _)| *id == execution).map(|(_, full)| full.clone())
     }
 
+    /// Returns the bytes of outputs that are kept, whole and for somebody to collect.
+    pub(super) fn kept_bytes(&self) -> u64 {
+        let spools = self.spools.lock().expect("nothing panics while it holds the spools");
+        spools.iter().map(|(_, full)| full.total_bytes()).sum::<u64>() + self.docket.kept_bytes()
+    }
+
     /// Takes over the whole outputs that another session keeps.
     pub(super) fn take_over(&self, other: &Shared) {
         let spools = std::mem::take(&mut *other.spools.lock().expect("nothing panics while it holds the spools"));
@@ -209,19 +217,30 @@ impl Shared {
     }
 }
 
+/// Whose session it is, as far as that counts.
+pub(super) struct Customer {
+    pub(super) owner: Principal,
+    pub(super) accounts: Arc<Accounts>,
+    pub(super) turns: Turns,
+}
+
 /// How a session left, told to the manager before anybody who still waits is answered.
 pub(super) type OnGone = Box<dyn FnOnce(Option<String>) + Send>;
 
+/// What a session begins with.
+pub(super) struct Beginning {
+    pub(super) id: SessionId,
+    /// `None` for work of the server's own, which counts against nobody.
+    pub(super) customer: Option<Customer>,
+    pub(super) origin: Origin,
+    pub(super) settings: SessionSettings,
+    pub(super) numbers: Arc<AtomicU64>,
+    pub(super) shared: Arc<Shared>,
+}
+
 /// Runs a session until it is gone.
-pub(super) async fn drive(
-    id: SessionId,
-    origin: Origin,
-    settings: SessionSettings,
-    numbers: Arc<AtomicU64>,
-    commands: mpsc::Receiver<Command>,
-    shared: Arc<Shared>,
-    on_gone: OnGone,
-) {
+pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command>, on_gone: OnGone) {
+    let Beginning { id, customer, origin, settings, numbers, shared } = beginning;
     let (future, note): (Pin<Box<dyn Future<Output = Finished> + Send>>, Option<String>) = match origin {
         Origin::Launch(backend) => {
             let note = match settings.work_folder {
@@ -238,6 +257,10 @@ pub(super) async fn drive(
     shared.facts().state = machine.state().name();
     let driver = Driver {
         id,
+        customer,
+        metered: None,
+        turn: None,
+        crowded: None,
         machine,
         settings,
         numbers,
@@ -428,6 +451,13 @@ enum Task {
 
 struct Driver {
     id: SessionId,
+    customer: Option<Customer>,
+    /// Counts what the sandbox uses.
+    metered: Option<Metered>,
+    /// The place in which the cell runs, or the ticket with which it waits for one.
+    turn: Option<Turn>,
+    /// Why there was no ticket, the last time there was none.
+    crowded: Option<Crowded>,
     settings: SessionSettings,
     /// Where numbers for frames come from.
     numbers: Arc<AtomicU64>,
@@ -479,6 +509,8 @@ enum Wake {
     Told(bool),
     /// A question of the running cell has its answer.
     Answered(Answered),
+    /// There is a place for the cell that waits for one.
+    Turn,
     Time,
 }
 
@@ -495,6 +527,7 @@ impl Driver {
                 Wake::Finished(finished) => self.finished_work(finished),
                 Wake::Told(watched) => self.told(watched),
                 Wake::Answered(answered) => self.answer_question(answered),
+                Wake::Turn => self.happen(Event::TurnCame),
                 Wake::Time => self.time(),
             }
         }
@@ -509,6 +542,7 @@ impl Driver {
         };
         let work = self.work.as_mut();
         let told = self.copying.as_mut().and_then(|copying| copying.told.as_mut());
+        let turn = self.turn.as_mut().filter(|turn| !turn.is_here());
         tokio::select! {
             command = self.commands.recv() => Wake::Command(command),
             event = async { connection.expect("guarded").next().await }, if connection.is_some() => Wake::Runner(event),
@@ -516,6 +550,7 @@ impl Driver {
             finished = async { (&mut work.expect("guarded").future).await }, if work.is_some() => Wake::Finished(finished),
             told = async { told.expect("guarded").await }, if told.is_some() => Wake::Told(told.is_ok()),
             answered = self.questions.next() => Wake::Answered(answered),
+            () = async { turn.expect("guarded").come().await }, if turn.is_some() => Wake::Turn,
             () = tokio::time::sleep_until(moment) => Wake::Time,
         }
     }
@@ -613,6 +648,7 @@ impl Driver {
         self.publish();
         for action in actions {
             match action {
+                Action::AskTurn => self.ask_turn(),
                 Action::Start(id) => self.start(id),
                 Action::Copy => self.copy(None),
                 Action::Fork(id) => self.fork(id),
@@ -622,6 +658,36 @@ impl Driver {
                 Action::Restart => self.restart(),
                 Action::Replace => self.replace(),
                 Action::RefuseReplacement => self.refuse_replacement(),
+            }
+        }
+        // Whatever else happened, a place is held for a cell only.
+        match self.machine.state() {
+            State::Running { kind: Kind::Cell, .. } => {}
+            State::Waiting => {
+                if let Some(Job::Execute { teller, .. }) = self.machine.first().and_then(|id| self.waiting.get(&id)) {
+                    teller.hold();
+                }
+            }
+            _ => self.turn = None,
+        }
+    }
+
+    /// Gets in line for a place in which the next cell can run. Work of the server's own needs none.
+    fn ask_turn(&mut self) {
+        // The place of the cell before goes to whoever is next; that may be this session.
+        self.turn = None;
+        let asked = self.customer.as_ref().map(|customer| customer.turns.ask(&customer.owner));
+        match asked.transpose() {
+            Ok(turn) => {
+                let is_here = turn.as_ref().is_none_or(Turn::is_here);
+                self.turn = turn;
+                if is_here {
+                    self.happen(Event::TurnCame);
+                }
+            }
+            Err(crowded) => {
+                self.crowded = Some(crowded);
+                self.happen(Event::TurnRefused);
             }
         }
     }
@@ -843,6 +909,12 @@ impl Driver {
     /// Takes over what a copy has from its source, and sees to the rules of the sandbox that has just come.
     fn inherit(&mut self, inheritance: &Inheritance) {
         let Some(sandbox) = &self.sandbox else { return };
+        // The old one first, so that its last reading is taken.
+        self.metered = None;
+        self.metered = self.customer.as_ref().map(|customer| {
+            let number = self.numbers.fetch_add(1, Ordering::Relaxed);
+            customer.accounts.follow(&customer.owner, number, sandbox.gauge())
+        });
         if !inheritance.packages.is_empty() {
             self.shared.facts().packages = inheritance.packages.clone();
         }
@@ -1203,6 +1275,10 @@ impl Driver {
         };
         match answer {
             Answer::Refused(Refusal::Busy) => Refused::Busy { waiting: super::state::MOST_WAITING },
+            Answer::Refused(Refusal::Crowded) => {
+                let Crowded { waiting, retry_after } = self.crowded.expect("it is noted before it is told");
+                Refused::Crowded { waiting, retry_after }
+            }
             Answer::Refused(Refusal::CellRunning) => Refused::CellRunning { id: self.id.clone(), then: "fork" },
             Answer::Refused(Refusal::Cancelled) => Refused::CancelledWhileWaiting,
             Answer::Refused(Refusal::StartFailed) => self.failure.clone().map_or_else(ended, Refused::Launch),
@@ -1262,6 +1338,7 @@ impl Driver {
         self.replacement = None;
         self.give_copying_up();
         self.live = None;
+        self.metered = None;
         match self.work.take() {
             // A first start may wait long for the preparation. It is not dropped half-way; what it makes is destroyed.
             Some(work) if work.starts_first => {

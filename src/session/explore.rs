@@ -36,12 +36,12 @@ impl Sessions {
             return Err(Refused::CancelledWhileWaiting);
         }
         let source = self.find(owner, id)?;
-        self.has_room_for(owner, sessions_made(&request))?;
+        self.take_room_for_variants(owner, request.variants.len(), sessions_made(&request))?;
         let total = request.variants.len();
         let wanted = ForksWanted { count: total, undoable: false };
         let Forked { forks, lost, .. } = self.fork_of(owner, id, &source, wanted, &cancel).await?;
         let named = request.variants.iter().map(|variant| variant.name.as_str());
-        let hidden = named.zip(forks).map(|(name, fork)| self.hide(id, name, fork));
+        let hidden = named.zip(forks).map(|(name, fork)| self.hide(owner, id, name, fork));
         let entries = hidden.collect::<Result<Vec<_>, _>>()?;
 
         let exploration = Exploration {

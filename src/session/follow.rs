@@ -106,7 +106,9 @@ impl Sessions {
         if cancel.is_cancelled() {
             return Err(Refused::CancelledWhileWaiting);
         }
+        self.check_cell(owner)?;
         let entry = self.find_or_create(owner, id)?;
+        self.count_cell(owner)?;
         let execution = self.enter(&entry, request).map_err(|silence| self.explained(owner, id, silence))?;
         Ok((entry, execution))
     }
@@ -188,7 +190,7 @@ async fn heard_out(execution: &Execution, news: &News) -> Arc<Ending> {
     loop {
         let told = match &*stage.borrow_and_update() {
             Stage::Ended(ending) => return ending.clone(),
-            Stage::Waiting { ahead } => waiting_news(*ahead),
+            Stage::Waiting { ahead, held } => waiting_news(*ahead, *held),
             Stage::Running { .. } => lines.borrow_and_update().clone(),
         };
         news.send_if_modified(|known| {
@@ -206,8 +208,9 @@ async fn heard_out(execution: &Execution, news: &News) -> Arc<Ending> {
     }
 }
 
-fn waiting_news(ahead: usize) -> String {
+fn waiting_news(ahead: usize, held: bool) -> String {
     match ahead {
+        0 if held => "waiting: the server runs as many cells as it may".to_owned(),
         0 => String::new(),
         1 => "waiting: 1 execution is ahead".to_owned(),
         _ => format!("waiting: {ahead} executions are ahead"),
@@ -232,7 +235,7 @@ async fn underway(id: &SessionId, entry: &Entry, execution: &Execution, max_char
         Err(_) => Glance::default(),
     };
     let (ahead, since) = match execution.stage() {
-        Stage::Waiting { ahead } => (ahead, execution.entered),
+        Stage::Waiting { ahead, .. } => (ahead, execution.entered),
         Stage::Running { since } => (0, since),
         Stage::Ended(_) => (0, execution.entered),
     };

@@ -23,7 +23,7 @@ impl Sessions {
     /// Makes a fresh session that nobody sees and that can reach what `rules` list.
     pub fn hidden(&self, rules: Rules) -> Result<Hidden, Refused> {
         let origin = Origin::Hidden { backend: self.backend(), rules };
-        let entry = self.hide_as(SessionId::hidden(), origin)?;
+        let entry = self.hide_as(SessionId::hidden(), None, origin)?;
         Ok(Hidden { sessions: self.clone(), entry })
     }
 }
@@ -38,7 +38,7 @@ impl Hidden {
     /// Writes a file into the working folder.
     pub async fn write(&self, path: &InsidePath, content: &[u8]) -> Result<u64, Refused> {
         let staged = super::manager::stage(&mut &content[..]).await;
-        let source = staged.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        let (source, _) = staged.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
         let (reply, answer) = oneshot::channel();
         self.ask(Job::Write { path: path.clone(), overwrite: true, source, reply }, answer).await
     }

@@ -14,11 +14,15 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{self, Command, Fork, Forked, ForksWanted, Job, Origin, STAGED_IN_MEMORY, Shared};
+use super::accounts::{Accounts, Starts};
+use super::driver::{
+    self, Beginning, Command, Customer, Fork, Forked, ForksWanted, Job, Origin, STAGED_IN_MEMORY, Shared,
+};
 use super::install::Source;
+use super::turns::Turns;
 use super::{
     CheckpointInfo, ExecutionId, ForkNames, ForkReport, FullOutput, InsidePath, MOST_FORKS, Principal, Refused,
-    ResetReport, Resident, SessionId, SessionInfo, SessionSettings, Undo, UndoReport, Which, WorkFolder,
+    ResetReport, Resident, SessionId, SessionInfo, SessionSettings, Undo, UndoReport, Usage, Which, WorkFolder,
 };
 use crate::sandbox::{Backend, Preparation, Rules};
 
@@ -52,6 +56,8 @@ struct House {
     /// How many sessions there are, hidden ones aside.
     population: watch::Sender<usize>,
     next_number: Arc<AtomicU64>,
+    accounts: Arc<Accounts>,
+    turns: Turns,
 }
 
 #[derive(Default)]
@@ -97,9 +103,11 @@ struct Tombstone {
 
 impl Sessions {
     pub fn new(backend: Arc<dyn Backend>, settings: SessionSettings) -> Sessions {
+        let accounts = Arc::new(Accounts::new(settings.quotas.clone()));
+        let next_number = Arc::new(AtomicU64::new(1));
+        let turns = Turns::new(settings.max_running);
         let (table, population) = (Mutex::default(), watch::Sender::new(0));
-        let house = House { backend, settings, table, population, next_number: Arc::new(AtomicU64::new(1)) };
-        Sessions { house: Arc::new(house) }
+        Sessions { house: Arc::new(House { backend, settings, table, population, next_number, accounts, turns }) }
     }
 
     /// Follows the work that must be done once before the first session. Requests wait for it.
@@ -209,7 +217,9 @@ impl Sessions {
         source: &mut (dyn AsyncRead + Send + Unpin),
         overwrite: bool,
     ) -> Result<u64, Refused> {
-        let source = stage(source).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        let (source, size) =
+            stage(source).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        self.check_stored(owner, size)?;
         let entry = self.find_or_create(owner, id)?;
         let (reply, answer) = oneshot::channel();
         self.submit(&entry, Job::Write { path: path.clone(), overwrite, source, reply })
@@ -256,7 +266,7 @@ impl Sessions {
                 ended: facts.ended,
                 executions: facts.executions,
                 age: now - entry.shared.created,
-                idle: if facts.state == "running" { Duration::ZERO } else { now - facts.last_used },
+                idle: if matches!(facts.state, "running" | "waiting") { Duration::ZERO } else { now - facts.last_used },
                 memory: facts.memory,
                 rules: facts.rules,
             }
@@ -346,11 +356,12 @@ impl Sessions {
 
     pub(super) fn find_or_create(&self, owner: &Principal, id: &SessionId) -> Result<Entry, Refused> {
         let key = (owner.clone(), id.clone());
+        self.house.accounts.refresh(owner);
         let mut table = self.table();
         if let Some(entry) = table.look_up(&key)? {
             return Ok(entry);
         }
-        self.room_for(&table, owner, 1)?;
+        self.take_room(&table, owner, 1)?;
         Ok(self.open(&mut table, key, Origin::Launch(self.house.backend.clone()), Shared::new()))
     }
 
@@ -363,8 +374,8 @@ impl Sessions {
         self.house.settings.packages.clone()
     }
 
-    /// Checks that so many more sessions may exist.
-    fn room_for(&self, table: &Table, owner: &Principal, more: usize) -> Result<(), Refused> {
+    /// Checks that so many more sessions may exist on this server.
+    fn check_room(&self, table: &Table, owner: &Principal, more: usize) -> Result<(), Refused> {
         let limit = self.house.settings.max_sessions;
         if table.sessions.len() + more > limit {
             return Err(Refused::TooManySessions { limit, oldest_idle: table.oldest_idle(owner) });
@@ -372,9 +383,57 @@ impl Sessions {
         Ok(())
     }
 
-    /// Checks that so many more sessions may exist now. They may be refused later all the same.
-    pub(super) fn has_room_for(&self, owner: &Principal, more: usize) -> Result<(), Refused> {
-        self.room_for(&self.table(), owner, more)
+    /// Checks that so many more sessions may exist, and counts them as begun.
+    fn take_room(&self, table: &Table, owner: &Principal, more: usize) -> Result<(), Refused> {
+        self.check_room(table, owner, more)?;
+        self.house.accounts.count_starts(owner, table.starts(owner, more, more))
+    }
+
+    /// Checks that variants may begin of which so many become sessions, and counts the variants and their cells. What is to become a session may be
+    /// refused later all the same.
+    pub(super) fn take_room_for_variants(
+        &self,
+        owner: &Principal,
+        variants: usize,
+        kept: usize,
+    ) -> Result<(), Refused> {
+        self.house.accounts.refresh(owner);
+        let table = self.table();
+        self.check_room(&table, owner, kept)?;
+        let starts = table.starts(owner, variants, kept);
+        self.house.accounts.check_starts(owner, starts)?;
+        self.house.accounts.count_cells(owner, variants as u64)?;
+        self.house.accounts.count_starts(owner, starts)
+    }
+
+    /// Checks that one more cell may run, before anything is made for it.
+    pub(super) fn check_cell(&self, owner: &Principal) -> Result<(), Refused> {
+        self.house.accounts.refresh(owner);
+        self.house.accounts.check_cells(owner, 1)
+    }
+
+    /// Counts a cell, or says which quota it would exceed.
+    pub(super) fn count_cell(&self, owner: &Principal) -> Result<(), Refused> {
+        self.house.accounts.count_cells(owner, 1)
+    }
+
+    /// Checks that so many bytes may be stored.
+    fn check_stored(&self, owner: &Principal, more: u64) -> Result<(), Refused> {
+        self.house.accounts.refresh(owner);
+        let Starts { kept, .. } = self.table().starts(owner, 0, 0);
+        self.house.accounts.check_stored(owner, kept, more)
+    }
+
+    /// Tells how many cells run in the whole server, and how many wait for a place.
+    pub fn load(&self) -> (usize, usize) {
+        self.house.turns.load()
+    }
+
+    /// Tells what an owner uses now.
+    pub fn usage(&self, owner: &Principal) -> Usage {
+        let usage = self.house.accounts.usage(owner);
+        let Starts { live, kept, .. } = self.table().starts(owner, 0, 0);
+        Usage { sessions: live, stored: usage.stored + kept, ..usage }
     }
 
     /// Puts a session into the table, with its driver.
@@ -383,7 +442,7 @@ impl Sessions {
         let entry = Entry { commands, shared: shared.into() };
         table.sessions.insert(key.clone(), entry.clone());
         self.house.population.send_replace(table.sessions.len());
-        let id = key.1.clone();
+        let (owner, id) = key.clone();
         let house = self.house.clone();
         let on_gone = Box::new(move |why| {
             let mut table = house.table();
@@ -391,7 +450,9 @@ impl Sessions {
             house.population.send_replace(table.sessions.len());
         });
         let (settings, numbers) = (self.house.settings.clone(), self.house.next_number.clone());
-        tokio::spawn(driver::drive(id, origin, settings, numbers, receiver, entry.shared.clone(), on_gone));
+        let (customer, shared) = (Some(self.customer(&owner)), entry.shared.clone());
+        let beginning = Beginning { id, customer, origin, settings, numbers, shared };
+        tokio::spawn(driver::drive(beginning, receiver, on_gone));
         entry
     }
 
@@ -414,7 +475,7 @@ impl Sessions {
         if table.closing {
             return Err(Refused::ShuttingDown);
         }
-        self.room_for(&table, owner, names.len())?;
+        self.take_room(&table, owner, names.len())?;
         let note = format!("This session is a fork of `{source}`.");
         let seat = |id| self.seat(&mut table, owner, id, note.clone(), Arc::new(Shared::new()));
         Ok(names.into_iter().map(seat).collect())
@@ -440,7 +501,9 @@ impl Sessions {
         if table.closing {
             return Err(Refused::ShuttingDown);
         }
-        self.room_for(&table, owner, 1)?;
+        self.check_room(&table, owner, 1)?;
+        // The sandbox was counted when the variant began.
+        self.house.accounts.check_starts(owner, table.starts(owner, 0, 1))?;
         let others = (2..).map(|number| named_after(source, &format!("{name}-{number}")));
         let id = std::iter::once(named_after(source, name))
             .chain(others)
@@ -450,14 +513,19 @@ impl Sessions {
     }
 
     /// Starts a driver for a fork that only the caller sees. It ends when the caller lets go of it. Nothing in it is kept for an undo.
-    pub(super) fn hide(&self, source: &SessionId, name: &str, fork: Fork) -> Result<Entry, Refused> {
+    pub(super) fn hide(&self, owner: &Principal, source: &SessionId, name: &str, fork: Fork) -> Result<Entry, Refused> {
         let (hand, arrival) = oneshot::channel();
         let _ = hand.send(Box::new(fork));
-        self.hide_as(named_after(source, name), Origin::Fork { fork: arrival, note: None })
+        let origin = Origin::Fork { fork: arrival, note: None };
+        self.hide_as(named_after(source, name), Some(self.customer(owner)), origin)
+    }
+
+    fn customer(&self, owner: &Principal) -> Customer {
+        Customer { owner: owner.clone(), accounts: self.house.accounts.clone(), turns: self.house.turns.clone() }
     }
 
     /// Starts a driver that only the caller sees.
-    pub(super) fn hide_as(&self, id: SessionId, origin: Origin) -> Result<Entry, Refused> {
+    pub(super) fn hide_as(&self, id: SessionId, customer: Option<Customer>, origin: Origin) -> Result<Entry, Refused> {
         let (commands, receiver) = mpsc::channel(MOST_COMMANDS);
         let entry = Entry { commands, shared: Arc::new(Shared::new()) };
         let number = self.house.next_number.fetch_add(1, Ordering::Relaxed);
@@ -471,8 +539,9 @@ impl Sessions {
         let house = self.house.clone();
         let on_gone = Box::new(move |_| drop(house.table().hidden.remove(&number)));
         let settings = SessionSettings { undo: Undo::Off, idle_timeout: Duration::MAX, ..self.house.settings.clone() };
-        let numbers = self.house.next_number.clone();
-        tokio::spawn(driver::drive(id, origin, settings, numbers, receiver, entry.shared.clone(), on_gone));
+        let (numbers, shared) = (self.house.next_number.clone(), entry.shared.clone());
+        let beginning = Beginning { id, customer, origin, settings, numbers, shared };
+        tokio::spawn(driver::drive(beginning, receiver, on_gone));
         Ok(entry)
     }
 
@@ -571,6 +640,16 @@ impl Table {
         self.sessions.contains_key(&key) || self.tombstones.contains_key(&key)
     }
 
+    /// Describes what an owner is about to begin, beside what it has.
+    fn starts(&self, owner: &Principal, sandboxes: usize, lasting: usize) -> Starts {
+        let mut starts = Starts { sandboxes, lasting, live: 0, kept: 0 };
+        for (_, entry) in self.sessions.iter().filter(|((of, _), _)| of == owner) {
+            starts.live += 1;
+            starts.kept += entry.shared.kept_bytes();
+        }
+        starts
+    }
+
     /// Names the sessions that could be closed with the least loss.
     fn oldest_idle(&self, owner: &Principal) -> Vec<SessionId> {
         let mut idle = self
@@ -638,17 +717,20 @@ fn named_after(source: &SessionId, suffix: &str) -> SessionId {
     format!("{base}-{suffix}").parse().expect("its characters are allowed and its length is bounded")
 }
 
-pub(super) async fn stage(source: &mut (dyn AsyncRead + Send + Unpin)) -> std::io::Result<SpooledTempFile> {
+/// Reads a source to its end. Returns what it gave, and how many bytes that were.
+pub(super) async fn stage(source: &mut (dyn AsyncRead + Send + Unpin)) -> std::io::Result<(SpooledTempFile, u64)> {
     use std::io::{Seek, Write};
     let mut staged = SpooledTempFile::new(STAGED_IN_MEMORY);
     let mut buffer = vec![0; CHUNK];
+    let mut total = 0;
     loop {
         let size = source.read(&mut buffer).await?;
         if size == 0 {
             staged.rewind()?;
-            return Ok(staged);
+            return Ok((staged, total));
         }
         staged.write_all(&buffer[..size])?;
+        total += size as u64;
     }
 }
 

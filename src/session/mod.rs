@@ -1,13 +1,13 @@
 //! Sessions: Python state that outlives a call.
 //!
-//!     Starting → Idle ⇄ Running         Idle ⇄ Copying                 (for a later undo, or for forks)
+//!     Starting → Idle ⇄ (Waiting →) Running         Idle ⇄ Copying                 (for a later undo, or for forks)
 //!                  ↘     ↙
 //!                   Ended → (reset) → Starting                         (the sandbox and its files outlive the interpreter)
 //!                     ↓  ↘ (undo) → Replacing → Idle                   (an undo begins in Idle too)
 //!                    Gone                                              (expired, closed, or the sandbox itself was lost)
 //!
 //! Each session has one task, the driver, and only the driver changes its state. Everyone else goes through `Sessions`, which finds,
-//! creates and limits them. `state` decides, `driver` acts, `output` gathers what a cell prints within bounds.
+//! creates and limits them. Who goes away finds its execution on the `docket`. `accounts` knows who uses how much, `turns` whose cell runs next. `state` decides, `driver` acts, `output` gathers what a cell prints within bounds.
 //!
 //! A session can branch. Before a cell changes its state, the state is copied (`history` knows which copy precedes which cell): `undo`
 //! puts a copy in the session's place. A fork is a copy in a sandbox of its own, and from then on a session like any other; `explore`
@@ -17,6 +17,7 @@
 //! replaced in silence.
 
 mod access;
+mod accounts;
 #[cfg(test)]
 mod behaviour;
 mod branch;
@@ -35,11 +36,16 @@ pub mod install;
 mod manager;
 mod outcome;
 mod output;
+#[cfg(test)]
+mod quota_behaviour;
 mod rich;
 mod serial;
 mod spool;
 mod state;
 mod terminal;
+#[cfg(test)]
+mod turn_behaviour;
+mod turns;
 mod underway;
 
 use std::fmt;
@@ -51,6 +57,7 @@ use serde::{Deserialize, Serialize};
 use crate::runner_client::Trouble;
 use crate::sandbox::{LaunchError, Rules};
 pub use access::{News, SessionAccess, Slice};
+pub use accounts::{Quota, Quotas, Usage};
 pub use branch::*;
 pub use hidden::Hidden;
 pub use manager::Sessions;
@@ -216,6 +223,10 @@ pub struct SessionSettings {
     /// Bytes of memory a sandbox may hold, where that is limited. Old copies are given up before it is reached.
     pub memory_limit: Option<u64>,
     pub packages: install::Source,
+    /// What one principal may use.
+    pub quotas: Quotas,
+    /// Cells that run at once in the whole server; zero is no limit. Others wait, and principals take turns.
+    pub max_running: usize,
 }
 
 impl Default for SessionSettings {
@@ -229,6 +240,8 @@ impl Default for SessionSettings {
             explore_parallel: 4,
             memory_limit: None,
             packages: install::Source::default(),
+            quotas: Quotas::default(),
+            max_running: 0,
         }
     }
 }
@@ -245,7 +258,7 @@ pub struct ExecuteRequest {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SessionInfo {
     pub id: SessionId,
-    /// `starting`, `idle`, `running`, `ended`.
+    /// `starting`, `idle`, `waiting`, `running`, `ended`.
     #[serde(with = "serial::word")]
     pub state: Word,
     /// Why it ended, when it did.
@@ -296,10 +309,23 @@ pub enum Refused {
     UnknownExecution,
     #[error("{}", too_many(*.limit, .oldest_idle))]
     TooManySessions { limit: usize, oldest_idle: Vec<SessionId> },
+    #[error("{}", accounts::Told { which, limit: *limit, used: *used, retry_after: *retry_after })]
+    Quota {
+        which: Quota,
+        limit: u64,
+        used: u64,
+        /// When there will be room again, where time alone makes room.
+        retry_after: Option<Duration>,
+    },
     #[error(
         "{waiting} requests are already waiting for this session. Wait for some of them to finish, or use another session_id"
     )]
     Busy { waiting: usize },
+    #[error(
+        "the server is too busy: {waiting} cells already wait for a place to run. This one has not run; try again in {} s",
+        .retry_after.as_secs().max(1)
+    )]
+    Crowded { waiting: usize, retry_after: Duration },
     #[error(
         "the code has {size} bytes and at most {LARGEST_CODE} are accepted. Upload the data as a file and read it from a short cell"
     )]
@@ -366,6 +392,10 @@ pub enum Refused {
         "the session's network was not changed: `{rule}` goes beyond what this server allows. Ask for less, or have the operator allow it"
     )]
     BeyondRules { rule: String },
+    #[error(
+        "nothing was executed, because the server cannot record what is done. Try again later; its operator has been told"
+    )]
+    NotRecorded,
     #[error("the server is shutting down; no new requests are accepted")]
     ShuttingDown,
 }

@@ -83,7 +83,9 @@ fn install(server: &Server, package: &str) -> String {
 
 fn use_index(index: &Index) -> impl FnOnce(&mut Command) + use<> {
     let url = index.url_without_password();
-    move |command| drop(command.env("UV_DEFAULT_INDEX", url))
+    move |command| {
+        command.env("UV_DEFAULT_INDEX", url);
+    }
 }
 
 #[test]

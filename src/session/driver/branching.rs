@@ -508,6 +508,7 @@ impl Driver {
         }
         let (sandbox, mut live) = (self.sandbox.take()?, self.live.take()?);
         live.inheritance = self.inheritance();
+        self.metered = None;
         Some(Box::new(Fork { sandbox: Some(sandbox), live: Some(Box::new(live)) }))
     }
 
@@ -525,6 +526,7 @@ impl Driver {
                 let parts = fork.take().and_then(|fork| fork.into_parts());
                 self.history.clear();
                 self.show_history();
+                self.metered = None;
                 let old = self.sandbox.take();
                 let future = async move {
                     if let Some(mut old) = old {

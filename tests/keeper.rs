@@ -1,0 +1,267 @@
+//! Sessions that outlive their server, with the built program: a server is killed and its sessions are not, a keeper is killed and nothing stays.
+//!
+//! Each case has a keeper of its own name, so that none meets another's.
+
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags, Signal};
+use serde_json::{Value, json};
+
+use crate::support::server::{Era, MINIMAL, PATIENCE, Server, finished, patiently, program};
+
+/// A name for a keeper, and a folder that its sessions share. What is left is ended with it.
+struct Scene {
+    name: String,
+    workspace: tempfile::TempDir,
+}
+
+impl Scene {
+    fn new() -> Scene {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        Scene { name: format!("t{}-{number}", std::process::id()), workspace: tempfile::tempdir().unwrap() }
+    }
+
+    fn command(&self, more: &[&str]) -> Command {
+        let mut command = program();
+        command.args(["mcp", "--keep-sessions", "on", "--keeper", &self.name]).args(MINIMAL);
+        command.arg("--workspace").arg(self.workspace.path()).args(more);
+        command
+    }
+
+    fn server(&self) -> Server {
+        self.server_with(&[])
+    }
+
+    fn server_with(&self, more: &[&str]) -> Server {
+        let server = Server::spawn(&mut self.command(more), Era::Initialize);
+        server.greet();
+        server
+    }
+
+    /// What the keeper says about itself, if there is one.
+    fn status(&self) -> Option<Value> {
+        let (code, printed, errors) = finished(program().args(["keeper", "status", "--json"]));
+        assert_eq!(code, Some(0), "{errors}");
+        let all: Value = serde_json::from_str(&printed).unwrap();
+        all.as_array().unwrap().iter().find(|keeper| keeper["name"] == self.name.as_str()).cloned()
+    }
+
+    fn process(&self) -> u32 {
+        self.status().expect("there is a keeper")["process"].as_u64().unwrap() as u32
+    }
+
+    fn stop(&self, more: &[&str]) -> (Option<i32>, String, String) {
+        finished(program().args(["keeper", "stop", &self.name]).args(more))
+    }
+
+    /// Begins a cell that runs until `release`, and returns when it runs.
+    fn begin_long_cell(&self, server: &Server, session: &str, then: &str) {
+        for name in ["begun", "go"] {
+            let fifo = self.workspace.path().join(name);
+            assert!(Command::new("mkfifo").args(["-m", "666"]).arg(&fifo).status().unwrap().success());
+        }
+        let code = format!("open('begun', 'w').close()\nopen('go').read()\n{then}");
+        drop(server.begin("execute_ipython_cell", json!({"code": code, "session_id": session})));
+        let begun = self.workspace.path().join("begun");
+        patiently(move || fs::read(begun).unwrap());
+    }
+
+    fn release(&self) {
+        let go = self.workspace.path().join("go");
+        patiently(move || fs::write(go, "go").unwrap());
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        self.stop(&["--now"]);
+    }
+}
+
+fn run(server: &Server, session: &str, code: &str) -> String {
+    server.call("execute_ipython_cell", json!({"code": code, "session_id": session})).text().to_owned()
+}
+
+fn kill(process: u32) {
+    rustix::process::kill_process(Pid::from_raw(process as i32).unwrap(), Signal::KILL).unwrap();
+}
+
+fn handle(process: u32) -> OwnedFd {
+    rustix::process::pidfd_open(Pid::from_raw(process as i32).unwrap(), PidfdFlags::empty()).unwrap()
+}
+
+#[track_caller]
+fn ends(handle: &OwnedFd, within: Duration) {
+    let limit = Timespec { tv_sec: within.as_secs() as i64, tv_nsec: 0 };
+    let ended = rustix::event::poll(&mut [PollFd::new(handle, PollFlags::IN)], Some(&limit)).unwrap();
+    assert_eq!(ended, 1, "the process lives on");
+}
+
+/// Every process that a keeper has started, directly or not.
+fn descendants(of: u32) -> Vec<OwnedFd> {
+    let mut found = Vec::new();
+    let mut parents = vec![of];
+    while let Some(parent) = parents.pop() {
+        let threads = fs::read_dir(format!("/proc/{parent}/task")).into_iter().flatten();
+        for thread in threads.flatten() {
+            let children = fs::read_to_string(thread.path().join("children")).unwrap_or_default();
+            for child in children.split_whitespace().map(|id| id.parse::<u32>().unwrap()) {
+                parents.push(child);
+                found.push(handle(child));
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn a_killed_server_leaves_its_sessions_and_its_running_cell_to_the_next() {
+    let scene = Scene::new();
+    let first = scene.server();
+    assert_eq!(run(&first, "a", "x = 41; x"), "41");
+    scene.begin_long_cell(&first, "a", "y = x + 1");
+    let keeper = scene.process();
+    kill(first.process_id());
+    first.ended();
+
+    let second = scene.server();
+    assert_eq!(scene.process(), keeper, "the keeper is the same");
+    assert_eq!(run(&second, "b", "'others are not held up'"), "'others are not held up'");
+    scene.release();
+    assert_eq!(run(&second, "a", "x, y"), "(41, 42)");
+    second.close_input();
+    assert!(second.ended().success());
+    let status = scene.status().expect("the sessions stay when a server ends in good order");
+    assert_eq!((&status["sessions"], &status["servers"]), (&json!(2), &json!(0)));
+}
+
+#[test]
+fn a_killed_keeper_takes_everything_along_and_its_sessions_say_so() {
+    let scene = Scene::new();
+    let server = scene.server();
+    assert_eq!(run(&server, "a", "x = 1; x"), "1");
+    let keeper = scene.process();
+    let family = descendants(keeper);
+    assert!(family.len() >= 3, "guardian, warden, interpreters: {}", family.len());
+    kill(keeper);
+    let deadline = Instant::now() + Duration::from_secs(10);
+    for process in &family {
+        ends(process, deadline.saturating_duration_since(Instant::now()));
+    }
+
+    let lost = server.call("execute_ipython_cell", json!({"code": "x", "session_id": "a"}));
+    assert!(lost.is_error() && lost.text().contains("the process that kept the sessions ended"), "{}", lost.text());
+    assert!(lost.text().contains("files in the working folder are kept"), "{}", lost.text());
+    assert_ne!(scene.process(), keeper, "another keeper was started");
+    assert_eq!(run(&server, "b", "1 + 1"), "2");
+    assert!(!server.call("reset", json!({"session_id": "a"})).is_error());
+    assert_eq!(run(&server, "a", "'x' in globals()"), "False");
+}
+
+#[test]
+fn a_keeper_that_nobody_needs_ends_and_leaves_nothing() {
+    let scene = Scene::new();
+    let server = scene.server();
+    assert_eq!(run(&server, "a", "1"), "1");
+    let keeper = handle(scene.process());
+    let family = descendants(scene.process());
+    assert!(!server.call("close_session", json!({"session_id": "a"})).is_error());
+    assert!(scene.status().is_some(), "it stays for its server");
+    server.close_input();
+    assert!(server.ended().success());
+    for process in family.iter().chain([&keeper]) {
+        ends(process, PATIENCE);
+    }
+    assert_eq!(scene.status(), None);
+}
+
+#[test]
+fn a_keeper_without_a_server_ends_when_its_sessions_have_been_idle() {
+    let scene = Scene::new();
+    let server = scene.server_with(&["--idle-timeout", "1s"]);
+    assert_eq!(run(&server, "a", "1"), "1");
+    let keeper = handle(scene.process());
+    kill(server.process_id());
+    server.ended();
+    ends(&keeper, PATIENCE);
+    assert_eq!(scene.status(), None);
+}
+
+#[test]
+fn an_operator_cannot_stop_a_keeper_at_work_by_accident() {
+    let scene = Scene::new();
+    let server = scene.server();
+    scene.begin_long_cell(&server, "a", "'done'");
+    let (code, _, errors) = scene.stop(&[]);
+    assert_eq!(code, Some(2));
+    assert!(errors.contains("--now"), "{errors}");
+    let keeper = handle(scene.process());
+    let (code, printed, errors) = scene.stop(&["--now"]);
+    assert_eq!((code, printed.contains("has ended")), (Some(0), true), "{errors}");
+    ends(&keeper, PATIENCE);
+    assert_eq!(scene.status(), None);
+    assert!(scene.stop(&[]).1.contains("there is no keeper"));
+}
+
+#[test]
+fn servers_that_start_at_once_share_one_keeper() {
+    let scene = Scene::new();
+    let servers = std::thread::scope(|scope| {
+        let started = (0..3).map(|_| scope.spawn(|| scene.server())).collect::<Vec<_>>();
+        started.into_iter().map(|server| server.join().unwrap()).collect::<Vec<_>>()
+    });
+    assert_eq!(run(&servers[0], "a", "x = 5; x"), "5");
+    assert_eq!(run(&servers[1], "a", "x"), "5");
+    assert_eq!(scene.status().unwrap()["servers"], json!(3));
+}
+
+#[test]
+fn keepers_of_other_names_have_other_sessions_and_leave_each_other_alone() {
+    let (one, other) = (Scene::new(), Scene::new());
+    let (first, second) = (one.server(), other.server());
+    assert_eq!(run(&first, "a", "x = 1; x"), "1");
+    assert_eq!(run(&second, "a", "'x' in globals()"), "False");
+    kill(other.process());
+    let lost = second.call("execute_ipython_cell", json!({"code": "1", "session_id": "a"}));
+    assert!(lost.is_error());
+    assert_eq!(run(&second, "b", "2"), "2", "the next keeper sweeps what the dead one left");
+    assert_eq!(run(&first, "a", "x"), "1");
+}
+
+#[test]
+fn what_the_operator_gave_reaches_the_keeper_and_is_in_no_argument() {
+    let scene = Scene::new();
+    let server = scene.server_with(&["--env-var", "GIVEN=canary-of-the-operator"]);
+    assert_eq!(run(&server, "a", "import os; os.environ['GIVEN']"), "'canary-of-the-operator'");
+    let read = |process: u32, file: &str| fs::read(Path::new("/proc").join(process.to_string()).join(file)).unwrap();
+    let holds = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).contains("canary-of-the-operator");
+    assert!(holds(read(server.process_id(), "cmdline"))); // control
+    assert!(!holds(read(scene.process(), "cmdline")));
+    assert!(!holds(read(scene.process(), "environ")));
+}
+
+#[test]
+fn a_server_with_other_settings_is_warned_and_told_the_cure() {
+    let scene = Scene::new();
+    let first = scene.server();
+    assert_eq!(run(&first, "a", "x = 1; x"), "1");
+    let second = scene.server_with(&["--max-sessions", "7"]);
+    assert_eq!(run(&second, "a", "x"), "1");
+    // The keeper writes to the log of the first server, which started it.
+    let written = second.finish();
+    assert!(written.contains(&format!("cellblock keeper stop {}", scene.name)), "{written}");
+}
+
+#[test]
+fn the_command_of_a_keeper_is_not_for_people() {
+    let (code, _, errors) = finished(program().args(["keeper", "hold"]));
+    assert_eq!(code, Some(2));
+    assert!(errors.contains("the server itself"), "{errors}");
+}
