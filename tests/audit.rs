@@ -1,18 +1,18 @@
 //! The audit log as an operator meets it: kept by a server, verified and read on the command line, on disks that are full or read-only.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
 use cellblock::audit::{Audit, AuditSettings, Event, OnFailure, SessionEnded, ToolCall};
 use rustix::mount::{MountFlags, UnmountFlags, mount, mount_remount, unmount};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::support::server::{PATIENCE, finished, program_below};
+use crate::support::server::{Era, Server, finished, program_below};
 use crate::support::{is_root, skipped};
 
 struct Place(TempDir);
@@ -30,10 +30,10 @@ impl Place {
         program_below(&self.0.path().join("data"))
     }
 
-    /// A server that finds no installer: nothing but its log is looked at here.
+    /// A server whose installer fails at once: nothing but its log is looked at here.
     fn server(&self) -> Command {
         let mut command = self.program();
-        command.env("CELLBLOCK_UV", "/nowhere/uv");
+        command.env("CELLBLOCK_UV", "/bin/false");
         command.args(["mcp", "--environment", "minimal", "--audit-file"]).arg(self.log());
         command
     }
@@ -74,28 +74,20 @@ fn a_server_records_its_start_and_its_end() {
     assert!(output.starts_with("3 records are as they were written; the last is 3:"), "{output}");
 }
 
-/// Starts a server whose input stays open, and waits until it says that it has opened the log.
-fn running(place: &Place) -> Child {
-    let mut server = place.server();
-    let mut child = server.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-    let deadline = Instant::now() + PATIENCE;
-    lines.find(|line| line.as_ref().unwrap().contains("audit log opened")).expect("it opens its log");
-    // Whoever stops reading would make its next line fail.
-    std::thread::spawn(move || lines.for_each(drop));
-    while place.records().len() < 2 {
-        assert!(Instant::now() < deadline, "it records its start");
-        std::thread::yield_now();
-    }
-    child
+/// Starts a server and waits until it answers, which it does after it has recorded its start.
+fn running(place: &Place) -> Server {
+    let server = Server::spawn(&mut place.server(), Era::Initialize);
+    server.greet();
+    server
 }
 
 #[test]
 fn what_was_recorded_survives_a_kill_and_the_next_server_goes_on() {
     let place = Place::new();
-    let mut child = running(&place);
-    child.kill().unwrap();
-    assert_eq!(child.wait().unwrap().signal(), Some(9));
+    let server = running(&place);
+    let process = Pid::from_raw(server.process_id() as i32).unwrap();
+    kill_process(process, Signal::KILL).unwrap();
+    assert_eq!(server.ended().signal(), Some(9));
     assert_eq!(place.kinds(), ["log_begun", "server_started"]);
     // As if it had been killed within a line.
     let mut bytes = fs::read(place.log()).unwrap();
@@ -111,12 +103,11 @@ fn what_was_recorded_survives_a_kill_and_the_next_server_goes_on() {
 #[test]
 fn a_second_server_does_not_write_into_the_same_log() {
     let place = Place::new();
-    let mut first = running(&place);
+    let first = running(&place);
     let (status, _, errors) = finished(&mut place.server());
     assert_eq!(status, Some(2));
     assert!(errors.contains("another process"), "{errors}");
-    drop(first.stdin.take());
-    assert!(first.wait().unwrap().success());
+    first.finish();
     assert_eq!(finished(&mut place.server()).0, Some(0)); // control
     assert_eq!(place.verify(&[]).0, Some(0));
 }

@@ -2,17 +2,16 @@
 //!
 //! What is printed came from callers. It is written as JSON writes it, so that it can neither move the cursor nor begin a line.
 
-use std::fs::File;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use serde_json::{Value, json};
 
 use super::cli::{AuditCommand, ShowArguments, VerifyArguments};
 use crate::audit::plain_json;
-use crate::audit::verify::{Known, Report, verify};
+use crate::audit::verify::{Known, Line, Lines, Report, verify};
 
 /// Carries out the command. A log that is not as it was written is status 1, one that cannot be read an error.
 pub(super) fn execute(command: AuditCommand, output: &mut impl Write) -> anyhow::Result<ExitCode> {
@@ -87,11 +86,13 @@ fn show(arguments: &ShowArguments, output: &mut impl Write) -> anyhow::Result<()
 
 fn show_file(path: &Path, arguments: &ShowArguments, output: &mut impl Write) -> anyhow::Result<()> {
     let unreadable = || format!("could not read {}", path.display());
-    let file = File::open(path).with_context(unreadable)?;
-    for (number, line) in BufReader::new(file).split(b'\n').enumerate() {
-        let line = line.with_context(unreadable)?;
-        let record: Value = serde_json::from_slice(&line)
-            .with_context(|| format!("{} line {} is no record", path.display(), number + 1))?;
+    let mut lines = Lines::open(path).with_context(unreadable)?;
+    let mut number = 0;
+    while let Some(line) = lines.next_line().with_context(unreadable)? {
+        number += 1;
+        let no_record = || format!("{} line {number} is no record", path.display());
+        let Line::Whole(line) = line else { bail!(no_record()) };
+        let record: Value = serde_json::from_slice(&line).with_context(no_record)?;
         if !is_wanted(&record, arguments) {
             continue;
         }

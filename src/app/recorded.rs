@@ -111,6 +111,11 @@ impl Recorded {
     fn refused(&self, owner: &Principal, session: Option<&SessionId>, refused: &Refused) {
         match refused {
             Refused::Ended { id, why, .. } => self.ended(owner, id, why),
+            Refused::Quota { which, retry_after, .. } => {
+                self.metrics.quota_refused(which.name());
+                let details = QuotaRefused { quota: which.name().into(), retry_after: *retry_after };
+                self.audit.note(self.event(owner, session, details).denied(which.name()));
+            }
             _ => {}
         }
     }

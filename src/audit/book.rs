@@ -73,7 +73,7 @@ impl Book {
         let written = {
             let mut state = self.state();
             let opening = std::mem::take(&mut state.opening);
-            opening.iter().try_for_each(|event| state.append(event))
+            state.append(&opening)
         };
         let sequence = self.head().sequence;
         written.and_then(|()| self.make_durable(sequence)).map_err(|cause| AuditUnavailable { cause })
@@ -136,20 +136,26 @@ impl Book {
     fn write(&self, event: Event, now: Instant) -> io::Result<u64> {
         let mut state = self.state();
         state.sum_up(now);
-        let event = match state.allowance.admit(&event) {
+        let admission = state.allowance.admit(&event);
+        let must_refuse = match &state.health {
+            Health::Good => None,
+            // A record that is not wanted is no reason to let work pass that others are refused.
+            Health::Failing(why) if admission == Admission::Suppress => Some(why.clone()),
+            Health::Failing(_) => None,
+            Health::Broken(why) => Some(why.clone()),
+        };
+        if let (Some(why), OnFailure::Refuse) = (must_refuse, self.settings.failure) {
+            state.unrecorded += 1;
+            return Err(io::Error::other(why));
+        }
+        let event = match admission {
             Admission::Write => event,
             Admission::Announce => {
                 Event { kind: Suppressed { count: 0, limit_per_hour: state.allowance.limit() }.into(), ..event }
             }
             Admission::Suppress => return Ok(state.head.sequence),
         };
-        if let (Health::Broken(why), OnFailure::Refuse) = (&state.health, self.settings.failure) {
-            let cause = io::Error::other(why.clone());
-            state.unrecorded += 1;
-            return Err(cause);
-        }
-        let appended = state.catch_up().and_then(|()| state.append(&event));
-        match appended {
+        match state.write(event) {
             Ok(()) => Ok(state.head.sequence),
             Err(error) => {
                 state.unrecorded += 1;
@@ -183,18 +189,36 @@ impl Book {
 }
 
 impl State {
-    /// Appends a line, in the next file if the present one is large.
-    fn append(&mut self, event: &Event) -> io::Result<()> {
-        let (mut line, mut head) = seal(&self.head, Moment::now(), event);
-        let is_large = self.sink.length() + line.len() as u64 > self.turn_over_at;
+    /// Appends an event, preceded by how many have no record, if any. Both lines are written, or none.
+    fn write(&mut self, event: Event) -> io::Result<()> {
+        let missing = self.missing();
+        self.append(&missing.into_iter().chain([event]).collect::<Vec<_>>())?;
+        self.caught_up();
+        Ok(())
+    }
+
+    /// Appends lines, in the next file if the present one is large.
+    fn append(&mut self, events: &[Event]) -> io::Result<()> {
+        let (mut lines, mut head) = self.sealed(events);
+        let is_large = self.sink.length() + lines.len() as u64 > self.turn_over_at;
         // A file that holds only its first record stays, or a limit below two lines would turn over for ever.
         if is_large && self.head.sequence > self.first_sequence {
             self.turn_over();
-            (line, head) = seal(&self.head, Moment::now(), event);
+            (lines, head) = self.sealed(events);
         }
-        self.sink.append(&line)?;
+        self.sink.append(&lines)?;
         self.head = head;
         Ok(())
+    }
+
+    fn sealed(&self, events: &[Event]) -> (Vec<u8>, Head) {
+        let (mut lines, mut head) = (Vec::new(), self.head.clone());
+        for event in events {
+            let (line, next) = seal(&head, Moment::now(), event);
+            lines.extend_from_slice(&line);
+            head = next;
+        }
+        (lines, head)
     }
 
     /// Begins the next file. If that fails, the present one grows on: a record matters more than a size.
@@ -217,28 +241,31 @@ impl State {
         }
     }
 
-    /// Writes how many events have no record, if any.
-    fn catch_up(&mut self) -> io::Result<()> {
-        let cause = match &self.health {
-            Health::Failing(why) | Health::Broken(why) => why.as_str(),
-            Health::Good => return Ok(()),
-        };
-        if self.unrecorded > 0 {
-            self.append(&Event::new(Unrecorded { count: self.unrecorded, cause: cause.into() }))?;
-            self.unrecorded = 0;
+    /// Returns what tells how many events have no record, if any.
+    fn missing(&self) -> Option<Event> {
+        match &self.health {
+            Health::Failing(why) | Health::Broken(why) if self.unrecorded > 0 => {
+                Some(Event::new(Unrecorded { count: self.unrecorded, cause: why.as_str().into() }))
+            }
+            _ => None,
         }
+    }
+
+    fn caught_up(&mut self) {
+        self.unrecorded = 0;
         if let Health::Failing(_) = self.health {
             tracing::info!("the audit log can be written again");
             self.health = Health::Good;
         }
-        Ok(())
     }
 
     /// Tries a sink that failed again, so that the service recovers without a caller to try it on.
     fn recover(&mut self) {
-        if let Health::Failing(_) = self.health {
+        if let (Health::Failing(_), Some(missing)) = (&self.health, self.missing()) {
             // It is known to fail and was told; this was only a try.
-            let _ = self.catch_up();
+            if self.append(&[missing]).is_ok() {
+                self.caught_up();
+            }
         }
     }
 
@@ -271,7 +298,7 @@ impl State {
                 Owner::Principal(principal) => event.by(principal),
                 Owner::Unknown | Owner::Others => event,
             };
-            if let Err(error) = self.catch_up().and_then(|()| self.append(&event)) {
+            if let Err(error) = self.write(event) {
                 self.unrecorded += 1;
                 self.fail(&error);
             }

@@ -182,10 +182,10 @@ impl Sink for FileSink {
 
     fn look(&self) -> io::Result<()> {
         if !is_same_file(&self.file, &self.path) {
-            return Err(io::Error::other("it is not in its place any more"));
+            return Err(io::Error::other("the file is not in its place any more"));
         }
         if self.file.metadata()?.len() < self.length {
-            return Err(io::Error::other("somebody has cut it"));
+            return Err(io::Error::other("somebody has cut the file"));
         }
         Ok(())
     }

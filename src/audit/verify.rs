@@ -83,7 +83,8 @@ pub struct VerifyError {
 pub fn verify(files: &[PathBuf], known: &Known) -> Result<Report, VerifyError> {
     let mut walk = Walk::new(known);
     for path in in_order(files)? {
-        walk.file(&path).map_err(|cause| VerifyError { path, cause })?;
+        let lines = Lines::open(&path);
+        lines.and_then(|lines| walk.file(&path, lines)).map_err(|cause| VerifyError { path, cause })?;
     }
     Ok(walk.end())
 }
@@ -101,7 +102,7 @@ fn in_order(files: &[PathBuf]) -> Result<Vec<PathBuf>, VerifyError> {
 
 fn first_sequence(path: &Path) -> io::Result<Option<u64>> {
     let mut lines = Lines::open(path)?;
-    Ok(match lines.next()? {
+    Ok(match lines.next_line()? {
         Some(Line::Whole(line)) => check(&line).ok().map(|link| link.head.sequence),
         _ => None,
     })
@@ -134,10 +135,9 @@ impl<'a> Walk<'a> {
         Walk { known, before, report, place: (PathBuf::new(), 0), saw_last: false }
     }
 
-    fn file(&mut self, path: &Path) -> io::Result<()> {
-        let mut lines = Lines::open(path)?;
+    fn file(&mut self, path: &Path, mut lines: Lines<impl BufRead>) -> io::Result<()> {
         self.place = (path.to_owned(), 0);
-        while let Some(line) = lines.next()? {
+        while let Some(line) = lines.next_line()? {
             self.place.1 += 1;
             match line {
                 Line::Whole(line) => match check(&line) {
@@ -212,22 +212,27 @@ impl<'a> Walk<'a> {
     }
 }
 
-enum Line {
+/// A line of a file, without its end.
+pub enum Line {
     Whole(Vec<u8>),
+    /// It is longer than a record can be.
     TooLong,
     /// The file ends before the line does.
     Unfinished,
 }
 
 /// The lines of a file, none of which can fill the memory.
-struct Lines(BufReader<File>);
+pub struct Lines<R>(R);
 
-impl Lines {
-    fn open(path: &Path) -> io::Result<Lines> {
+impl Lines<BufReader<File>> {
+    pub fn open(path: &Path) -> io::Result<Self> {
         File::open(path).map(BufReader::new).map(Lines)
     }
+}
 
-    fn next(&mut self) -> io::Result<Option<Line>> {
+impl<R: BufRead> Lines<R> {
+    /// Reads the next line, if there is one.
+    pub fn next_line(&mut self) -> io::Result<Option<Line>> {
         let mut line = Vec::new();
         let read = io::Read::take(&mut self.0, LARGEST_LINE as u64).read_until(b'\n', &mut line)?;
         if read == 0 {

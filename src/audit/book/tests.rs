@@ -383,6 +383,16 @@ fn while_the_disk_is_full_work_is_refused_and_it_recovers_when_there_is_space() 
 }
 
 #[test]
+fn a_session_over_its_limit_is_refused_too_while_the_disk_is_full() {
+    let place = Place::new();
+    let (book, faults) = faulty(&place, AuditSettings { records_per_hour: 1, ..AuditSettings::default() });
+    (0..3).for_each(|_| book.record(call("loud"), Instant::now()).unwrap()); // control
+    faults.full.store(true, Ordering::SeqCst);
+    assert!(book.record(call("quiet"), Instant::now()).is_err());
+    assert!(book.record(call("loud"), Instant::now()).is_err());
+}
+
+#[test]
 fn an_operator_can_choose_to_go_on_without_records() {
     let place = Place::new();
     let (book, faults) = faulty(&place, AuditSettings { failure: OnFailure::Continue, ..AuditSettings::default() });

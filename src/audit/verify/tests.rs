@@ -2,8 +2,6 @@
 
 use std::fs;
 
-use tempfile::TempDir;
-
 use super::super::chain::{Moment, seal};
 use super::super::event::{Event, SessionEnded};
 use super::*;
@@ -20,36 +18,28 @@ fn log(records: usize) -> Vec<Vec<u8>> {
     (0..records).map(line).collect()
 }
 
-struct Written(TempDir);
+fn report(bytes: &[u8]) -> Report {
+    let known = Known::default();
+    let mut walk = Walk::new(&known);
+    walk.file(Path::new("log"), Lines(bytes)).unwrap();
+    walk.end()
+}
 
-impl Written {
-    fn new() -> Written {
-        Written(tempfile::tempdir().unwrap())
-    }
-
-    fn report(&self, bytes: &[u8]) -> Report {
-        let path = self.0.path().join("log");
-        fs::write(&path, bytes).unwrap();
-        verify(&[path], &Known::default()).unwrap()
-    }
-
-    #[track_caller]
-    fn assert_found(&self, lines: &[&[u8]], line: u64, why: &str) {
-        let report = self.report(&lines.concat());
-        assert!(report.findings.iter().any(|found| found.line == line && found.why.contains(why)), "{report:#?}");
-    }
+#[track_caller]
+fn assert_found(lines: &[&[u8]], line: u64, why: &str) {
+    let report = report(&lines.concat());
+    assert!(report.findings.iter().any(|found| found.line == line && found.why.contains(why)), "{report:#?}");
 }
 
 #[test]
 fn no_byte_can_be_changed() {
     let whole = log(3).concat();
-    let written = Written::new();
-    assert_eq!(written.report(&whole).findings, []); // control
+    assert_eq!(report(&whole).findings, []); // control
     for at in 0..whole.len() {
         for mask in [0x01, 0x20, 0x80] {
             let mut harmed = whole.clone();
             harmed[at] ^= mask;
-            assert!(written.report(&harmed).found > 0, "byte {at} was changed with {mask:#x}");
+            assert!(report(&harmed).found > 0, "byte {at} was changed with {mask:#x}");
         }
     }
 }
@@ -57,15 +47,14 @@ fn no_byte_can_be_changed() {
 #[test]
 fn no_byte_can_be_taken_out_or_put_in() {
     let whole = log(2).concat();
-    let written = Written::new();
     for at in 0..whole.len() {
         let mut harmed = whole.clone();
         harmed.remove(at);
-        assert!(written.report(&harmed).found > 0, "byte {at} was taken out");
+        assert!(report(&harmed).found > 0, "byte {at} was taken out");
         for byte in *b"\n 0" {
             let mut harmed = whole.clone();
             harmed.insert(at, byte);
-            assert!(written.report(&harmed).found > 0, "{byte} was put in at {at}");
+            assert!(report(&harmed).found > 0, "{byte} was put in at {at}");
         }
     }
 }
@@ -74,16 +63,15 @@ fn no_byte_can_be_taken_out_or_put_in() {
 fn lines_that_were_taken_out_moved_copied_or_put_in_are_named() {
     let lines = log(4);
     let [one, two, three, four] = [0, 1, 2, 3].map(|index| lines[index].as_slice());
-    let written = Written::new();
-    written.assert_found(&[one, three, four], 2, "records 2 to 2 are missing");
-    written.assert_found(&[two, three, four], 1, "records 1 to 1 are missing");
-    written.assert_found(&[one, three, two, four], 2, "missing");
-    written.assert_found(&[one, three, two, four], 3, "moved");
-    written.assert_found(&[one, two, two, three, four], 3, "copied");
-    written.assert_found(&[one, two, b"\n", three], 3, "no whole record");
-    written.assert_found(&[one, two, &three[..40]], 3, "torn");
-    written.assert_found(&[one, &vec![b'x'; 100_000], b"\n", two], 2, "longer");
-    written.assert_found(&[], 0, "no record");
+    assert_found(&[one, three, four], 2, "records 2 to 2 are missing");
+    assert_found(&[two, three, four], 1, "records 1 to 1 are missing");
+    assert_found(&[one, three, two, four], 2, "missing");
+    assert_found(&[one, three, two, four], 3, "moved");
+    assert_found(&[one, two, two, three, four], 3, "copied");
+    assert_found(&[one, two, b"\n", three], 3, "no whole record");
+    assert_found(&[one, two, &three[..40]], 3, "torn");
+    assert_found(&[one, &vec![b'x'; 100_000], b"\n", two], 2, "longer");
+    assert_found(&[], 0, "no record");
 }
 
 #[test]
@@ -92,8 +80,7 @@ fn a_record_that_was_rewritten_with_a_hash_of_its_own_is_found_by_the_next() {
     let first = check(lines[0].strip_suffix(b"\n").unwrap()).unwrap().head;
     let event = Event::new(SessionEnded { reason: "a lie".into() });
     let (forged, _) = seal(&first, Moment::now(), &event);
-    let written = Written::new();
-    written.assert_found(&[&lines[0], &forged, &lines[2]], 3, "replaced");
+    assert_found(&[&lines[0], &forged, &lines[2]], 3, "replaced");
 }
 
 #[test]
@@ -101,7 +88,7 @@ fn after_a_line_that_was_changed_the_chain_is_taken_up_again() {
     let mut lines = log(5);
     let middle = lines[2].len() / 2;
     lines[2][middle] ^= 1;
-    let report = Written::new().report(&lines.concat());
+    let report = report(&lines.concat());
     assert_eq!(report.findings.len(), 1, "{report:?}");
     assert_eq!((report.findings[0].line, report.records), (3, 4));
 }
@@ -125,7 +112,7 @@ fn files_may_be_given_in_any_order() {
 
 #[test]
 fn many_findings_are_counted_and_the_first_are_kept() {
-    let report = Written::new().report(&b"x\n".repeat(1_000));
+    let report = report(&b"x\n".repeat(1_000));
     assert_eq!((report.found, report.findings.len()), (1_000, MOST_FINDINGS));
 }
 
