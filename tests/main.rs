@@ -12,6 +12,7 @@ mod cli;
 mod clients;
 mod conformance;
 mod contract;
+mod http;
 mod keeper;
 mod leaks;
 mod network;

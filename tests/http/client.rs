@@ -1,0 +1,100 @@
+//! Clients as they should not be: each writes exactly the bytes that its test shows.
+
+use std::net::SocketAddr;
+
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use crate::support::service::Service;
+
+/// A connection whose bytes are written by hand.
+pub(super) struct Raw {
+    stream: TcpStream,
+    /// A line for the head of every call, if any.
+    authorization: String,
+}
+
+/// An answer: its status and what followed the head.
+#[derive(Debug)]
+pub(super) struct Answer {
+    pub(super) status: u16,
+    pub(super) body: String,
+}
+
+impl Raw {
+    pub(super) async fn connect(address: SocketAddr) -> Raw {
+        Raw { stream: TcpStream::connect(address).await.unwrap(), authorization: String::new() }
+    }
+
+    /// Connects to a service whose callers need a token.
+    pub(super) async fn with_token(service: &Service) -> Raw {
+        let authorization = format!("authorization: Bearer {}\r\n", service.token);
+        Raw { authorization, ..Raw::connect(service.address).await }
+    }
+
+    pub(super) async fn write(&mut self, bytes: impl AsRef<[u8]>) {
+        self.stream.write_all(bytes.as_ref()).await.unwrap();
+    }
+
+    /// Writes as much as the other side takes; tells whether that was all.
+    pub(super) async fn write_if_it_can(&mut self, bytes: impl AsRef<[u8]>) -> bool {
+        self.stream.write_all(bytes.as_ref()).await.is_ok()
+    }
+
+    /// Calls a tool as clients do since 2026-07-28.
+    pub(super) async fn call(&mut self, tool: &str, arguments: Value) {
+        let session = arguments["session_id"].as_str().map(|id| format!("mcp-param-session-id: {id}\r\n"));
+        let body = call(tool, arguments);
+        let more = format!("content-length: {}\r\n{}", body.len(), self.authorization) + &session.unwrap_or_default();
+        self.write(head(tool, &more) + &body).await;
+    }
+
+    /// Waits for one answer with a known length.
+    pub(super) async fn answer(&mut self) -> Answer {
+        let mut read = Vec::new();
+        let end = loop {
+            match read.windows(4).position(|window| window == b"\r\n\r\n") {
+                Some(end) => break end + 4,
+                None => {
+                    assert_ne!(self.stream.read_buf(&mut read).await.unwrap(), 0, "{}", String::from_utf8_lossy(&read))
+                }
+            }
+        };
+        let head = String::from_utf8_lossy(&read[..end]).to_ascii_lowercase();
+        let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")?.parse().ok());
+        let length: usize = length.unwrap_or_else(|| panic!("an answer without a length: {head}"));
+        while read.len() < end + length {
+            assert_ne!(self.stream.read_buf(&mut read).await.unwrap(), 0, "the answer was cut");
+        }
+        let status = head.split(' ').nth(1).and_then(|word| word.parse().ok()).expect("an answer has a status");
+        Answer { status, body: String::from_utf8_lossy(&read[end..]).into_owned() }
+    }
+
+    /// Waits until the other side closes the connection; returns what it said before.
+    pub(super) async fn end(&mut self) -> String {
+        let mut read = Vec::new();
+        // A connection can also end by a reset.
+        let _ = self.stream.read_to_end(&mut read).await;
+        String::from_utf8_lossy(&read).into_owned()
+    }
+}
+
+/// The head of a call, with more lines of the caller's.
+pub(super) fn head(tool: &str, more: &str) -> String {
+    format!(
+        "POST /mcp HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
+         accept: application/json, text/event-stream\r\nmcp-protocol-version: 2026-07-28\r\nmcp-method: tools/call\r\n\
+         mcp-name: {tool}\r\n{more}\r\n"
+    )
+}
+
+/// The body of a call.
+pub(super) fn call(tool: &str, arguments: Value) -> String {
+    let meta = json!({
+        "io.modelcontextprotocol/protocolVersion": "2026-07-28",
+        "io.modelcontextprotocol/clientCapabilities": {},
+    });
+    let params = json!({"name": tool, "arguments": arguments, "_meta": meta});
+    json!({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}).to_string()
+}
