@@ -364,6 +364,7 @@ fn sessions(
             undo,
             explore_parallel: settings.explore_parallel,
             max_running: settings.max_running,
+            quotas: (&settings.quotas).into(),
             memory_limit: Some(settings.limits.memory),
             packages: Source(packages.map(|packages| packages as Arc<dyn Installer>)),
             ..SessionSettings::default()
