@@ -27,7 +27,7 @@ use crate::auth::Authenticator;
 use crate::config::{ConfigError, Settings};
 use crate::http::routes::{Access, Routes};
 use crate::http::{Allowed, Reception, connections, files, tls};
-use crate::mcp::http::Endpoint;
+use crate::mcp::http::{Endpoint, Keeping};
 use crate::mcp::{self, Front, HostFiles};
 use crate::sandbox::Preparation;
 use crate::telemetry::{Health, Metrics, Part};
@@ -55,7 +55,7 @@ pub(super) async fn serve(
     let sessions = Arc::new(Recorded::new(home.sessions(), audit.clone(), metrics.clone()));
     let no_files = HostFiles::new(&[], 0).context("no folder is no trouble")?;
     let server = mcp::Server::new(sessions.clone(), no_files, mcp_settings(&settings, Front::Http));
-    let endpoint = Endpoint::of(server.clone(), settings.idle_timeout, end.clone());
+    let endpoint = Endpoint::of(server.clone(), keeping(&settings), end.clone());
     let desk =
         Desk { address, endpoint, sessions, health: health.clone(), metrics: metrics.clone(), audit: audit.clone() };
     let (reception, current) = watch::channel(desk.reception(&settings, authenticator.clone())?);
@@ -170,6 +170,14 @@ fn needs_restart(before: &Settings, now: &Settings) -> bool {
         format!("{rest:?}")
     };
     rest(before) != rest(now)
+}
+
+/// Connections of older clients outlive the server if sessions do.
+fn keeping(settings: &Settings) -> Keeping {
+    let outlive = settings.keep_sessions.unwrap_or(true);
+    let name = settings.keeper.as_ref().map_or("serve", |name| name.as_str());
+    let folder = settings.runtime_dir.join("connections").join(name);
+    Keeping { idle: settings.idle_timeout, folder: outlive.then_some(folder) }
 }
 
 fn public_url(settings: &Settings, address: SocketAddr) -> String {

@@ -942,21 +942,23 @@ pub(super) mod tests {
                 session: "default".parse().unwrap(),
                 code: String::new(),
                 timeout: Duration::from_secs(120),
-                max_output_chars: 5000
+                max_output_chars: 5000,
+                rules: None,
             }
         );
     }
 
     #[test]
     fn every_argument_is_used_when_it_is_given() {
-        let arguments = json!({"code": "1", "session_id": "a.b-c", "timeout": 0.5, "max_output_chars": 7.0});
+        let arguments = json!({"code": "1", "session_id": "a.b-c", "timeout": 0.5, "max_output_chars": 7.0, "allowed_domains": ["a.test"]});
         assert_eq!(
             parse(ToolName::Execute, arguments).unwrap(),
             Call::Execute {
                 session: "a.b-c".parse().unwrap(),
                 code: "1".to_owned(),
                 timeout: Duration::from_millis(500),
-                max_output_chars: 7
+                max_output_chars: 7,
+                rules: Some(Rules::parse(&["a.test"]).unwrap()),
             }
         );
         let arguments = json!({"relpath": "a/b", "local_path": "c", "session_id": "s", "overwrite": true});
