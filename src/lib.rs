@@ -5,9 +5,11 @@
 #![forbid(unsafe_code)]
 
 pub mod app;
+pub mod audit;
 pub mod auth;
 pub mod config;
 pub mod environment;
+pub mod http;
 pub mod keeper;
 pub mod mcp;
 pub mod packages;

@@ -1,11 +1,16 @@
 //! All tests that need the real program, in one binary so that it is linked once.
 //!
 //! `support` holds the mechanics. `contract` runs the same cases on every backend; `posture` and `attacks` look at a session from inside and
-//! out; `branching` copies sessions; `network` reaches out of them, with `secrets` in its hands; `stdio`, `cli` and `leaks` use the built program as its users do; `tidy` reads the tree.
+//! out; `auth` meets a real issuer of tokens; `branching` copies sessions; `network` reaches out of them, with `secrets` in its hands; `stdio`, `cli`, `audit`,
+//! `keeper` and `leaks` use the built program as its users do; `clients` and `conformance` are other people's programs; `tidy` reads the tree.
 
 mod attacks;
+mod audit;
+mod auth;
 mod branching;
 mod cli;
+mod clients;
+mod conformance;
 mod contract;
 mod keeper;
 mod leaks;

@@ -4,9 +4,8 @@
 //! harms its server, starts its own.
 
 mod branching;
-mod clients;
 mod control;
 mod files;
 mod output;
-mod protocol;
+pub(crate) mod protocol;
 mod settings;

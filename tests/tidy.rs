@@ -137,7 +137,15 @@ fn every_channel_of_the_server_is_bounded() {
 #[test]
 fn rooms_depend_on_each_other_in_one_direction() {
     // Each row: the room, and the rooms it must not name.
-    let walls: [(&str, &[&str]); 10] = [
+    let walls: &[(&str, &[&str])] = &[
+        (
+            "src/audit/",
+            &["crate::mcp", "crate::app", "crate::session", "crate::sandbox", "crate::config", "crate::auth"],
+        ),
+        (
+            "src/telemetry/",
+            &["crate::mcp", "crate::app", "crate::session", "crate::sandbox", "crate::config", "crate::auth"],
+        ),
         ("src/session/", &["crate::mcp", "crate::app", "crate::packages", "crate::sandbox::native"]),
         ("src/sandbox/", &["crate::mcp", "crate::app", "crate::session", "crate::packages"]),
         ("src/runner_client/", &["crate::mcp", "crate::app", "crate::session", "crate::sandbox"]),
@@ -253,7 +261,7 @@ fn commands_in_documents_exist() {
             let mut words =
                 command.split_whitespace().take_while(|word| word.chars().all(|letter| letter.is_ascii_lowercase()));
             let mut path: Vec<&str> = words.by_ref().take(1).collect();
-            if path == ["env"] || path == ["keeper"] {
+            if matches!(path[..], ["env"] | ["audit"] | ["key"] | ["keeper"] | ["packages"]) {
                 path.extend(words.by_ref().take(1));
             }
             let (status, help, errors) = finished(program().args(&path).arg("--help"));

@@ -131,7 +131,8 @@ const SPECIAL_V6: [(Ipv6Addr, u32, &str); 16] = [
 const METADATA: &str = "a cloud metadata address";
 const UNSPECIFIED: &str = "the unspecified address";
 const LOOPBACK: &str = "a loopback address";
-const PRIVATE: &str = "a private address";
+/// What [`special`] says about the private networks of RFC 1918 and RFC 4193.
+pub const PRIVATE: &str = "a private address";
 const LINK_LOCAL: &str = "a link-local address";
 const MULTICAST: &str = "a multicast address";
 const DOCUMENTATION: &str = "an address for documentation";

@@ -14,6 +14,8 @@ use std::time::Duration;
 
 /// The controllers we use on a version 1 system.
 const CONTROLLERS: [&str; 4] = ["memory", "pids", "cpu", "freezer"];
+/// The controller of a version 1 system that counts processor time. Often it shares the tree of `cpu`; where it is missing, nothing is counted.
+const COUNTER: &str = "cpuacct";
 
 /// What a group may use.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -28,7 +30,7 @@ pub struct Limits {
 pub enum Tree {
     /// One folder for everything.
     Two { folder: PathBuf },
-    /// One folder per controller, in the order of `CONTROLLERS`.
+    /// One folder per controller, in the order of `CONTROLLERS`; then that of `COUNTER`, if it has a tree of its own.
     One { folders: Vec<PathBuf> },
 }
 
@@ -237,6 +239,19 @@ impl Group {
         (self.number(now).saturating_sub(cached), self.number(peak))
     }
 
+    /// Processor time that was used here since the group was made, if the kernel counts it.
+    pub fn processor_time(&self) -> Option<Duration> {
+        match self.version {
+            Version::Two => self.find("cpu.stat").map(|_| Duration::from_micros(self.field("cpu.stat", "usage_usec"))),
+            Version::One => self.find("cpuacct.usage").map(|_| Duration::from_nanos(self.number("cpuacct.usage"))),
+        }
+    }
+
+    /// Bytes of files in memory: a sandbox's own folders are nothing else. They are a part of what `memory` tells.
+    pub fn files_in_memory(&self) -> u64 {
+        self.field("memory.stat", "shmem")
+    }
+
     /// Starts a new measurement of the peak, where the kernel can.
     pub fn forget_peak(&self) {
         let name = match self.version {
@@ -341,16 +356,15 @@ fn locate(membership: &str, mounts: &str) -> Located {
         let below = path.strip_prefix(root.trim_end_matches('/')).unwrap_or(path);
         Path::new(place).join(below.trim_start_matches('/'))
     };
-    let controllers: Option<Vec<PathBuf>> = CONTROLLERS
-        .iter()
-        .map(|controller| {
-            let (_, root, place, _) = hierarchies
-                .iter()
-                .find(|(kind, .., options)| *kind == "cgroup" && options.split(',').any(|name| name == *controller))?;
-            Some(folder(root, place, path_in(controller)?))
-        })
-        .collect();
-    if let Some(folders) = controllers {
+    let folder_of = |controller: &str| {
+        let (_, root, place, _) = hierarchies
+            .iter()
+            .find(|(kind, .., options)| *kind == "cgroup" && options.split(',').any(|name| name == controller))?;
+        Some(folder(root, place, path_in(controller)?))
+    };
+    let controllers: Option<Vec<PathBuf>> = CONTROLLERS.into_iter().map(folder_of).collect();
+    if let Some(mut folders) = controllers {
+        folders.extend(folder_of(COUNTER).filter(|counter| !folders.contains(counter)));
         return Located::One(folders);
     }
     match hierarchies.iter().find(|(kind, ..)| *kind == "cgroup2") {
@@ -476,6 +490,16 @@ mod tests {
             "/sys/fs/cgroup/freezer",
         ];
         assert_eq!(folders, expected.map(PathBuf::from));
+    }
+
+    #[test]
+    fn the_counter_of_processor_time_is_found_when_it_has_a_tree_of_its_own() {
+        let mounts = MOUNTS_ONE.replace("cpu,cpuacct", "cpu");
+        let mounts = format!("{mounts}\n35 25 0:31 / /sys/fs/cgroup/cpuacct rw - cgroup cgroup rw,cpuacct");
+        let membership = "5:memory:/jobs/7\n4:cpu:/\n3:pids:/user\n2:freezer:/\n1:cpuacct:/counted\n0::/";
+        let Located::One(folders) = locate(membership, &mounts) else { panic!("expected version one") };
+        assert_eq!(folders.len(), 5);
+        assert_eq!(folders[4], Path::new("/sys/fs/cgroup/cpuacct/counted"));
     }
 
     #[test]

@@ -6,9 +6,13 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, Parser, Subcommand};
 
+use crate::audit::Kind;
+use crate::audit::verify::Noted;
+use crate::auth::Scope;
 use crate::config::{Flags, Key, LOG_LEVELS};
 use crate::keeper::KeeperName;
 use crate::sandbox::LayerKind;
+use crate::telemetry::LogFormat;
 
 /// Runs untrusted Python in fresh, locked-down Linux sandboxes.
 #[derive(Parser)]
@@ -39,6 +43,9 @@ pub(super) struct GeneralArguments {
     /// How much to log to standard error [default: $RUST_LOG, then a level that suits the command]
     #[arg(long, global = true, value_name = "LEVEL", value_parser = clap::builder::PossibleValuesParser::new(LOG_LEVELS), ignore_case = true)]
     pub log_level: Option<String>,
+    /// How lines of the log are written: text or json [default: text]
+    #[arg(long, global = true, value_name = "FORMAT", value_parser = clap::builder::PossibleValuesParser::new(LogFormat::ALL.map(LogFormat::name)))]
+    pub log_format: Option<String>,
 }
 
 #[derive(Subcommand)]
@@ -46,6 +53,9 @@ pub(super) enum Command {
     /// Serve an MCP client over standard input and output
     #[command(after_help = MCP_EXAMPLES)]
     Mcp(McpArguments),
+    /// Serve many MCP clients over HTTP
+    #[command(after_help = SERVE_EXAMPLES)]
+    Serve(ServeArguments),
     /// Run Python once in a fresh sandbox and print the result
     #[command(after_help = RUN_EXAMPLES)]
     Run(RunArguments),
@@ -54,6 +64,15 @@ pub(super) enum Command {
     /// List, build, show and remove Python environments
     #[command(subcommand, arg_required_else_help = true)]
     Env(EnvCommand),
+    /// Verify and read audit logs
+    #[command(subcommand, arg_required_else_help = true)]
+    Audit(AuditCommand),
+    /// List and remove packages that were installed into sessions
+    #[command(subcommand, arg_required_else_help = true)]
+    Packages(PackagesCommand),
+    /// Make API keys for callers that cannot get tokens
+    #[command(subcommand, arg_required_else_help = true)]
+    Key(KeyCommand),
     /// Show and stop the processes that keep sessions while their server restarts
     #[command(subcommand, arg_required_else_help = true)]
     Keeper(KeeperCommand),
@@ -88,6 +107,14 @@ Examples:
   cellblock mcp --mount ~/datasets:data:ro --memory 4G --timeout 5m
   cellblock mcp --allowed-domain '*.example.com' --secret TOKEN=env:TOKEN@api.example.com";
 
+const SERVE_EXAMPLES: &str = "\
+Examples:
+  cellblock serve                                   on this machine, with a token of its own in a file that it names
+  cellblock serve --listen 0.0.0.0:8443 --tls-cert cert.pem --tls-key key.pem --public-url https://cells.example.com
+  cellblock serve --max-wait 30s --keep-sessions off
+
+Who may call is said in the configuration file or by MCP_JWKS_URI, MCP_ISSUER and MCP_AUDIENCE.";
+
 const RUN_EXAMPLES: &str = "\
 Examples:
   cellblock run script.py
@@ -102,7 +129,49 @@ pub(super) struct McpArguments {
     #[command(flatten)]
     branching: BranchingArguments,
     #[command(flatten)]
+    watch: WatchArguments,
+    #[command(flatten)]
     keeping: KeepingArguments,
+}
+
+#[derive(Args)]
+pub(super) struct ServeArguments {
+    #[command(flatten)]
+    service: ServiceArguments,
+    #[command(flatten)]
+    pub sandbox: SandboxArguments,
+    #[command(flatten)]
+    branching: BranchingArguments,
+    #[command(flatten)]
+    watch: WatchArguments,
+    #[command(flatten)]
+    keeping: KeepingArguments,
+}
+
+/// Flags about the HTTP service itself.
+#[derive(Args, Default)]
+struct ServiceArguments {
+    /// Where to listen: an address and a port, or a port on this machine [default: 127.0.0.1:8000]
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    listen: Option<String>,
+    /// The address by which clients know this server, such as https://cells.example.com
+    #[arg(long, value_name = "URL")]
+    public_url: Option<String>,
+    /// Name of this server that requests may bear, beside localhost and its own address; repeat for more
+    #[arg(long = "allowed-host", value_name = "HOST[:PORT]")]
+    allowed_hosts: Vec<String>,
+    /// Origin of pages that may use this server from a browser, such as https://app.example.com; repeat for more
+    #[arg(long = "allowed-origin", value_name = "ORIGIN")]
+    allowed_origins: Vec<String>,
+    /// File with the chain of certificates for TLS
+    #[arg(long, value_name = "FILE")]
+    tls_cert: Option<String>,
+    /// File with the private key of the certificate
+    #[arg(long, value_name = "FILE")]
+    tls_key: Option<String>,
+    /// Connections that may be open at once [default: 4096]
+    #[arg(long, value_name = "N")]
+    max_connections: Option<String>,
 }
 
 #[derive(Args)]
@@ -168,6 +237,87 @@ pub(super) enum EnvCommand {
     Remove {
         /// The environment's name
         name: String,
+    },
+}
+
+#[derive(Subcommand)]
+pub(super) enum AuditCommand {
+    /// Find out whether logs are as they were written: nothing changed, cut, moved or put in
+    #[command(after_help = VERIFY_EXAMPLES)]
+    Verify(VerifyArguments),
+    /// Print the records of logs
+    #[command(after_help = RECORDS_EXAMPLES)]
+    Show(ShowArguments),
+}
+
+const VERIFY_EXAMPLES: &str = "\
+Examples:
+  cellblock audit verify audit.jsonl*                         all files of a log, in any order
+  cellblock audit verify audit.jsonl* --last 1234:9f86d0…     … which must still hold this record; see the server's log for it
+
+The exit status is 0 if everything is as it was written, 1 if not, 2 if a file cannot be read.";
+
+const RECORDS_EXAMPLES: &str = "\
+Examples:
+  cellblock audit show audit.jsonl --principal anna
+  cellblock audit show audit.jsonl* --kind execution --json | jq .details.code";
+
+#[derive(Args)]
+pub(super) struct VerifyArguments {
+    /// The files of one log
+    #[arg(value_name = "FILE", required = true)]
+    pub files: Vec<PathBuf>,
+    /// A record that must be in the files: its number, and its hash if it is known. Finds an end that was cut off
+    #[arg(long, value_name = "NUMBER[:HASH]")]
+    pub last: Option<Noted>,
+    /// The record before the first one in the files, if older files were put away
+    #[arg(long, value_name = "NUMBER[:HASH]")]
+    pub after: Option<Noted>,
+    /// Print the findings as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Args)]
+pub(super) struct ShowArguments {
+    /// The files to print, in this order
+    #[arg(value_name = "FILE", required = true)]
+    pub files: Vec<PathBuf>,
+    /// Only what this principal did
+    #[arg(long, value_name = "NAME")]
+    pub principal: Option<String>,
+    /// Only what happened in this session
+    #[arg(long, value_name = "ID")]
+    pub session: Option<String>,
+    /// Only records of this kind
+    #[arg(long, value_name = "KIND", value_parser = clap::builder::PossibleValuesParser::new(Kind::NAMES))]
+    pub kind: Option<String>,
+    /// Print the lines as they are
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Subcommand)]
+pub(super) enum PackagesCommand {
+    /// List the packages in the store: size, last use, whether sessions use them
+    List {
+        /// Print the list as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Remove the packages that no session uses
+    Clean,
+}
+
+#[derive(Subcommand)]
+pub(super) enum KeyCommand {
+    /// Make a key: print it once, and the lines for the configuration that let its owner in
+    New {
+        /// What the owner is called: in the configuration, in the audit log, as the owner of sessions
+        name: String,
+        /// What the owner may do; repeat for more [default: python:execute]
+        #[arg(long = "scope", value_name = "SCOPE", value_parser = clap::builder::PossibleValuesParser::new(Scope::ALL.map(Scope::name)))]
+        scopes: Vec<String>,
     },
 }
 
@@ -243,6 +393,9 @@ pub(super) struct SandboxArguments {
     /// How long a cell may run when its caller does not say, such as 30, 30s or 2m [default: 2m]
     #[arg(long, value_name = "DURATION")]
     timeout: Option<String>,
+    /// How long a call waits for a cell; then it goes on and check_execution tells how [default: 50s]
+    #[arg(long, value_name = "DURATION")]
+    max_wait: Option<String>,
     /// Sessions that may exist at once [default: 64]
     #[arg(long, value_name = "N")]
     max_sessions: Option<String>,
@@ -299,13 +452,24 @@ struct BranchingArguments {
     family_memory: Option<String>,
 }
 
+/// Flags about what operators see of a server.
+#[derive(Args, Default)]
+struct WatchArguments {
+    /// File that every decision is recorded in, as a chain of lines that can be verified [default: none]
+    #[arg(long, value_name = "FILE")]
+    audit_file: Option<String>,
+    /// Collector that traces are sent to, such as http://127.0.0.1:4318 [default: $OTEL_EXPORTER_OTLP_ENDPOINT, else none]
+    #[arg(long, value_name = "URL")]
+    otlp_endpoint: Option<String>,
+}
+
 /// Flags about sessions that outlive the server.
 #[derive(Args, Default)]
 struct KeepingArguments {
-    /// Whether sessions outlive this process, kept by one of their own: on or off [default: off]
+    /// Whether sessions outlive this process, kept by one of their own: on or off [default: on for serve, else off]
     #[arg(long, value_name = "WORD")]
     keep_sessions: Option<String>,
-    /// Name of the process that keeps them; servers with the same one have the same sessions [default: mcp]
+    /// Name of the process that keeps them; servers with the same one have the same sessions [default: the command]
     #[arg(long, value_name = "NAME")]
     keeper: Option<String>,
 }
@@ -313,13 +477,23 @@ struct KeepingArguments {
 impl Arguments {
     /// Returns all settings among the flags, as they were written.
     pub(super) fn flags(&self) -> Flags {
-        let flags = Flags::default().single(Key::LogLevel, self.general.log_level.clone());
+        let flags = Flags::default()
+            .single(Key::LogLevel, self.general.log_level.clone())
+            .single(Key::LogFormat, self.general.log_format.clone());
         match &self.command {
-            Command::Mcp(McpArguments { sandbox, branching, keeping }) => {
-                keeping.add_to(branching.add_to(sandbox.add_to(flags)))
+            Command::Mcp(McpArguments { sandbox, branching, watch, keeping }) => {
+                keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags))))
+            }
+            Command::Serve(ServeArguments { service, sandbox, branching, watch, keeping }) => {
+                service.add_to(keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags)))))
             }
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
-            Command::Doctor(_) | Command::Env(_) | Command::Keeper(_) => flags,
+            Command::Doctor(_)
+            | Command::Env(_)
+            | Command::Audit(_)
+            | Command::Key(_)
+            | Command::Packages(_)
+            | Command::Keeper(_) => flags,
         }
     }
 }
@@ -336,11 +510,25 @@ impl SandboxArguments {
             .single(Key::Memory, self.memory.clone())
             .single(Key::Cpus, self.cpus.clone())
             .single(Key::Timeout, self.timeout.clone())
+            .single(Key::MaxWait, self.max_wait.clone())
             .single(Key::MaxSessions, self.max_sessions.clone())
             .single(Key::IdleTimeout, self.idle_timeout.clone())
             .single(Key::Profile, self.profile.clone())
             .repeated(Key::AllowMissing, self.allow_missing.clone());
         self.network.add_to(flags)
+    }
+}
+
+impl ServiceArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        flags
+            .single(Key::Listen, self.listen.clone())
+            .single(Key::PublicUrl, self.public_url.clone())
+            .repeated(Key::AllowedHosts, self.allowed_hosts.clone())
+            .repeated(Key::AllowedOrigins, self.allowed_origins.clone())
+            .single(Key::TlsCert, self.tls_cert.clone())
+            .single(Key::TlsKey, self.tls_key.clone())
+            .single(Key::MaxConnections, self.max_connections.clone())
     }
 }
 
@@ -363,6 +551,12 @@ impl BranchingArguments {
             .single(Key::UndoFiles, self.undo_files.clone())
             .single(Key::ExploreParallel, self.explore_parallel.clone())
             .single(Key::FamilyMemory, self.family_memory.clone())
+    }
+}
+
+impl WatchArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        flags.single(Key::AuditFile, self.audit_file.clone()).single(Key::OtlpEndpoint, self.otlp_endpoint.clone())
     }
 }
 
@@ -422,11 +616,17 @@ mod tests {
             ],
             &["mcp", "--allow-network", "all", "--secret", "A=env:B@example.com", "--install-packages", "off"],
             &["run", "-c", "1", "--allowed-domain", "example.com:8000,8443"],
+            &["serve", "--listen", "8001", "--keep-sessions", "off", "--allowed-host", "a.test", "--max-wait", "30s"],
             &["--config", "x.yaml", "mcp"],
+            &["mcp", "--audit-file", "a.jsonl", "--otlp-endpoint", "http://127.0.0.1:4318", "--log-format", "json"],
+            &["audit", "verify", "a.jsonl", "a.jsonl.000000000001", "--last", "7", "--json"],
+            &["audit", "show", "a.jsonl", "--principal", "anna", "--session", "s", "--kind", "execution", "--json"],
             &["doctor", "--json"],
             &["env", "list", "--json"],
             &["env", "build"],
             &["env", "build", "science", "--packages", "scipy", "polars>=1", "--python", "3.12", "--preload", "scipy"],
+            &["packages", "list", "--json"],
+            &["packages", "clean"],
             &["env", "build", "science", "--requirements", "a.txt", "b.txt", "--preload", "scipy"],
             &["env", "build", "science", "--pyproject", "--extra", "a", "--extra", "b"],
             &["env", "build", "science", "--pyproject", "elsewhere/pyproject.toml"],
@@ -438,6 +638,8 @@ mod tests {
             &["keeper", "stop"],
             &["keeper", "stop", "mcp", "--now"],
             &["keeper", "hold"],
+            &["key", "new", "ci"],
+            &["key", "new", "ci", "--scope", "sessions:read", "--scope", "admin"],
         ] {
             assert!(parse(line).is_ok(), "{line:?}");
         }
@@ -451,10 +653,16 @@ mod tests {
             &["env", "build", "a", "--packages", "x", "--extra", "y"],
             &["env", "build", "a", "--preload", "x"],
             &["mcp", "--log-level", "loud"],
+            &["mcp", "--log-format", "xml"],
+            &["audit", "verify"],
+            &["audit", "verify", "a.jsonl", "--last", "7:short"],
+            &["audit", "show", "a.jsonl", "--kind", "everything"],
             &["run", "-c", "1", "--undo", "on"],
             &["run", "-c", "1", "--keep-sessions", "on"],
             &["keeper"],
             &["keeper", "stop", "../x"],
+            &["key", "new"],
+            &["key", "new", "ci", "--scope", "everything"],
         ] {
             assert!(parse(line).is_err(), "{line:?}");
         }
@@ -472,9 +680,9 @@ mod tests {
 
     #[test]
     fn every_flag_that_a_setting_names_exists() {
-        let mcp = Arguments::command();
-        let mcp = mcp.find_subcommand("mcp").unwrap().clone();
-        let written: Vec<String> = mcp
+        let all = Arguments::command();
+        let serve = all.find_subcommand("serve").unwrap().clone();
+        let written: Vec<String> = serve
             .get_arguments()
             .chain(Arguments::command().get_arguments())
             .filter_map(|flag| flag.get_long())

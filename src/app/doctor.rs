@@ -9,7 +9,7 @@ use cellblock_jail::probe;
 use serde_json::json;
 
 use super::cli::DoctorArguments;
-use super::{native_settings, print};
+use super::{native_settings, packages_command, print};
 use crate::config::Settings;
 use crate::environment;
 use crate::sandbox::native;
@@ -48,6 +48,7 @@ fn as_text(
         }
     }
     writeln!(text, "\nPython environments: {}", environments(settings))?;
+    writeln!(text, "Packages of sessions: {}", packages_command::summary(settings))?;
     let verdict = if usable { "Sessions can be started." } else { "Sessions cannot be started as things are." };
     writeln!(text, "\n{verdict}")?;
     Ok(text)

@@ -13,8 +13,7 @@ use sha2::{Digest, Sha256};
 use tracing::{error, info};
 
 use super::cli::KeeperCommand;
-use super::serve::asked_to_end;
-use super::{House, Warmth, house, print};
+use super::{House, Warmth, asked_to_end, house, print};
 use crate::config::{HandOver, Settings};
 use crate::keeper::{self, Client, KeeperName, KeeperSettings, Kept, Post, Status, StopAnswer, Terms};
 use crate::session::SessionAccess;
@@ -26,7 +25,6 @@ const LARGEST_HAND_OVER: u64 = 16 << 20;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum KeepByDefault {
     /// Used by servers that many share.
-    #[allow(dead_code, reason = "the HTTP service is wired next to this")]
     Yes,
     No,
 }

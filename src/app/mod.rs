@@ -3,20 +3,27 @@
 //! This is the only room that knows all others. It reads the command line, makes the parts and connects them; what a command does is in
 //! the file of its name.
 
+mod audit_command;
 mod cli;
 mod doctor;
 mod env_command;
 mod keeper;
+mod key_command;
 mod network;
 mod packages;
+mod packages_command;
 mod progress;
+mod recorded;
 mod run;
-mod serve;
+mod service;
+mod stdio;
 
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
 use cellblock_jail::wire::{Bind, OperatorMount};
@@ -26,13 +33,15 @@ use tokio::sync::watch;
 use self::cli::{Arguments, Command, KeeperCommand};
 use self::network::WayOut;
 use self::packages::Packages;
+use crate::audit::Audit;
 use crate::config::{self, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
+use crate::mcp::{Front, McpSettings};
 use crate::sandbox::native::{NativeBackend, NativeSettings, WORK_FOLDER, WarmEnvironment};
 use crate::sandbox::{Backend, Preparation};
 use crate::session::install::{Installer, Source};
 use crate::session::{self, SessionSettings, Sessions, WorkFolder};
-use crate::telemetry;
+use crate::telemetry::{self, TelemetrySettings};
 
 /// Runs the program.
 pub fn main() -> ExitCode {
@@ -57,9 +66,16 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
         None => config::load(arguments.general.config.as_deref(), arguments.flags())?,
     };
     // What goes wrong in the other commands is their answer, not a line in a log.
-    let serves = matches!(arguments.command, Command::Mcp(_) | Command::Keeper(KeeperCommand::Hold));
+    let serves =
+        matches!(arguments.command, Command::Mcp(_) | Command::Serve(_) | Command::Keeper(KeeperCommand::Hold));
     let fallback = if serves { "info" } else { "error" };
-    telemetry::start(settings.log_filter.as_deref(), fallback)?;
+    let telemetry = telemetry::start(&TelemetrySettings {
+        filter: settings.log_filter.clone(),
+        fallback,
+        format: settings.log_format,
+        // Commands that end at once have nothing to trace.
+        traces: settings.traces.clone().filter(|_| serves),
+    })?;
     for notice in &settings.notices {
         tracing::warn!("{notice}");
     }
@@ -68,18 +84,37 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
         tokio::runtime::Builder::new_multi_thread().enable_all().build().context("could not start the runtime")?;
     let status = runtime.block_on(async {
         match arguments.command {
-            Command::Mcp(_) => serve::stdio(settings).await,
+            Command::Mcp(_) => stdio::serve(settings).await,
+            Command::Serve(_) => service::serve(settings).await,
             Command::Run(run) => run::execute(&run, settings).await,
             Command::Doctor(doctor) => doctor::execute(&doctor, &settings).await,
+            Command::Audit(command) => audit_command::execute(command, &mut std::io::stdout()),
+            Command::Key(command) => key_command::execute(&command, &mut std::io::stdout()).map(|()| ExitCode::SUCCESS),
             Command::Env(command) => {
                 env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
             Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
+            Command::Packages(command) => {
+                print(&packages_command::execute(&command, &settings)?)?;
+                Ok(ExitCode::SUCCESS)
+            }
         }
     });
     // A read of standard input that never ends must not keep the program alive.
     runtime.shutdown_background();
+    telemetry.shut_down(LONGEST_FLUSH);
     status
+}
+
+/// How long the end of the program waits for a collector to take the last spans.
+const LONGEST_FLUSH: Duration = Duration::from_secs(3);
+
+/// Opens the audit log that the settings name, or none.
+fn open_audit(settings: &Settings) -> anyhow::Result<Audit> {
+    Ok(match &settings.audit {
+        Some(log) => Audit::open(&log.file, log.settings)?,
+        None => Audit::off(),
+    })
 }
 
 /// Prints to standard output. A reader that has gone away has seen enough.
@@ -145,28 +180,25 @@ fn native_backend(
 ) -> anyhow::Result<Arc<dyn Backend>> {
     let preparation =
         watch::Sender::new(Preparation::Working { step: "preparing Python".to_owned(), done: 0, total: None });
-    let know = packages.clone();
-    let environment = prepare_environment_and(
-        settings.environment_spec().clone(),
-        settings.data_dir.clone(),
-        warmth,
-        preparation.clone(),
-        move |environment| {
-            if let Some(packages) = know {
-                packages.know(environment);
-            }
-        },
-    );
-    let way_out = WayOut::new(settings, packages.as_ref().map(|packages| packages.ports()).unwrap_or_default())?;
+    let usual_ports = packages.as_ref().map(|_| Packages::usual_ports()).unwrap_or_default();
+    let mut way_out = WayOut::new(settings, usual_ports)?;
     let mut native = native_settings(settings)?;
-    native.variables.extend(way_out.variables);
+    native.variables.append(&mut way_out.variables);
+    let (spec, data_dir) = (settings.environment_spec().clone(), settings.data_dir.clone());
+    let heard = preparation.clone();
     let environment = async move {
-        let mut warm = environment.await?;
+        let (built, runner) = build_environment(spec, data_dir, heard).await?;
+        let index_ports = match &packages {
+            Some(packages) => packages.know(&built).await,
+            None => BTreeSet::new(),
+        };
+        let mut warm = warm_environment(built, runner, warmth);
         warm.binds.extend(way_out.binds);
-        warm.network = way_out.network;
-        if let Some(packages) = &packages {
-            warm.binds.extend(packages.binds());
-        }
+        warm.binds.extend(packages.iter().flat_map(|packages| packages.binds()));
+        warm.network = way_out.network.map(|mut network| {
+            network.ports.extend(index_ports);
+            network
+        });
         warm.held.push(Box::new(way_out.certificates));
         Ok(warm)
     };
@@ -208,16 +240,16 @@ pub async fn prepare_environment(
     warmth: Warmth,
     preparation: watch::Sender<Preparation>,
 ) -> Result<WarmEnvironment, String> {
-    prepare_environment_and(spec, data_dir, warmth, preparation, |_| ()).await
+    let (built, runner) = build_environment(spec, data_dir, preparation).await?;
+    Ok(warm_environment(built, runner, warmth))
 }
 
-async fn prepare_environment_and(
+/// Builds what `spec` describes if need be, and the runner for it.
+async fn build_environment(
     spec: EnvironmentSpec,
     data_dir: PathBuf,
-    warmth: Warmth,
     preparation: watch::Sender<Preparation>,
-    know: impl FnOnce(&Environment) + Send,
-) -> Result<WarmEnvironment, String> {
+) -> Result<(Environment, PathBuf), String> {
     let tell = |progress: environment::EnvironmentProgress| {
         preparation.send_replace(Preparation::Working {
             step: progress.step,
@@ -229,8 +261,7 @@ async fn prepare_environment_and(
     let with_causes = |error| format!("{:#}", anyhow::Error::new(error));
     let built = environment::ensure(&spec, &data_dir, &tell).await.map_err(with_causes)?;
     let runner = runner_files::ensure_runner(&data_dir, &built).await.map_err(with_causes)?;
-    know(&built);
-    Ok(warm_environment(built, runner, warmth))
+    Ok((built, runner))
 }
 
 fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -> WarmEnvironment {
@@ -262,8 +293,51 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
     }
 }
 
+/// What clients of a front are told and allowed.
+fn mcp_settings(settings: &Settings, front: Front) -> McpSettings {
+    McpSettings {
+        front,
+        max_wait: settings.service.max_wait,
+        default_timeout: settings.timeout,
+        max_timeout: settings.max_timeout,
+        idle_timeout: settings.idle_timeout,
+        work_folder: work_folder(settings),
+        can_undo: settings.undo != config::Undo::Off,
+        network: settings.network.rules.clone(),
+        can_install: settings.packages.allowed,
+        ..McpSettings::default()
+    }
+}
+
+/// Waits for SIGTERM or SIGINT and returns its name.
+async fn asked_to_end() -> &'static str {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (Ok(mut terminate), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
+    else {
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = terminate.recv() => "SIGTERM",
+        _ = interrupt.recv() => "SIGINT",
+    }
+}
+
 fn work_folder(settings: &Settings) -> WorkFolder {
     if settings.workspace.is_some() { WorkFolder::Shared } else { WorkFolder::Private }
+}
+
+impl From<&config::Quotas> for session::Quotas {
+    fn from(quotas: &config::Quotas) -> session::Quotas {
+        session::Quotas {
+            sessions: quotas.sessions,
+            memory: quotas.memory,
+            processor_time: quotas.cpu,
+            processor_window: quotas.cpu_window,
+            cells_per_minute: quotas.cells,
+            starts_per_minute: quotas.starts,
+            stored: quotas.stored,
+        }
+    }
 }
 
 /// Makes the sessions of a command. One that runs code once has nothing to undo and keeps no past of it.
@@ -285,6 +359,7 @@ fn sessions(
             idle_timeout: settings.idle_timeout,
             undo,
             explore_parallel: settings.explore_parallel,
+            max_running: settings.max_running,
             memory_limit: Some(settings.limits.memory),
             packages: Source(packages.map(|packages| packages as Arc<dyn Installer>)),
             ..SessionSettings::default()

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -17,8 +17,8 @@ use tokio::sync::{OnceCell, watch};
 use crate::config::Settings;
 use crate::environment::{Environment, InstallerTools};
 use crate::packages::{
-    IndexSettings, InstallError, Installer, Limits, PACKAGES_INSIDE, Package, Requirement, Step, Store, TreeName, Wish,
-    Workshop, Workshops,
+    FileHosts, IndexSettings, InstallError, Installer, Limits, PACKAGES_INSIDE, Package, Requirement, Step, Store,
+    TreeName, Wish, Workshop, Workshops,
 };
 use crate::session::install;
 use crate::session::{Hidden, InsidePath, Part, Refused, Sessions, Status, Stream};
@@ -27,10 +27,10 @@ use crate::session::{Hidden, InsidePath, Part, Refused, Sessions, Status, Stream
 const TOOLS_INSIDE: &str = "/opt/cellblock/tools";
 /// What an installer's cell may print. It is machine-readable, so nothing of it may be cut.
 const MOST_PRINTED: usize = 16 << 20;
-/// The ports of package indexes that name none.
+/// The ports of package indexes that name none, and of most hosts of files.
 const USUAL_PORTS: [u16; 2] = [80, 443];
-/// Variables that hold addresses of indexes.
-const INDEX_VARIABLES: [&str; 4] = ["UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL"];
+/// The folder below the data folder in which it is remembered where indexes keep their files.
+const INDEX_MEMORY: &str = "indexes";
 
 /// Installs packages for the sessions of a server.
 pub(super) struct Packages {
@@ -42,10 +42,18 @@ pub(super) struct Packages {
     rules: Rules,
     /// Known once the environment is there.
     environment: watch::Sender<Option<Facts>>,
+    /// Which index that is, as uv sees it.
+    index: OnceCell<IndexSettings>,
     /// Made at the first installation: the index is asked only when somebody wants something of it.
-    installer: OnceCell<Installer>,
+    installer: Mutex<Option<Arc<Ready>>>,
     sessions: OnceLock<Sessions>,
     private: Mutex<Vec<TreeName>>,
+}
+
+/// An installer that knows where files come from.
+struct Ready {
+    installer: Installer,
+    file_hosts: FileHosts,
 }
 
 /// What the installer must know about the environment of sessions.
@@ -65,21 +73,25 @@ impl Packages {
         Ok(Some(Arc::new(Packages {
             tools: InstallerTools::find(&settings.data_dir)?,
             data_dir: settings.data_dir.clone(),
-            store: Arc::new(Store::open(&settings.data_dir.join("packages"))?),
-            limits: Limits { time: settings.packages.timeout, bytes: settings.packages.size, ..Limits::default() },
+            store: Arc::new(Store::open(&store_folder(settings))?),
+            limits: Limits {
+                time: settings.packages.timeout,
+                bytes: settings.packages.size,
+                store: settings.packages.store_size,
+                ..Limits::default()
+            },
             rules: settings.network.rules.clone(),
             environment: watch::Sender::new(None),
-            installer: OnceCell::new(),
+            index: OnceCell::new(),
+            installer: Mutex::default(),
             sessions: OnceLock::new(),
             private: Mutex::default(),
         })))
     }
 
-    /// The ports on which an index may be reached.
-    pub(super) fn ports(&self) -> BTreeSet<u16> {
-        let named = INDEX_VARIABLES.iter().filter_map(|name| self.tools.variables.get(*name));
-        let named = named.flat_map(|value| value.split_whitespace()).filter_map(port_of);
-        USUAL_PORTS.into_iter().chain(named).collect()
+    /// The ports that every sandbox has doors for, whatever the index is.
+    pub(super) fn usual_ports() -> BTreeSet<u16> {
+        BTreeSet::from(USUAL_PORTS)
     }
 
     /// What every sandbox must show.
@@ -88,10 +100,22 @@ impl Packages {
         vec![Bind { host: self.store.trees(), inside: PathBuf::from(PACKAGES_INSIDE) }, Bind { host, inside }]
     }
 
-    /// Tells which environment sessions have.
-    pub(super) fn know(&self, environment: &Environment) {
+    /// Tells which environment sessions have, and returns the ports at which the index is reached. Asks nobody but uv.
+    pub(super) async fn know(&self, environment: &Environment) -> BTreeSet<u16> {
         let present = environment.packages.iter().filter_map(|text| Package::parse(text)).collect();
-        self.environment.send_replace(Some(Facts { python: environment.base_executable.clone(), present }));
+        let facts = Facts { python: environment.base_executable.clone(), present };
+        let settings = match self.tools.uv_at_hand() {
+            Some(uv) => self.index(uv, &facts).await,
+            None => Err("there is no uv yet".to_owned()),
+        };
+        self.environment.send_replace(Some(facts));
+        match settings {
+            Ok(settings) => settings.ports(),
+            Err(error) => {
+                tracing::debug!(error, "it is not known yet where packages come from");
+                BTreeSet::new()
+            }
+        }
     }
 
     /// Gives it the sessions in which it works.
@@ -108,14 +132,46 @@ impl Packages {
         }
     }
 
-    async fn installer(&self, facts: &Facts) -> Result<&Installer, install::InstallError> {
-        let make = || async {
-            let uv = self.tools.uv(&self.data_dir).await.map_err(with_causes)?;
-            let index = IndexSettings::read(&uv, &facts.python, &self.tools.variables).await;
-            let index = index.map_err(with_causes)?;
-            Ok(Installer::new(Arc::clone(&self.store), index, self.limits))
+    /// Asks uv which index it uses, once.
+    async fn index(&self, uv: &Path, facts: &Facts) -> Result<&IndexSettings, String> {
+        let ask = || async {
+            let mut index = IndexSettings::read(uv, &facts.python, &self.tools.variables).await.map_err(with_causes)?;
+            index.recall_file_hosts(&self.index_memory());
+            Ok(index)
         };
-        self.installer.get_or_try_init(make).await.map_err(install::InstallError::Failed)
+        self.index.get_or_try_init(ask).await
+    }
+
+    /// Returns the installer, and makes it if there is none. Two who come at the same moment both make one, which does no harm.
+    async fn installer(&self, facts: &Facts) -> Result<Arc<Ready>, install::InstallError> {
+        if let Some(ready) = self.ready().clone() {
+            return Ok(ready);
+        }
+        let make = async {
+            let uv = self.tools.uv(&self.data_dir).await.map_err(with_causes)?;
+            let mut index = self.index(&uv, facts).await?.clone();
+            let variables = &self.tools.variables;
+            let file_hosts = index.find_file_hosts(&uv, &facts.python, variables, &self.index_memory()).await;
+            Ok(Arc::new(Ready { installer: Installer::new(Arc::clone(&self.store), index, self.limits), file_hosts }))
+        };
+        let made: Arc<Ready> = make.await.map_err(install::InstallError::Failed)?;
+        Ok(Arc::clone(self.ready().insert(made)))
+    }
+
+    /// After a failure: if it was only remembered where the index keeps its files, the next installation asks.
+    fn doubt(&self, ready: &Ready) {
+        if ready.file_hosts == FileHosts::Remembered {
+            ready.installer.index().forget_file_hosts(&self.index_memory());
+            self.ready().take();
+        }
+    }
+
+    fn ready(&self) -> MutexGuard<'_, Option<Arc<Ready>>> {
+        self.installer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn index_memory(&self) -> PathBuf {
+        self.data_dir.join(INDEX_MEMORY)
     }
 
     /// What a session has: its environment's packages, and the folders that were added to it.
@@ -153,11 +209,14 @@ impl Packages {
         };
         let requirements = Requirement::parse_all(&request.requirements, |host, port| self.allows(host, port))
             .map_err(|error| install::InstallError::Refused(error.to_string()))?;
-        let installer = self.installer(&facts).await?;
+        let ready = self.installer(&facts).await?;
         let wish = Wish { requirements, upgrade: request.upgrade, present: self.present(&facts, &request.has) };
         let workshops = HiddenSessions { sessions: sessions.clone() };
-        let installed = installer.install(&wish, &workshops, &|step: Step| tell(step.to_string())).await;
-        let installed = installed.map_err(|error| install::InstallError::Failed(with_causes(error)))?;
+        let installed = ready.installer.install(&wish, &workshops, &|step: Step| tell(step.to_string())).await;
+        let installed = installed.map_err(|error| {
+            self.doubt(&ready);
+            install::InstallError::Failed(with_causes(error))
+        })?;
         self.private.lock().unwrap_or_else(PoisonError::into_inner).extend(installed.private);
         let paths = installed.paths.iter().map(|path| path.to_string_lossy().into_owned()).collect();
         Ok(install::Installed { paths, text: installed.text })
@@ -174,16 +233,14 @@ impl install::Installer for Packages {
     }
 }
 
+/// Where packages of sessions are kept.
+pub(super) fn store_folder(settings: &Settings) -> PathBuf {
+    settings.data_dir.join("packages")
+}
+
 /// Returns an error with its causes.
 fn with_causes(error: impl Into<anyhow::Error>) -> String {
     format!("{:#}", error.into())
-}
-
-/// The port that an address names.
-fn port_of(address: &str) -> Option<u16> {
-    let authority = address.split_once("://")?.1.split(['/', '?', '#']).next()?;
-    let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
-    name::parse_authority(host).ok()?.1
 }
 
 /// Hidden sessions as workshops.

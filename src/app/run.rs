@@ -11,8 +11,8 @@ use std::process::ExitCode;
 use anyhow::Context;
 use tokio_util::sync::CancellationToken;
 
+use super::asked_to_end;
 use super::cli::{CodeSource, RunArguments};
-use super::serve::asked_to_end;
 use super::{Warmth, native_backend, progress, sessions};
 use crate::config::Settings;
 use crate::sandbox::Exit;

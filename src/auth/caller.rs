@@ -64,10 +64,11 @@ impl Scopes {
 
     /// Tells whether something that needs `scope` may be done. `admin` may do everything, and whoever runs code may see what it does.
     pub fn allow(self, scope: Scope) -> bool {
-        self.has(scope) || self.has(Scope::Admin) || (scope == Scope::Read && self.has(Scope::Execute))
+        self.contain(scope) || self.contain(Scope::Admin) || (scope == Scope::Read && self.contain(Scope::Execute))
     }
 
-    fn has(self, scope: Scope) -> bool {
+    /// Tells whether this very scope is among them.
+    pub fn contain(self, scope: Scope) -> bool {
         self.0 & (1 << scope as u8) != 0
     }
 }

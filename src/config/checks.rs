@@ -3,9 +3,13 @@
 //! `settle` is pure: it takes the sources as values and a way to read the few files they name. Every refusal names the setting, where
 //! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
 //!
-//! `network` has the settings about what sessions may reach. Files that hold secrets are read there, by those who know how to treat them.
+//! `network` has the settings about what sessions may reach, `auth` those about who may call, `service` those of the HTTP service, `watch`
+//! those about what operators see: log, traces, audit. Files that hold secrets are read by those who know how to treat them.
 
+pub(super) mod auth;
 mod network;
+mod service;
+mod watch;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
@@ -18,7 +22,7 @@ use std::time::Duration;
 use super::folders::{self, Machine};
 use super::layers::{self, Flags, Key, Member, Merged, Origin, Written};
 use super::quantity::{format_duration, format_size, parse_duration, parse_size};
-use super::{ConfigError, HandOver, InvalidValue, Mount, Packages, Profile, Settings, Undo, Variables, dotenv};
+use super::{ConfigError, HandOver, InvalidValue, Mount, Packages, Profile, Quotas, Settings, Undo, Variables, dotenv};
 use crate::environment::{EnvironmentName, EnvironmentSpec, PythonRequest, spec};
 use crate::keeper::KeeperName;
 use crate::sandbox::{LayerKind, SandboxLimits};
@@ -132,15 +136,22 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         explore_parallel: check
             .number(Key::ExploreParallel, 1..=MOST_VARIANTS)?
             .unwrap_or(machine.cores.clamp(1, MOST_VARIANTS)),
+        max_running: check.number(Key::MaxRunning, 0..=100_000)?.unwrap_or(CELLS_PER_CORE * machine.cores.max(1)),
+        quotas: check.quotas()?,
         network,
         packages: check.packages()?,
+        service: check.service()?,
         profile: check.profile()?,
         allow_missing: check.allow_missing()?,
+        auth: check.auth(&surroundings, &data_dir)?,
         runtime_dir: folders::runtime_dir(&surroundings, &machine),
         log_filter: match check.log_level()? {
             Some(level) => Some(level),
             None => surroundings.get("RUST_LOG").filter(|filter| !filter.is_empty()).cloned(),
         },
+        log_format: check.log_format()?,
+        traces: check.traces(&surroundings)?,
+        audit: check.audit()?,
         workspace,
         allowed_dirs,
         limits,
@@ -152,6 +163,9 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         hand_over: HandOver::default(),
     })
 }
+
+/// Cells that run at once for each core. Many cells wait for the network or for a file; those that compute share the cores by time.
+const CELLS_PER_CORE: usize = 4;
 
 /// Levels of the log, loudest last.
 pub const LOG_LEVELS: [&str; 5] = ["error", "warn", "info", "debug", "trace"];
@@ -231,6 +245,19 @@ impl Check<'_> {
         }
     }
 
+    fn quotas(&self) -> Result<Quotas, ConfigError> {
+        let minute = Duration::from_secs(60);
+        Ok(Quotas {
+            sessions: self.number(Key::QuotaSessions, 1..=10_000)?,
+            memory: self.size(Key::QuotaMemory, LEAST_MEMORY..=64 * TIB)?,
+            cpu: self.duration(Key::QuotaCpu, Duration::from_secs(1)..=365 * 24 * HOUR)?,
+            cpu_window: self.duration(Key::QuotaCpuWindow, minute..=30 * 24 * HOUR)?.unwrap_or(HOUR),
+            cells: self.number(Key::QuotaCells, 1..=1_000_000)?,
+            starts: self.number(Key::QuotaStarts, 1..=1_000_000)?,
+            stored: self.size(Key::QuotaStored, MIB..=64 * TIB)?,
+        })
+    }
+
     fn undo(&self, has_workspace: bool) -> Result<Undo, ConfigError> {
         let checkpoints = self.number(Key::UndoCheckpoints, 1..=100)?.unwrap_or(10);
         // In a workspace other people write too, and undo would take their work back; the operator must want that.
@@ -247,6 +274,7 @@ impl Check<'_> {
         Ok(Packages {
             allowed: self.switch(Key::InstallPackages)?.unwrap_or(true),
             size: self.size(Key::PackageSize, MIB..=16 * TIB)?.unwrap_or(GIB),
+            store_size: self.size(Key::PackageStoreSize, MIB..=16 * TIB)?.unwrap_or(10 * GIB),
             timeout: self
                 .duration(Key::PackageTimeout, Duration::from_secs(1)..=24 * HOUR)?
                 .unwrap_or(Duration::from_secs(300)),
@@ -628,7 +656,10 @@ mod tests {
         assert_eq!(settings.idle_timeout, Duration::from_secs(3600));
         assert_eq!(settings.pool, 2);
         assert_eq!(settings.undo, Undo::On { checkpoints: 10, files: 64 << 20 });
-        assert_eq!(settings.explore_parallel, 4);
+        assert_eq!((settings.explore_parallel, settings.max_running), (4, 16));
+        let Quotas { sessions, memory, cpu, cpu_window, cells, starts, stored } = settings.quotas;
+        assert_eq!((sessions, memory, cpu, cells, starts, stored), (None, None, None, None, None, None));
+        assert_eq!(cpu_window, HOUR);
         assert_eq!(settings.data_dir, Path::new("/home/me/.local/share/cellblock"));
         assert_eq!(settings.runtime_dir, Path::new("/tmp/cellblock-7"));
         assert!(settings.allow_missing.is_empty() && settings.mounts.is_empty() && settings.notices.is_empty());
@@ -867,6 +898,37 @@ mod tests {
         assert!(case().flag(Key::UndoCheckpoints, "0").refusal().contains("from 1 to 100"));
         assert!(case().flag(Key::UndoCheckpoints, "101").refusal().contains("from 1 to 100"));
         assert!(case().flag(Key::UndoFiles, "some").refusal().starts_with("--undo-files: undo_files"));
+    }
+
+    #[test]
+    fn quotas_are_read_and_none_is_so_small_that_nothing_works() {
+        let text = "quota_sessions: 5\nquota_memory: 4G\nquota_cpu: 30m\nquota_cpu_window: 6h\nquota_cells: 120\n\
+                    quota_starts: 20\nquota_stored: 1G\nmax_running: 0";
+        let settings = case().yaml(text).settings();
+        let expected = Quotas {
+            sessions: Some(5),
+            memory: Some(4 * GIB),
+            cpu: Some(Duration::from_secs(1800)),
+            cpu_window: 6 * HOUR,
+            cells: Some(120),
+            starts: Some(20),
+            stored: Some(GIB),
+        };
+        assert_eq!((settings.quotas, settings.max_running), (expected, 0));
+        for (setting, allowed) in [
+            ("quota_sessions: 0", "from 1"),
+            ("quota_memory: 1M", "from 64 MiB"),
+            ("quota_cpu: 0", "from 1 s"),
+            ("quota_cpu_window: 1s", "from 60 s"),
+            ("quota_cells: 0", "from 1"),
+            ("quota_starts: many", "from 1"),
+            ("quota_stored: 1", "from 1 MiB"),
+            ("max_running: -1", "from 0"),
+        ] {
+            let refusal = case().yaml(setting).refusal();
+            assert!(refusal.contains(allowed), "{setting}: {refusal}");
+        }
+        assert_eq!(case().variable("CELLBLOCK_QUOTA_CELLS", "7").settings().quotas.cells, Some(7));
     }
 
     #[test]

@@ -39,6 +39,14 @@ pub enum Key {
     UndoCheckpoints,
     UndoFiles,
     ExploreParallel,
+    MaxRunning,
+    QuotaSessions,
+    QuotaMemory,
+    QuotaCpu,
+    QuotaCpuWindow,
+    QuotaCells,
+    QuotaStarts,
+    QuotaStored,
     FamilyMemory,
     AllowNetwork,
     AllowedDomains,
@@ -49,13 +57,30 @@ pub enum Key {
     NetworkQuestions,
     InstallPackages,
     PackageSize,
+    PackageStoreSize,
     PackageTimeout,
+    Listen,
+    PublicUrl,
+    AllowedHosts,
+    AllowedOrigins,
+    TlsCert,
+    TlsKey,
+    MaxConnections,
+    MaxWait,
     KeepSessions,
     Keeper,
     Profile,
     AllowMissing,
+    Auth,
     DataDir,
     LogLevel,
+    LogFormat,
+    OtlpEndpoint,
+    AuditFile,
+    AuditSync,
+    AuditFailure,
+    AuditFileSize,
+    AuditRecords,
 }
 
 /// How a setting is written.
@@ -74,7 +99,7 @@ enum Shape {
 
 impl Key {
     /// Every setting: its name in the file, its flag, its shape. `CELLBLOCK_` and the name in capitals is its variable.
-    const TABLE: [(Key, &'static str, &'static str, Shape); 38] = [
+    const TABLE: &'static [(Key, &'static str, &'static str, Shape)] = &[
         (Key::Workspace, "workspace", "--workspace", Shape::Single),
         (Key::AllowedDirs, "allowed_dirs", "--allowed-dir", Shape::List),
         (Key::Environment, "environment", "--environment", Shape::Single),
@@ -96,6 +121,14 @@ impl Key {
         (Key::UndoCheckpoints, "undo_checkpoints", "--undo-checkpoints", Shape::Single),
         (Key::UndoFiles, "undo_files", "--undo-files", Shape::Single),
         (Key::ExploreParallel, "explore_parallel", "--explore-parallel", Shape::Single),
+        (Key::MaxRunning, "max_running", "", Shape::Single),
+        (Key::QuotaSessions, "quota_sessions", "", Shape::Single),
+        (Key::QuotaMemory, "quota_memory", "", Shape::Single),
+        (Key::QuotaCpu, "quota_cpu", "", Shape::Single),
+        (Key::QuotaCpuWindow, "quota_cpu_window", "", Shape::Single),
+        (Key::QuotaCells, "quota_cells", "", Shape::Single),
+        (Key::QuotaStarts, "quota_starts", "", Shape::Single),
+        (Key::QuotaStored, "quota_stored", "", Shape::Single),
         (Key::FamilyMemory, "family_memory", "--family-memory", Shape::Single),
         (Key::AllowNetwork, "allow_network", "--allow-network", Shape::Single),
         (Key::AllowedDomains, "allowed_domains", "--allowed-domain", Shape::Phrases),
@@ -106,13 +139,30 @@ impl Key {
         (Key::NetworkQuestions, "network_questions", "", Shape::Single),
         (Key::InstallPackages, "install_packages", "--install-packages", Shape::Single),
         (Key::PackageSize, "package_size", "", Shape::Single),
+        (Key::PackageStoreSize, "package_store_size", "", Shape::Single),
         (Key::PackageTimeout, "package_timeout", "", Shape::Single),
+        (Key::Listen, "listen", "--listen", Shape::Single),
+        (Key::PublicUrl, "public_url", "--public-url", Shape::Single),
+        (Key::AllowedHosts, "allowed_hosts", "--allowed-host", Shape::List),
+        (Key::AllowedOrigins, "allowed_origins", "--allowed-origin", Shape::List),
+        (Key::TlsCert, "tls_cert", "--tls-cert", Shape::Single),
+        (Key::TlsKey, "tls_key", "--tls-key", Shape::Single),
+        (Key::MaxConnections, "max_connections", "--max-connections", Shape::Single),
+        (Key::MaxWait, "max_wait", "--max-wait", Shape::Single),
         (Key::KeepSessions, "keep_sessions", "--keep-sessions", Shape::Single),
         (Key::Keeper, "keeper", "--keeper", Shape::Single),
         (Key::Profile, "profile", "--profile", Shape::Single),
         (Key::AllowMissing, "allow_missing", "--allow-missing", Shape::List),
+        (Key::Auth, "auth", "", Shape::Single),
         (Key::DataDir, "data_dir", "", Shape::Single),
         (Key::LogLevel, "log_level", "--log-level", Shape::Single),
+        (Key::LogFormat, "log_format", "--log-format", Shape::Single),
+        (Key::OtlpEndpoint, "otlp_endpoint", "--otlp-endpoint", Shape::Single),
+        (Key::AuditFile, "audit_file", "--audit-file", Shape::Single),
+        (Key::AuditSync, "audit_sync", "", Shape::Single),
+        (Key::AuditFailure, "audit_failure", "", Shape::Single),
+        (Key::AuditFileSize, "audit_file_size", "", Shape::Single),
+        (Key::AuditRecords, "audit_records", "", Shape::Single),
     ];
 
     /// The name used in the configuration file and in messages.
@@ -492,7 +542,7 @@ mod tests {
 
     #[test]
     fn the_table_has_one_row_for_every_key() {
-        for row in Key::TABLE {
+        for row in Key::TABLE.iter() {
             assert_eq!(Key::from_name(row.1), Some(row.0));
             assert_eq!(Key::TABLE.iter().filter(|other| other.0 == row.0 || other.1 == row.1).count(), 1, "{}", row.1);
         }

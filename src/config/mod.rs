@@ -24,6 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -33,9 +34,13 @@ use cellblock_egress::secrets::Secret;
 use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
 
+use crate::audit::AuditSettings;
+use crate::auth::AuthSettings;
 use crate::environment::{self, EnvironmentName, EnvironmentSpec};
+use crate::http::{AllowedHost, Origin as PageOrigin};
 use crate::keeper::KeeperName;
 use crate::sandbox::{LayerKind, SandboxLimits};
+use crate::telemetry::LogFormat;
 use checks::{NamedFile, Sources};
 use folders::Machine;
 
@@ -72,17 +77,28 @@ pub struct Settings {
     pub undo: Undo,
     /// How many variants of one `explore` run at the same time.
     pub explore_parallel: usize,
+    /// Cells that run at once in the whole server; zero is no limit.
+    pub max_running: usize,
+    pub quotas: Quotas,
     pub network: Network,
     pub packages: Packages,
+    pub service: Service,
     pub profile: Profile,
     /// Isolation layers that may be missing.
     pub allow_missing: BTreeSet<LayerKind>,
+    /// Who may call over HTTP.
+    pub auth: AuthSettings,
     /// Where environments, tools and the runner's files are kept.
     pub data_dir: PathBuf,
     /// Where sockets and roots of sandboxes live while the server runs; only we can enter it.
     pub runtime_dir: PathBuf,
     /// What to log, from `log_level` or `RUST_LOG`.
     pub log_filter: Option<String>,
+    pub log_format: LogFormat,
+    /// Where spans are sent, with the path; nowhere unless the operator names a collector.
+    pub traces: Option<String>,
+    /// The audit log, if there is to be one.
+    pub audit: Option<AuditLog>,
     /// What was coped with while settings were read; to be logged as warnings once there is a log.
     pub notices: Vec<String>,
     /// Whether sessions are kept by a process of their own that outlives the server, if anybody said so.
@@ -100,6 +116,21 @@ impl Settings {
     pub fn environment_spec(&self) -> &EnvironmentSpec {
         self.environments.get(&self.environment).expect("load refuses an environment that nobody has described")
     }
+}
+
+/// What one caller of a shared server may use. `None` is no limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Quotas {
+    pub sessions: Option<usize>,
+    pub memory: Option<u64>,
+    /// Processor time within `cpu_window`.
+    pub cpu: Option<Duration>,
+    pub cpu_window: Duration,
+    /// Per minute.
+    pub cells: Option<u32>,
+    /// Sandboxes begun per minute.
+    pub starts: Option<u32>,
+    pub stored: Option<u64>,
 }
 
 /// How much of a session's past is kept, so that cells can be undone.
@@ -132,8 +163,40 @@ pub struct Packages {
     pub allowed: bool,
     /// Bytes that one installation may hold at most.
     pub size: u64,
+    /// Bytes in the store beyond which packages that nobody uses are removed.
+    pub store_size: u64,
     /// How long one installation may take.
     pub timeout: Duration,
+}
+
+/// How `cellblock serve` is reached.
+#[derive(Debug, Clone)]
+pub struct Service {
+    pub listen: SocketAddr,
+    /// Scheme, host and port by which clients know the server, when that is not the address it listens at.
+    pub public_url: Option<String>,
+    /// Names that requests may be for, beside those of this machine.
+    pub allowed_hosts: Vec<AllowedHost>,
+    /// Origins of pages that may use the server from a browser.
+    pub allowed_origins: Vec<PageOrigin>,
+    pub tls: Option<TlsFiles>,
+    pub max_connections: usize,
+    /// How long a call waits for code before its caller gets a handle instead.
+    pub max_wait: Duration,
+}
+
+/// A chain of certificates and their key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TlsFiles {
+    pub certificates: PathBuf,
+    pub key: PathBuf,
+}
+
+/// Where and how an audit log is kept.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AuditLog {
+    pub file: PathBuf,
+    pub settings: AuditSettings,
 }
 
 /// A host folder shown below the working folder.
@@ -219,6 +282,11 @@ pub enum ConfigError {
         path.display(), shown.display()
     )]
     SecretShown { key: &'static str, path: PathBuf, shown: PathBuf },
+    #[error(
+        "the audit log {} lies in {}, which the setting {key} shows to sandboxes or to clients. Move it to another folder",
+        path.display(), shown.display()
+    )]
+    AuditShown { key: &'static str, path: PathBuf, shown: PathBuf },
 }
 
 /// A value that a setting cannot have.
@@ -357,8 +425,10 @@ fn make_folders(settings: &mut Settings, user_id: u32) -> Result<(), ConfigError
             if mount.writable { folders::make_shared(&mount.host) } else { folders::existing_folder(&mount.host) };
         mount.host = real.map_err(folder_error("mounts", &mount.host))?;
     }
+    settings.auth.shown = checks::auth::shown_folders(settings);
     refuse_overlaps(settings)?;
-    refuse_shown_secrets(settings)
+    refuse_shown_secrets(settings)?;
+    refuse_shown_audit(settings)
 }
 
 /// Refuses to let a sandbox write where the host's own tools, environments or sockets are.
@@ -377,10 +447,7 @@ fn refuse_overlaps(settings: &Settings) -> Result<(), ConfigError> {
 
 /// Refuses a secret in a file that code inside could read, or that a client could have uploaded.
 fn refuse_shown_secrets(settings: &Settings) -> Result<(), ConfigError> {
-    let workspace = settings.workspace.iter().map(|path| ("workspace", path));
-    let allowed_dirs = settings.allowed_dirs.iter().map(|path| ("allowed_dirs", path));
-    let mounts = settings.mounts.iter().map(|mount| ("mounts", &mount.host));
-    let folders: Vec<_> = workspace.chain(allowed_dirs).chain(mounts).collect();
+    let folders = shown_folders(settings);
     for written in &settings.secret_files {
         let unreadable = |cause| ConfigError::Unreadable { path: written.clone(), cause };
         let real = written.canonicalize().map_err(unreadable)?;
@@ -393,6 +460,26 @@ fn refuse_shown_secrets(settings: &Settings) -> Result<(), ConfigError> {
         }
     }
     Ok(())
+}
+
+/// Refuses an audit log that those could read, change or replace whom it is about.
+fn refuse_shown_audit(settings: &Settings) -> Result<(), ConfigError> {
+    let Some(audit) = &settings.audit else { return Ok(()) };
+    // A folder that is not there yet is nobody's; opening the log says what is wrong with it.
+    let folder = audit.file.parent().unwrap_or(Path::new("/"));
+    let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+    match shown_folders(settings).into_iter().find(|(_, shown)| folder.starts_with(shown)) {
+        Some((key, shown)) => Err(ConfigError::AuditShown { key, path: audit.file.clone(), shown: shown.clone() }),
+        None => Ok(()),
+    }
+}
+
+/// Returns every folder that code inside or a client can see, with the setting that shows it.
+fn shown_folders(settings: &Settings) -> Vec<(&'static str, &PathBuf)> {
+    let workspace = settings.workspace.iter().map(|path| ("workspace", path));
+    let allowed_dirs = settings.allowed_dirs.iter().map(|path| ("allowed_dirs", path));
+    let mounts = settings.mounts.iter().map(|mount| ("mounts", &mount.host));
+    workspace.chain(allowed_dirs).chain(mounts).collect()
 }
 
 /// Adds environments that were built by hand and are described nowhere else.
@@ -446,6 +533,30 @@ mod tests {
         outcome(None, mount(false), &base).unwrap();
         outcome(Some(&base.join("work")), vec![], &base).unwrap();
         assert!(base.join("work").is_dir(), "a missing workspace is made");
+    }
+
+    #[test]
+    fn an_audit_log_that_sandboxes_or_clients_can_reach_is_refused() {
+        let base = tempfile::tempdir().unwrap();
+        let base = base.path().canonicalize().unwrap();
+        for folder in ["work", "logs", "readable"] {
+            std::fs::create_dir(base.join(folder)).unwrap();
+        }
+        std::os::unix::fs::symlink(base.join("work"), base.join("link")).unwrap();
+        let outcome = |file: &str| {
+            let mut settings = settings_below(&base);
+            settings.workspace = Some(base.join("work"));
+            settings.mounts = vec![Mount { host: base.join("readable"), inside: "x".into(), writable: false }];
+            settings.audit = Some(AuditLog { file: base.join(file), settings: AuditSettings::default() });
+            make_folders(&mut settings, rustix::process::geteuid().as_raw())
+        };
+        outcome("logs/audit.jsonl").unwrap();
+        for (file, setting) in
+            [("work/audit.jsonl", "workspace"), ("link/audit.jsonl", "workspace"), ("readable/audit.jsonl", "mounts")]
+        {
+            let Err(ConfigError::AuditShown { key, .. }) = outcome(file) else { panic!("{file} was accepted") };
+            assert_eq!(key, setting);
+        }
     }
 
     #[test]

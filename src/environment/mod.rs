@@ -24,6 +24,7 @@ mod interpreter;
 mod lock;
 mod lockfile;
 mod matching;
+mod pip_files;
 mod record;
 mod resolve;
 pub mod runner_files;
@@ -260,6 +261,11 @@ impl InstallerTools {
         }
     }
 
+    /// Returns uv if there is one already.
+    pub fn uv_at_hand(&self) -> Option<&Path> {
+        self.place.is_file().then_some(self.place.as_path())
+    }
+
     /// Returns uv, which is installed below our own folder if there is none.
     pub async fn uv(&self, data_dir: &Path) -> Result<PathBuf, EnvironmentError> {
         let variables = own_variables();
@@ -273,11 +279,17 @@ impl InstallerTools {
     }
 }
 
+/// The server's variables, and what pip's files say beside them.
+///
 /// A variable that is not UTF-8 could not be shown in an error either; installers do without it.
 fn own_variables() -> BTreeMap<String, String> {
     let all =
         std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-    all.collect()
+    let mut variables: BTreeMap<String, String> = all.collect();
+    for (name, value) in pip_files::read(&variables, Path::new("/")) {
+        variables.entry(name.to_owned()).or_insert(value);
+    }
+    variables
 }
 
 /// An environment on this machine, as `list` shows it.

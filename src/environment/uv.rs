@@ -35,11 +35,12 @@ const MISLEADING: [&str; 12] = [
 ];
 
 /// pip's settings and what uv calls them. The first name is set; any of the names keeps it from being set.
-const TRANSLATED: [(&str, &[&str]); 4] = [
+const TRANSLATED: [(&str, &[&str]); 5] = [
     ("PIP_INDEX_URL", &["UV_DEFAULT_INDEX", "UV_INDEX_URL"]),
     ("PIP_EXTRA_INDEX_URL", &["UV_INDEX", "UV_EXTRA_INDEX_URL"]),
     ("PIP_CERT", &["SSL_CERT_FILE"]),
     ("PIP_TRUSTED_HOST", &["UV_INSECURE_HOST"]),
+    ("PIP_PROXY", &["ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"]),
 ];
 
 /// Returns the surroundings that an installer runs in.

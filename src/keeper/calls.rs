@@ -6,6 +6,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::frame::{self, Kind, Written};
 use super::message::{Answer, Call};
+use crate::sandbox::Rules;
 use crate::session::{News, Refused, SessionAccess};
 
 /// What a call has beside its values.
@@ -36,6 +37,10 @@ pub(super) async fn carry_out(
         Call::Stop { owner, which } => written(number, &sessions.stop(&owner, &which).await),
         Call::Reset { owner, id } => written(number, &sessions.reset(&owner, &id).await),
         Call::Undo { owner, id, cells } => written(number, &sessions.undo(&owner, &id, cells).await),
+        Call::Narrow { owner, id, rules } => match Rules::from_texts(&rules) {
+            Ok(rules) => written(number, &sessions.narrow(&owner, &id, rules).await),
+            Err(error) => written::<()>(number, &Err(Refused::Transfer { why: error.to_string() })),
+        },
         Call::Checkpoints { owner, id } => written(number, &sessions.checkpoints(&owner, &id).await),
         Call::Fork { owner, id, names } => written(number, &sessions.fork(&owner, &id, names).await),
         Call::Explore { owner, id, request } => {
@@ -49,6 +54,16 @@ pub(super) async fn carry_out(
         }
         Call::ReadFile { owner, id, path, limit } => {
             written(number, &sessions.read_file(&owner, &id, &path, limit, &mut sink).await)
+        }
+        Call::ReadFileRange { owner, id, path, offset, length } => {
+            written(number, &sessions.read_file_range(&owner, &id, &path, offset, length, &mut sink).await)
+        }
+        Call::ListFiles { owner, id } => written(number, &sessions.list_files(&owner, &id).await),
+        Call::Upload { owner, id, path, part } => {
+            written(number, &sessions.upload(&owner, &id, &path, part, &mut source).await)
+        }
+        Call::Uploaded { owner, id, path } => {
+            written(number, &Answer::Ok(sessions.uploaded(&owner, &id, &path).await))
         }
         Call::List { owner } => written(number, &Answer::Ok(sessions.list(&owner).await)),
         Call::Close { owner, id } => written(number, &sessions.close(&owner, &id).await),

@@ -311,6 +311,11 @@ impl SessionAccess for Client {
         self.ask_plainly(Some((owner, id)), Call::Undo { owner: owner.clone(), id: id.clone(), cells }).await
     }
 
+    async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
+        let rules = rules.iter().map(ToString::to_string).collect();
+        self.ask_plainly(Some((owner, id)), Call::Narrow { owner: owner.clone(), id: id.clone(), rules }).await
+    }
+
     async fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
         self.ask_plainly(Some((owner, id)), Call::Checkpoints { owner: owner.clone(), id: id.clone() }).await
     }

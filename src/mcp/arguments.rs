@@ -7,6 +7,8 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::time::Duration;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 
 use crate::session::{ForkNames, InsidePath, Keep, MOST_FORKS, MOST_VARIANTS, SessionId, Variant};
@@ -42,10 +44,39 @@ pub(super) enum Call {
     Checkpoints { session: SessionId },
     Fork { session: SessionId, names: ForkNames },
     Explore { session: SessionId, variants: Vec<Variant>, timeout: Duration, keep: Keep, replace: bool },
-    Upload { session: SessionId, relpath: InsidePath, local_path: String, overwrite: bool },
-    Download { session: SessionId, relpath: InsidePath, local_path: String, overwrite: bool },
+    Check { session: SessionId, wait: Duration, interrupt: bool },
+    Upload { session: SessionId, relpath: InsidePath, source: Source, overwrite: bool },
+    Download { session: SessionId, relpath: InsidePath, target: Target },
     List,
     Close { session: SessionId },
+}
+
+/// Where an uploaded file comes from.
+#[derive(Debug, PartialEq)]
+pub(super) enum Source {
+    /// A path on the caller's own machine, which is this one.
+    Local(String),
+    Content(Vec<u8>),
+}
+
+/// Where a downloaded file goes.
+#[derive(Debug, PartialEq)]
+pub(super) enum Target {
+    /// A path on the caller's own machine, which is this one.
+    Local { path: String, overwrite: bool },
+    /// The result itself.
+    Inline,
+}
+
+/// Which session is meant by a call that names none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Unnamed {
+    /// The one called `default`.
+    Default,
+    /// A new one, whose name the result tells.
+    New,
+    /// None: the call makes no sense without.
+    Refused,
 }
 
 /// Why a call was refused before anything happened. Its text is written for a model.
@@ -93,10 +124,18 @@ impl Given {
         }
     }
 
-    pub(super) fn session(self) -> Result<SessionId, BadArgument> {
+    pub(super) fn session(self, unnamed: Unnamed) -> Result<SessionId, BadArgument> {
         let (tool, name) = (self.tool, self.name);
         match self.value {
-            None => Ok(SessionId::default_session()),
+            None => match unnamed {
+                Unnamed::Default => Ok(SessionId::default_session()),
+                Unnamed::New => Ok(SessionId::random()),
+                Unnamed::Refused => {
+                    let expected =
+                        "the session_id of an earlier result; list_sessions tells which there are".to_owned();
+                    Err(BadArgument::Missing { tool, name, expected })
+                }
+            },
             Some(Value::String(text)) => SessionId::from_str(&text)
                 .map_err(|cause| wrong(tool, name, quoted(&text), format!("the name of a session ({cause})"))),
             Some(other) => Err(wrong(tool, name, shown(&other), "a string that names a session".to_owned())),
@@ -108,6 +147,18 @@ impl Given {
         let text = self.text(LONGEST_PATH, 1)?;
         InsidePath::from_str(&text)
             .map_err(|cause| wrong(tool, name, quoted(&text), format!("a path below the working folder ({cause})")))
+    }
+
+    /// Reads how long the caller wants to wait; zero is a look without waiting.
+    pub(super) fn wait(self, most: Duration) -> Result<Duration, BadArgument> {
+        let Some(value) = self.value else { return Ok(most) };
+        match value.as_f64() {
+            Some(seconds) if (0.0..=most.as_secs_f64()).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+            _ => {
+                let expected = format!("a number of seconds from 0 to {}", most.as_secs_f64());
+                Err(wrong(self.tool, self.name, shown(&value), expected))
+            }
+        }
     }
 
     pub(super) fn timeout(self, default: Duration, most: Duration) -> Result<Duration, BadArgument> {
@@ -141,6 +192,37 @@ impl Given {
             Some(other) => Err(wrong(self.tool, self.name, shown(&other), "true or false".to_owned())),
         }
     }
+}
+
+/// Reads the content of a file in the one way in which it was given.
+pub(super) fn content(text: Given, base64: Given, resource: Given) -> Result<Vec<u8>, BadArgument> {
+    let tool = text.tool;
+    match (text.value, base64.value, resource.value) {
+        (Some(Value::String(text)), None, None) => Ok(text.into_bytes()),
+        (Some(other), None, None) => Err(wrong(tool, "text", shown(&other), "a string".to_owned())),
+        (None, Some(encoded), None) => decoded(tool, "base64", &encoded),
+        (None, None, Some(resource)) => match (resource.get("text"), resource.get("blob")) {
+            (Some(Value::String(text)), None) => Ok(text.clone().into_bytes()),
+            (None, Some(blob)) => decoded(tool, "resource", blob),
+            _ => Err(wrong(
+                tool,
+                "resource",
+                shown(&resource),
+                "an object with \"text\" or \"blob\" (base64)".to_owned(),
+            )),
+        },
+        (None, None, None) => {
+            let expected = "or \"base64\" or \"resource\": the content of the file".to_owned();
+            Err(BadArgument::Missing { tool, name: "text", expected })
+        }
+        _ => Err(at_odds(tool, "text", "is one of three ways to give the content; give only one of them".to_owned())),
+    }
+}
+
+fn decoded(tool: &'static str, name: &'static str, value: &Value) -> Result<Vec<u8>, BadArgument> {
+    let expected = || "bytes in base64".to_owned();
+    let Value::String(text) = value else { return Err(wrong(tool, name, shown(value), expected())) };
+    STANDARD.decode(text).map_err(|cause| wrong(tool, name, format!("something else ({cause})"), expected()))
 }
 
 /// Reads how many forks are wanted, and what they are to be called.

@@ -9,9 +9,11 @@
 //! An execution without output reads `(no output)`: an empty text block leaves a model guessing whether the call
 //! worked, and some model interfaces refuse empty blocks. `output.chars` is 0 then, so a program can still tell.
 
+use std::time::Duration;
+
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use rmcp::model::{CallToolResult, ContentBlock};
+use rmcp::model::{CallToolResult, ContentBlock, ResourceContents};
 use serde_json::{Map, Value, json};
 
 use super::resources;
@@ -19,8 +21,9 @@ use super::tools::Seconds;
 use crate::sandbox::{Exit, Isolation, Layer};
 use crate::session::install::InstallReport;
 use crate::session::{
-    CheckpointInfo, FileChanges, FileNote, FilesCarried, ForkReport, Image, Outcome, Output, Part, PythonError,
-    ResetReport, SessionId, SessionInfo, StateAfter, Status, Stream, UndoReport, Variable, VariableChanges, WorkFolder,
+    CheckpointInfo, FileChanges, FileNote, FilesCarried, ForkReport, Image, InsidePath, Outcome, Output, Part,
+    PythonError, ResetReport, SessionId, SessionInfo, StateAfter, Status, Stream, Underway, UndoReport, Variable,
+    VariableChanges, WorkFolder,
 };
 
 /// What an execution without output reads.
@@ -64,6 +67,85 @@ pub(super) fn execution(session: &SessionId, outcome: &Outcome, can_undo: u32) -
     let mut content = vec![ContentBlock::text(text)];
     content.extend(images.iter().map(|image| ContentBlock::image(STANDARD.encode(&image.bytes), image.mime)));
     finished(content, structured, !matches!(outcome.status, Status::Completed))
+}
+
+/// Renders a cell that goes on. Its fields are those of a finished one; what is not known yet is null or empty.
+pub(super) fn underway(underway: &Underway) -> CallToolResult {
+    let session = underway.session.as_str();
+    let (status, state) = match underway.ahead {
+        0 => ("running", format!("The cell is still running after {}.", Seconds(whole(underway.elapsed)))),
+        1 => ("waiting", "The cell has not begun; one other is before it.".to_owned()),
+        ahead => ("waiting", format!("The cell has not begun; {ahead} others are before it.")),
+    };
+    let mut page = Page::default();
+    if underway.omitted > 0 {
+        page.line(&format!("[… {} characters of output before this …]", underway.omitted));
+    }
+    page.text.push_str(&underway.text);
+    page.line(&format!("{state} It goes on; call check_execution with session_id \"{session}\" to hear more."));
+    let text = page.finish();
+    let structured = json!({
+        "session_id": session,
+        "execution": null,
+        "status": status,
+        "text": text,
+        "images": [],
+        "error": null,
+        "duration_ms": underway.elapsed.as_micros() as f64 / 1000.0,
+        "memory_bytes": null,
+        "peak_memory_bytes": null,
+        "variables": null,
+        "files": null,
+        "output": {"chars": null, "lines": null, "cut_chars": underway.omitted, "resource": null},
+        "can_undo": null,
+        "isolation": {},
+        "blocked": [],
+        "notes": [],
+    });
+    finished(vec![ContentBlock::text(text)], structured, false)
+}
+
+/// Renders work other than a cell that goes on.
+pub(super) fn at_work(session: &SessionId, elapsed: Duration, news: &str) -> CallToolResult {
+    let session = session.as_str();
+    let news = if news.is_empty() { String::new() } else { format!(" ({news})") };
+    let text = format!(
+        "Still at work after {}{news}. It goes on; call check_execution with session_id \"{session}\" to hear more.",
+        Seconds(whole(elapsed))
+    );
+    let structured = json!({"session_id": session, "status": "running", "text": text});
+    finished(vec![ContentBlock::text(text)], structured, false)
+}
+
+/// Adds to a result that it was told before.
+pub(super) fn told_again(mut result: CallToolResult) -> CallToolResult {
+    result.content.push(ContentBlock::text("Nothing runs; this is the last result again."));
+    result
+}
+
+/// Renders that a session has nothing to tell.
+pub(super) fn nothing_to_check(session: &SessionId) -> CallToolResult {
+    let text = format!("Session \"{}\" has run nothing that could be told.", session.as_str());
+    let structured = json!({"session_id": session.as_str(), "status": "idle", "text": text});
+    finished(vec![ContentBlock::text(text)], structured, false)
+}
+
+/// Renders a file as content: pictures as such, text as text, the rest as bytes.
+pub(super) fn inline_file(session: &SessionId, relpath: &InsidePath, bytes: &[u8]) -> CallToolResult {
+    let uri = resources::file_uri(session, relpath);
+    let content = match (image::guess_format(bytes), std::str::from_utf8(bytes)) {
+        (Ok(image::ImageFormat::Png), _) => ContentBlock::image(STANDARD.encode(bytes), "image/png"),
+        (Ok(image::ImageFormat::Jpeg), _) => ContentBlock::image(STANDARD.encode(bytes), "image/jpeg"),
+        (_, Ok(text)) => ContentBlock::embedded_text(uri, text),
+        (_, Err(_)) => ContentBlock::resource(ResourceContents::blob(STANDARD.encode(bytes), uri)),
+    };
+    let structured = json!({"session_id": session.as_str(), "relpath": relpath.as_str(), "bytes": bytes.len()});
+    finished(vec![content], structured, false)
+}
+
+/// Nobody reads fractions of a second in a sentence.
+fn whole(duration: Duration) -> Duration {
+    Duration::from_secs(duration.as_secs())
 }
 
 /// Renders an installation.

@@ -14,7 +14,7 @@ use std::str::FromStr;
 use rmcp::model::{MetaObject, Resource, ResourceContents, ResourceTemplate};
 use serde_json::Value;
 
-use crate::session::{ExecutionId, Principal, SessionId, Slice};
+use crate::session::{ExecutionId, InsidePath, Principal, SessionId, Slice};
 
 /// Bytes in one answer unless the reader asks for another number. Large enough for nearly every output, small enough
 /// for a context window.
@@ -89,6 +89,18 @@ impl FromStr for Address {
 fn within(name: &'static str, number: &str, least: u64, most: u64) -> Result<u64, BadAddress> {
     let parsed = number.parse().ok().filter(|number| (least..=most).contains(number));
     parsed.ok_or(BadAddress::Number { name, least, most })
+}
+
+/// The address of a file in a session's working folder.
+pub(super) fn file_uri(session: &SessionId, path: &InsidePath) -> String {
+    let mut uri = format!("{PREFIX}{}/files/", session.as_str());
+    for byte in path.as_str().bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'/' => uri.push(byte as char),
+            other => uri.push_str(&format!("%{other:02X}")),
+        }
+    }
+    uri
 }
 
 /// Renders one slice. `slice.bytes` starts at `address.offset` and holds up to `limit` bytes and a margin.

@@ -30,13 +30,14 @@ use rmcp::model::{
 use rmcp::service::{ServerInitializeError, serve_server_with_ct};
 use rmcp::transport::Transport;
 use rustix::fs::{FileType, Mode, OFlags};
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::turns::Turns;
-use super::{Server, has_wrong_params, tools};
+use super::wire::{Rejection, read_message};
+use super::{Server, tools};
 
 /// Bytes in one line. Room for the largest cell even when every character of it is escaped, and for nothing much
 /// larger.
@@ -279,89 +280,6 @@ fn chooses_era(request: &ClientRequest) -> bool {
     }
 }
 
-/// A message that is answered here and goes no further.
-#[derive(Debug, PartialEq)]
-struct Rejection {
-    /// Null when the id of the message could not be read.
-    id: Value,
-    code: i32,
-    text: String,
-}
-
-impl Rejection {
-    fn new(id: Value, code: ErrorCode, text: impl Into<String>) -> Rejection {
-        Rejection { id, code: code.0, text: text.into() }
-    }
-
-    fn line(&self) -> Vec<u8> {
-        let message = json!({"jsonrpc": "2.0", "id": self.id, "error": {"code": self.code, "message": self.text}});
-        format!("{message}\n").into_bytes()
-    }
-}
-
-/// Reads one line as a message. Nothing is answered to an empty line, and to notifications and responses of the wrong
-/// shape: JSON-RPC allows no answer.
-fn read_message(line: &[u8]) -> Result<Option<ClientJsonRpcMessage>, Rejection> {
-    const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
-    let line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line).trim_ascii();
-    if line.is_empty() {
-        return Ok(None);
-    }
-    let value: Value = serde_json::from_slice(line).map_err(|error| {
-        Rejection::new(Value::Null, ErrorCode::PARSE_ERROR, format!("the line is not valid JSON: {error}"))
-    })?;
-    let invalid = |id: Value, text: &str| Err(Rejection::new(id, ErrorCode::INVALID_REQUEST, text));
-    let message = match &value {
-        Value::Object(message) => message,
-        Value::Array(_) => return invalid(Value::Null, "batches are not supported; send one message per line"),
-        _ => return invalid(Value::Null, "a message is a JSON object"),
-    };
-    let is_answer = message.contains_key("result") || message.contains_key("error");
-    let id = match message.get("id") {
-        None => None,
-        Some(id) if serde_json::from_value::<RequestId>(id.clone()).is_ok() => Some(id.clone()),
-        Some(_) if is_answer => return Ok(None),
-        Some(_) => return invalid(Value::Null, "an id is a string or a whole number"),
-    };
-    let known_id = || id.clone().unwrap_or(Value::Null);
-    if message.get("jsonrpc").is_none_or(|version| version != "2.0") {
-        return invalid(known_id(), "\"jsonrpc\" must be \"2.0\"");
-    }
-    match message.get("method") {
-        Some(Value::String(_)) => {}
-        Some(_) => return invalid(known_id(), "\"method\" must be a string"),
-        None if is_answer => {}
-        None => return invalid(known_id(), "\"method\" is missing"),
-    }
-    if message.get("params").is_some_and(|params| !params.is_object()) {
-        return match id {
-            Some(id) => Err(Rejection::new(id, ErrorCode::INVALID_PARAMS, "\"params\" must be an object")),
-            None => Ok(None),
-        };
-    }
-    // The library takes a cursor it cannot read for none at all, and would answer with the first page.
-    let cursor = message.get("params").and_then(|params| params.get("cursor"));
-    if let (Some(id), Some(cursor)) = (&id, cursor)
-        && is_list(message)
-        && !cursor.is_string()
-    {
-        return Err(Rejection::new(id.clone(), ErrorCode::INVALID_PARAMS, "the cursor in params must be a string"));
-    }
-    match serde_json::from_value::<ClientJsonRpcMessage>(value) {
-        Ok(JsonRpcMessage::Request(request)) => match has_wrong_params(&request.request) {
-            Some(error) => Err(Rejection::new(known_id(), error.code, error.message)),
-            None => Ok(Some(JsonRpcMessage::Request(request))),
-        },
-        Ok(message) => Ok(Some(message)),
-        Err(_) if id.is_some() && !is_answer => invalid(known_id(), "the message is no request"),
-        Err(_) => Ok(None),
-    }
-}
-
-fn is_list(message: &serde_json::Map<String, Value>) -> bool {
-    message.get("method").and_then(Value::as_str).is_some_and(|method| method.ends_with("/list"))
-}
-
 /// One line of input.
 #[derive(Debug, PartialEq)]
 enum Line {
@@ -494,13 +412,6 @@ mod tests {
         Line::Whole(text.as_bytes().to_vec())
     }
 
-    #[track_caller]
-    fn check_rejected(line: &str, id: Value, code: i32, words: &str) {
-        let rejection = read_message(line.as_bytes()).expect_err("the line should be rejected");
-        assert_eq!((rejection.id, rejection.code), (id, code), "{}", rejection.text);
-        assert!(rejection.text.contains(words), "{words:?} is not in {:?}", rejection.text);
-    }
-
     #[tokio::test]
     async fn input_is_cut_at_line_breaks_and_the_last_needs_none() {
         assert_eq!(all(lines(b"a\n\nbc\nd", 10)).await, [whole("a"), whole(""), whole("bc"), whole("d")]);
@@ -541,96 +452,6 @@ mod tests {
         }
         sender.write_all(b"half\n").await.unwrap();
         assert_eq!(lines.next().await.unwrap(), Some(whole("first half")));
-    }
-
-    #[test]
-    fn empty_lines_and_answers_of_no_use_are_passed_over() {
-        for line in ["", "  \r", "\u{feff}", r#"{"jsonrpc":"2.0","id":null,"error":{"code":-32700,"message":"x"}}"#] {
-            assert!(matches!(read_message(line.as_bytes()), Ok(None)), "{line}");
-        }
-        let notification = r#"{"jsonrpc":"2.0","method":"notifications/initialized","params":[]}"#;
-        assert!(matches!(read_message(notification.as_bytes()), Ok(None)));
-    }
-
-    #[test]
-    fn a_sound_request_is_read_also_with_carriage_return_and_byte_order_mark() {
-        for line in [
-            "{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"ping\"}\r",
-            "\u{feff}{\"jsonrpc\":\"2.0\",\"id\":\"a\",\"method\":\"tools/list\",\"params\":{}}",
-        ] {
-            assert!(matches!(read_message(line.as_bytes()), Ok(Some(JsonRpcMessage::Request(_)))), "{line}");
-        }
-    }
-
-    #[test]
-    fn what_is_no_json_is_a_parse_error_without_id() {
-        for line in ["garbage", "{\"jsonrpc\":", "{} {}", "\"\\ud800\""] {
-            check_rejected(line, Value::Null, -32700, "not valid JSON");
-        }
-        assert_eq!(read_message(b"{\"a\":\"\xff\"}").unwrap_err().code, -32700);
-    }
-
-    #[test]
-    fn deeply_nested_json_is_refused_without_harm() {
-        check_rejected(&"[".repeat(100_000), Value::Null, -32700, "recursion limit");
-    }
-
-    #[test]
-    fn batches_are_refused_clearly() {
-        check_rejected(
-            r#"[{"jsonrpc":"2.0","id":1,"method":"ping"}]"#,
-            Value::Null,
-            -32600,
-            "batches are not supported",
-        );
-        check_rejected("[]", Value::Null, -32600, "batches");
-    }
-
-    #[test]
-    fn messages_of_the_wrong_shape_are_invalid_requests() {
-        check_rejected("5", Value::Null, -32600, "a JSON object");
-        check_rejected("{}", Value::Null, -32600, "jsonrpc");
-        check_rejected(r#"{"jsonrpc":"1.0","id":4,"method":"ping"}"#, json!(4), -32600, "jsonrpc");
-        check_rejected(r#"{"jsonrpc":"2.0","id":4,"method":7}"#, json!(4), -32600, "method");
-        check_rejected(r#"{"jsonrpc":"2.0","id":4}"#, json!(4), -32600, "method");
-    }
-
-    #[test]
-    fn ids_are_strings_or_whole_numbers() {
-        for id in ["1.5", "null", "true", "[1]", "{}"] {
-            let line = format!(r#"{{"jsonrpc":"2.0","id":{id},"method":"ping"}}"#);
-            check_rejected(&line, Value::Null, -32600, "an id is");
-        }
-    }
-
-    #[test]
-    fn wrongly_typed_parameters_of_a_known_method_are_invalid_parameters() {
-        for (method, params) in [
-            ("tools/call", "5"),
-            ("tools/call", "{}"),
-            ("tools/call", r#"{"name":5}"#),
-            ("tools/call", r#"{"name":"reset","arguments":[1]}"#),
-            ("tools/list", r#"{"cursor":5}"#),
-            ("resources/read", r#"{"uri":5}"#),
-            ("initialize", "{}"),
-        ] {
-            let line = format!(r#"{{"jsonrpc":"2.0","id":"x","method":"{method}","params":{params}}}"#);
-            check_rejected(&line, json!("x"), -32602, "params");
-        }
-    }
-
-    #[test]
-    fn unknown_methods_are_left_to_the_handler() {
-        let line = br#"{"jsonrpc":"2.0","id":1,"method":"what/ever","params":{"a":1}}"#;
-        assert!(matches!(read_message(line), Ok(Some(JsonRpcMessage::Request(_)))));
-    }
-
-    #[test]
-    fn a_rejection_is_one_line_with_an_explicit_id() {
-        let line = Rejection::new(Value::Null, ErrorCode::PARSE_ERROR, "a\nb").line();
-        assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1);
-        let value: Value = serde_json::from_slice(&line).unwrap();
-        assert_eq!(value, json!({"jsonrpc": "2.0", "id": null, "error": {"code": -32700, "message": "a\nb"}}));
     }
 
     #[tokio::test]

@@ -14,14 +14,16 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
+use super::tools::ToolName;
 use super::tools::tests::assert_valid_output;
 use super::*;
 use crate::sandbox::fake::FakeBackend;
-use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation};
+use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation, Rules};
 use crate::session::install::{InstallError, InstallReport};
 use crate::session::{
-    Checked, CheckpointInfo, ExecutionId, ExploreReport, FilesCarried, ForkNames, ForkReport, Outcome, Output, Part,
-    Refused, ResetReport, SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport,
+    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange,
+    FilesCarried, ForkNames, ForkReport, InsidePath, News, Outcome, Output, Part, Refused, ResetReport, SessionId,
+    SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded,
     VariantReport, Which,
 };
 
@@ -207,6 +209,41 @@ impl SessionAccess for FakeSessions {
         Ok(9)
     }
 
+    async fn read_file_range(
+        &self,
+        _owner: &Principal,
+        _id: &SessionId,
+        _path: &InsidePath,
+        _offset: u64,
+        _length: Option<u64>,
+        _sink: &mut (dyn AsyncWrite + Send + Unpin),
+    ) -> Result<FileRange, Refused> {
+        Ok(FileRange { total: 0, sent: 0, version: String::new() })
+    }
+
+    async fn list_files(&self, _owner: &Principal, _id: &SessionId) -> Result<FileList, Refused> {
+        Ok(FileList::default())
+    }
+
+    async fn upload(
+        &self,
+        _owner: &Principal,
+        _id: &SessionId,
+        _path: &InsidePath,
+        part: UploadPart,
+        _source: &mut (dyn AsyncRead + Send + Unpin),
+    ) -> Result<Uploaded, Refused> {
+        Ok(Uploaded { size: part.offset, finished: part.last })
+    }
+
+    async fn uploaded(&self, _owner: &Principal, _id: &SessionId, _path: &InsidePath) -> Option<u64> {
+        None
+    }
+
+    async fn narrow(&self, _owner: &Principal, _id: &SessionId, _rules: Rules) -> Result<(), Refused> {
+        Ok(())
+    }
+
     async fn list(&self, _owner: &Principal) -> Vec<SessionInfo> {
         Vec::new()
     }
@@ -275,7 +312,7 @@ impl Client {
     ) -> Client {
         let folder = tempfile::tempdir().unwrap();
         let files = HostFiles::new(&[folder.path().to_owned()], 100).unwrap();
-        let server = Server::local(sessions, files, McpSettings::default());
+        let server = Server::new(sessions, files, McpSettings::default());
         let (near, far) = tokio::io::duplex(64 * 1024);
         let (reader, writer) = tokio::io::split(far);
         let serving = tokio::spawn(stdio::serve(server, Box::new(reader), Box::new(writer)));
@@ -392,7 +429,8 @@ async fn initialize_tells_who_we_are_and_what_we_can() {
     assert_eq!(result["serverInfo"]["name"], "cellblock");
     assert_eq!(result["serverInfo"]["title"], "Cellblock");
     assert_eq!(result["serverInfo"]["version"], env!("CARGO_PKG_VERSION"));
-    assert_eq!(result["capabilities"], json!({"tools": {}, "resources": {}}));
+    let tasks = json!({"io.modelcontextprotocol/tasks": {}});
+    assert_eq!(result["capabilities"], json!({"tools": {}, "resources": {}, "extensions": tasks}));
     assert!(result["instructions"].as_str().unwrap().len() < 600);
 }
 
@@ -501,10 +539,11 @@ async fn what_is_not_declared_does_not_answer() {
         ("completion/complete", completion),
         ("logging/setLevel", json!({"level": "info"})),
         ("resources/subscribe", json!({"uri": "cellblock://sessions/a/executions/1/output"})),
-        ("tasks/get", json!({"taskId": "a"})),
     ] {
         assert_eq!(client.ask(request(1, method, params)).await["error"]["code"], -32601, "{method}");
     }
+    let task = client.ask(request(1, "tasks/get", json!({"taskId": "a"}))).await;
+    assert_eq!(task["error"]["code"], -32021, "this client did not say that it knows tasks");
 }
 
 #[tokio::test]
@@ -713,7 +752,7 @@ async fn more_calls_than_the_server_takes_are_told_that_it_is_busy() {
     }
     let answer = client.ask(execute(1, "hello")).await;
     assert_eq!(answer["result"]["isError"], true);
-    assert!(text(&answer).contains("busy"), "{answer}");
+    assert!(text(&answer).contains("256 of your calls"), "{answer}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,10 +1,14 @@
 //! Where packages come from: the operator's index, as uv itself sees it.
 //!
 //! uv is asked which indexes it would use, so its settings files, its variables and its default need no second reader here. It is also asked
-//! where the files of one package lie, because an index may keep them on another host than its pages.
+//! where the files of one package lie, because an index may keep them on another host than its pages; `files` remembers that from server to
+//! server. `netrc` knows passwords that stand in a file of their own.
 //!
-//! Addresses of an index may hold a password. It goes to the installer's sandbox and nowhere else: not into logs, not into errors, not into a
-//! sandbox in which a package's own code runs.
+//! Addresses of an index may hold a password. It goes to the installer's sandbox and nowhere else: not into logs, not into errors, not onto the
+//! disk, not into a sandbox in which a package's own code runs. The same holds for a proxy, which could lead such code anywhere.
+
+mod files;
+mod netrc;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -18,8 +22,10 @@ use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 
-/// A package that every index we are used with has: the runner needs it, so every environment is built with it.
-const KNOWN_PACKAGE: &str = "ipython";
+/// Variables that name proxies, for uv as for most programs. Each has a second name in capitals.
+const PROXIES: [&str; 3] = ["http_proxy", "https_proxy", "all_proxy"];
+/// Which hosts need no proxy.
+const NO_PROXY: &str = "no_proxy";
 
 /// How long uv may take to say what it knows.
 const LONGEST_ANSWER: Duration = Duration::from_secs(30);
@@ -36,6 +42,23 @@ pub struct IndexSettings {
     pub trusted_hosts: Vec<String>,
     /// A file of certificates that are trusted instead of the machine's.
     pub ca_file: Option<PathBuf>,
+    pub proxies: Proxies,
+}
+
+/// How the index is reached where that needs a proxy.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct Proxies {
+    /// Variables for uv. They may hold passwords.
+    variables: BTreeMap<&'static str, String>,
+}
+
+/// Where a list of file hosts came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FileHosts {
+    /// The index was asked.
+    Asked,
+    /// An earlier server had asked. If something is not found, it is time to ask again.
+    Remembered,
 }
 
 /// Why the index is not known.
@@ -48,7 +71,7 @@ pub enum IndexError {
 }
 
 impl IndexSettings {
-    /// Asks uv, run with `variables`, which indexes it uses.
+    /// Asks uv, run with `variables`, which indexes it uses. Nobody else is asked.
     ///
     /// `variables` are those that installers of environments run with, in which pip's settings have uv's names. `python` is any interpreter
     /// on the host.
@@ -62,29 +85,64 @@ impl IndexSettings {
             .map_err(|why| IndexError::NoAnswer { why })?;
         let (index, extra) = urls_in(&told);
         let index_url = index.ok_or_else(|| IndexError::NoAnswer { why: "it named none".to_owned() })?;
-        // An index without this package still works; its files are then expected where its pages are.
-        let files = ask(uv, python, variables, KNOWN_PACKAGE, &["--no-deps", "--format", "pylock.toml"]).await;
+        let passwords = netrc::read(variables);
+        let address = |text: &str| Ok(IndexUrl::parse(text)?.with_password_of(&passwords));
         let words = |name: &str| {
             let value = variables.get(name).map_or("", String::as_str);
             value.split([' ', ',']).filter(|word| !word.is_empty()).map(str::to_owned).collect::<Vec<_>>()
         };
         Ok(IndexSettings {
-            index_url: IndexUrl::parse(index_url)?,
-            extra_index_urls: extra.into_iter().map(IndexUrl::parse).collect::<Result<_, _>>()?,
-            file_hosts: file_hosts_in(&files.unwrap_or_default()),
+            index_url: address(index_url)?,
+            extra_index_urls: extra.into_iter().map(address).collect::<Result<_, _>>()?,
+            file_hosts: Vec::new(),
             trusted_hosts: words("UV_INSECURE_HOST"),
             ca_file: variables.get("SSL_CERT_FILE").filter(|path| !path.is_empty()).map(PathBuf::from),
+            proxies: Proxies::of(variables),
         })
+    }
+
+    /// Looks up in `memory`, a folder, on which hosts these indexes keep their files. Tells whether that was known.
+    pub fn recall_file_hosts(&mut self, memory: &Path) -> bool {
+        let hosts = files::recall(memory, &self.identity());
+        let is_known = hosts.is_some();
+        self.file_hosts = hosts.unwrap_or_default();
+        is_known
+    }
+
+    /// Finds out on which hosts these indexes keep their files: from `memory`, or by asking for one package.
+    pub async fn find_file_hosts(
+        &mut self,
+        uv: &Path,
+        python: &Path,
+        variables: &BTreeMap<String, String>,
+        memory: &Path,
+    ) -> FileHosts {
+        if self.recall_file_hosts(memory) {
+            return FileHosts::Remembered;
+        }
+        // An index without this package still works; its files are then expected where its pages are.
+        if let Ok(lock) = ask(uv, python, variables, files::KNOWN_PACKAGE, &files::OPTIONS).await {
+            self.file_hosts = files::hosts_in(&lock);
+            files::remember(memory, &self.identity(), &self.file_hosts);
+        }
+        FileHosts::Asked
+    }
+
+    /// Forgets what `memory` says of the hosts of files.
+    pub fn forget_file_hosts(&self, memory: &Path) {
+        files::forget(memory, &self.identity());
+    }
+
+    /// Returns the ports at which all this is reached.
+    pub fn ports(&self) -> BTreeSet<u16> {
+        self.places().into_iter().map(|(_, port)| port).collect()
     }
 
     /// Returns what the installer's sandbox may reach, as egress rules. Names are looked up, so this may block for a moment.
     ///
     /// A rule for a name does not open private addresses. An index that lives on one is the operator's own, so its address is listed as well.
     pub fn rules(&self) -> Vec<String> {
-        let of_files = self.file_hosts.iter().filter_map(|place| place.rsplit_once(':'));
-        let of_files = of_files.filter_map(|(host, port)| Some((host.to_owned(), port.parse().ok()?)));
-        let places: BTreeSet<(String, u16)> = self.urls().map(IndexUrl::place).chain(of_files).collect();
-        places.iter().flat_map(|(host, port)| rules_for(host, *port, addresses_of)).collect()
+        self.places().iter().flat_map(|(host, port)| rules_for(host, *port, addresses_of)).collect()
     }
 
     /// Tells whether an address holds a password.
@@ -95,7 +153,8 @@ impl IndexSettings {
     /// Replaces every password and user name of these addresses in a text that others will read.
     pub fn mask(&self, text: &str) -> String {
         let mut text = text.to_owned();
-        for credentials in self.urls().filter_map(IndexUrl::credentials) {
+        let proxies = self.proxies.urls();
+        for credentials in self.urls().chain(&proxies).filter_map(IndexUrl::credentials) {
             let (user, password) = credentials.split_once(':').unwrap_or((credentials, ""));
             // A token may be a user name without a password. Short user names are ordinary words and no secret.
             let parts = [credentials, password, if password.is_empty() { user } else { "" }];
@@ -120,11 +179,50 @@ impl IndexSettings {
             ("UV_INDEX", extra.join(" ")),
             ("UV_INSECURE_HOST", self.trusted_hosts.join(" ")),
         ];
-        settings.into_iter().filter(|(_, value)| !value.is_empty()).collect()
+        let settings = settings.into_iter().filter(|(_, value)| !value.is_empty());
+        settings.chain(self.proxies.variables.clone()).collect()
+    }
+
+    fn places(&self) -> BTreeSet<(String, u16)> {
+        let of_files = self.file_hosts.iter().filter_map(|place| place.rsplit_once(':'));
+        let of_files = of_files.filter_map(|(host, port)| Some((host.to_owned(), port.parse().ok()?)));
+        let proxies = self.proxies.urls();
+        self.urls().chain(&proxies).map(IndexUrl::place).chain(of_files).collect()
     }
 
     fn urls(&self) -> impl Iterator<Item = &IndexUrl> {
         std::iter::once(&self.index_url).chain(&self.extra_index_urls)
+    }
+}
+
+impl Proxies {
+    /// Finds them among `variables`. The name in small letters counts more, as with most programs.
+    fn of(variables: &BTreeMap<String, String>) -> Proxies {
+        let value = |name: &str| variables.get(name).or_else(|| variables.get(&name.to_ascii_uppercase()));
+        let named = |name: &'static str| Some((name, value(name).filter(|value| !value.is_empty())?.clone()));
+        let variables: BTreeMap<_, _> = PROXIES.into_iter().filter_map(named).collect();
+        if variables.is_empty() {
+            return Proxies::default();
+        }
+        Proxies { variables: variables.into_iter().chain(named(NO_PROXY)).collect() }
+    }
+
+    /// Tells whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.variables.is_empty()
+    }
+
+    /// Their addresses. One without a scheme is meant as plain HTTP; what is no address at all is uv's to complain about.
+    fn urls(&self) -> Vec<IndexUrl> {
+        let values = PROXIES.iter().filter_map(|name| self.variables.get(name));
+        let whole = |value: &String| if value.contains("://") { value.clone() } else { format!("http://{value}") };
+        values.filter_map(|value| IndexUrl::parse(&whole(value)).ok()).collect()
+    }
+}
+
+impl fmt::Debug for Proxies {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_list().entries(self.urls()).finish()
     }
 }
 
@@ -150,6 +248,15 @@ impl IndexUrl {
         let (credentials, authority) =
             authority.rsplit_once('@').map_or((None, authority), |(before, after)| (Some(before), after));
         (scheme, credentials, authority, path)
+    }
+
+    /// Adds user name and password of the host, if this address has none.
+    fn with_password_of(self, passwords: &netrc::Passwords) -> IndexUrl {
+        let (scheme, credentials, authority, path) = self.pieces();
+        match passwords.get(&self.place().0).filter(|_| credentials.is_none()) {
+            Some(known) => IndexUrl(format!("{scheme}://{known}@{authority}{path}")),
+            None => self,
+        }
     }
 
     fn credentials(&self) -> Option<&str> {
@@ -230,14 +337,6 @@ fn urls_in(compiled: &str) -> (Option<&str>, Vec<&str>) {
     (index, compiled.lines().filter_map(|line| line.strip_prefix("--extra-index-url ")).collect())
 }
 
-/// Finds the hosts of all files in a lock file.
-fn file_hosts_in(lock: &str) -> Vec<String> {
-    let urls = lock.split("url = \"").skip(1).filter_map(|rest| rest.split('"').next());
-    let places = urls.filter_map(|url| IndexUrl::parse(url).ok()).map(|url| url.place());
-    let hosts: BTreeSet<String> = places.map(|(host, port)| format!("{host}:{port}")).collect();
-    hosts.into_iter().collect()
-}
-
 fn rules_for(host: &str, port: u16, addresses: impl Fn(&str, u16) -> Vec<IpAddr>) -> Vec<String> {
     let listed = |address: IpAddr| match address {
         IpAddr::V4(address) => format!("{address}:{port}"),
@@ -296,6 +395,7 @@ mod tests {
             file_hosts: Vec::new(),
             trusted_hosts: Vec::new(),
             ca_file: None,
+            proxies: Proxies::default(),
         }
     }
 
@@ -303,9 +403,6 @@ mod tests {
     fn what_uv_tells_is_read() {
         let told = "--index-url https://a.example/simple\n--extra-index-url https://b.example/x\n\nx==1\n";
         assert_eq!(urls_in(told), (Some("https://a.example/simple"), vec!["https://b.example/x"]));
-        let lock =
-            "sdist = { url = \"https://files.example/x.tar.gz\" }\nwheels = [{ url = \"http://f.example:81/x.whl\" }]";
-        assert_eq!(file_hosts_in(lock), ["f.example:81", "files.example:443"]);
     }
 
     #[test]
@@ -378,5 +475,40 @@ mod tests {
         assert_eq!(one.identity(), settings("https://A.example/simple", &[]).identity());
         assert_ne!(one.identity(), settings("https://a.example/other", &[]).identity());
         assert_ne!(one.identity(), settings("https://a.example/simple", &["https://b.example/"]).identity());
+    }
+
+    fn variables(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+        pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+    }
+
+    #[test]
+    fn a_proxy_is_reached_and_told_to_uv_and_its_password_is_shown_nowhere() {
+        let mut settings = settings("https://127.0.0.1/simple", &[]);
+        assert_eq!(settings.ports(), BTreeSet::from([443]));
+        let pairs = [("HTTPS_PROXY", "http://me:s3cr3t@127.0.0.2:3128"), ("NO_PROXY", "a.example"), ("http_proxy", "")];
+        settings.proxies = Proxies::of(&variables(&pairs));
+        assert_eq!(settings.rules(), ["127.0.0.1:443", "127.0.0.2:3128"]);
+        assert_eq!(settings.ports(), BTreeSet::from([443, 3128]));
+        let told = settings.variables();
+        assert_eq!((told["https_proxy"].as_str(), told["no_proxy"].as_str()), (pairs[0].1, "a.example"));
+        assert!(!told.contains_key("http_proxy"));
+        assert!(!format!("{settings:?}").contains("s3cr3t"));
+        assert_eq!(settings.mask("no answer from me:s3cr3t@127.0.0.2"), "no answer from ****@127.0.0.2");
+    }
+
+    #[test]
+    fn a_proxy_needs_no_scheme_and_the_name_in_small_letters_counts() {
+        let proxies = Proxies::of(&variables(&[("all_proxy", "proxy.example:8080"), ("ALL_PROXY", "http://other:1")]));
+        assert_eq!(proxies.urls(), [IndexUrl::parse("http://proxy.example:8080").unwrap()]);
+        assert!(Proxies::of(&variables(&[("NO_PROXY", "a.example")])).is_empty());
+    }
+
+    #[test]
+    fn a_password_from_elsewhere_is_added_to_addresses_without_one() {
+        let passwords = netrc::Passwords::from([("a.example".to_owned(), "me:p%40ss".to_owned())]);
+        let with = |url: &str| IndexUrl::parse(url).unwrap().with_password_of(&passwords).0;
+        assert_eq!(with("https://A.example:8443/simple"), "https://me:p%40ss@A.example:8443/simple");
+        assert_eq!(with("https://you:x@a.example/simple"), "https://you:x@a.example/simple");
+        assert_eq!(with("https://b.example/simple"), "https://b.example/simple");
     }
 }

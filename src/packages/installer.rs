@@ -204,6 +204,7 @@ impl Job<'_> {
         let mut found = self.find(&keys).await?;
         let missing: Vec<usize> = (0..needed.len()).filter(|number| found[*number].is_none()).collect();
         if !missing.is_empty() {
+            self.make_room().await?;
             (self.tell)(Step::Downloading { packages: missing.len() });
             let workshop = match workshop {
                 Some(open) => open,
@@ -239,6 +240,11 @@ impl Job<'_> {
             // The package's code could read the password while it is built and carry it out.
             return Err(because("Packages are not built from source where the index needs a password."));
         }
+        if !self.installer.index.proxies.is_empty() {
+            // It could reach through the proxy whatever the proxy reaches.
+            return Err(because("Packages are not built from source where the index is reached through a proxy."));
+        }
+        self.make_room().await?;
         (self.tell)(Step::Building);
         let mut workshop = self.open_workshop().await?;
         let packed = match self.ask(workshop.as_mut(), Errand::Build(self.wanted())).await? {
@@ -250,6 +256,20 @@ impl Job<'_> {
         let unchanged = named.filter(|name| packed.iter().all(|package| package.name != **name));
         let already = unchanged.filter_map(|name| Some(Package::new(name, self.present.get(name)?))).collect();
         Ok(Chosen { trees, already })
+    }
+
+    /// Has packages removed that nobody uses, if the store is full.
+    async fn make_room(&self) -> Result<(), InstallError> {
+        let (store, limit) = (Arc::clone(&self.installer.store), self.installer.limits.store);
+        let room = blocking(move || store.make_room(limit)).await?;
+        if room.removed > 0 {
+            tracing::info!(
+                removed = room.removed,
+                freed = room.freed,
+                "removed packages that nobody used for the longest time"
+            );
+        }
+        Ok(())
     }
 
     /// Takes the streams of all packages out of a workshop and into the store. When one fails, private ones before it are removed.

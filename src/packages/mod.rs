@@ -15,7 +15,8 @@
 //! `Workshop`: this room does not know how one is made.
 //!
 //! No package is ever unpacked, built or imported on the host; a stream of plain files is all that comes out of a sandbox. A tree made where a
-//! package's code ran is never shared. Passwords of an index go into sandboxes in which no package's code runs, and nowhere else.
+//! package's code ran is never shared. Passwords of an index and addresses of proxies go into sandboxes in which no package's code runs, and
+//! nowhere else.
 
 mod answers;
 mod index;
@@ -31,12 +32,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-pub use index::{IndexError, IndexSettings, IndexUrl};
+pub use index::{FileHosts, IndexError, IndexSettings, IndexUrl, Proxies};
 pub use installer::{Installer, Wish};
 pub use requirement::{
     LONGEST_REQUIREMENT, Location, MOST_REQUIREMENTS, Requirement, RequirementError, Source, normalised,
 };
-pub use store::{Key, Record, Sharing, Store, StoreError, Tree, TreeName};
+pub use store::{Key, Record, Room, Sharing, Store, StoreError, Tree, TreeName};
 pub use stream::{Bounds, StreamError};
 
 /// Where `Store::trees` is mounted inside, read-only.
@@ -92,11 +93,19 @@ pub struct Limits {
     /// Each tree.
     pub files: u64,
     pub builds: Builds,
+    /// All trees of the store together, before one installation adds to them.
+    pub store: u64,
 }
 
 impl Default for Limits {
     fn default() -> Limits {
-        Limits { time: Duration::from_secs(300), bytes: 2 << 30, files: 50_000, builds: Builds::Allowed }
+        Limits {
+            time: Duration::from_secs(300),
+            bytes: 2 << 30,
+            files: 50_000,
+            builds: Builds::Allowed,
+            store: 10 << 30,
+        }
     }
 }
 

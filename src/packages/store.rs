@@ -5,6 +5,7 @@
 //! <store>/records/<name>    what is known of that tree: package, version, hash of its file list, hash of its content
 //! <store>/index/<key>       which tree answers (index, Python, package, version, hashes of its files)
 //! <store>/incoming/         trees that are being written
+//! <store>/uses/             which trees each server has given to sessions: `uses`
 //! <store>/in-use.lock       shared by every server that uses the store
 //! ```
 //!
@@ -12,7 +13,13 @@
 //! that it was told, and whoever does not know the name of a private tree cannot find it.
 //!
 //! A tree is written into `incoming`, made read-only and renamed. A tree that exists is never written to: who comes second keeps the
-//! first. So servers that share a store need no lock among each other, except to clean up: that is done by whoever opens the store alone.
+//! first. One that was changed by something else is noticed when it is looked for, counts as missing, and is replaced as a whole by whoever fetches it anew.
+//!
+//! Trees that no session uses go when room is needed, those first that were not used for the longest time (`room`). What is
+//! left of servers that are gone is removed by whoever opens the store alone.
+
+mod room;
+mod uses;
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions, Permissions, TryLockError};
@@ -24,7 +31,10 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::stream::{self, Bounds, StreamError, hash_of};
+use super::stream::{self, Bounds, StreamError, hash_of, stamp_of};
+use uses::{Marking, Uses};
+
+pub use room::Room;
 
 const TREES: &str = "trees";
 const RECORDS: &str = "records";
@@ -32,10 +42,11 @@ const INDEX: &str = "index";
 const INCOMING: &str = "incoming";
 const LOCK: &str = "in-use.lock";
 
-/// Packages on the host. While this value lives, no other process removes a tree.
+/// Packages on the host. While this value lives, nobody removes a tree that it has found or added, until it lets go of it.
 #[derive(Debug)]
 pub struct Store {
     root: PathBuf,
+    uses: Uses,
     _in_use: File,
 }
 
@@ -54,7 +65,7 @@ pub struct Key(String);
 pub enum Sharing {
     /// Made without running any code of a package, and found by everybody.
     Shared,
-    /// Made where a package's code ran. Only who is told its name can use it, and it goes when the last server ends.
+    /// Made where a package's code ran. Only who is told its name can use it, and it goes with whoever used it.
     Private,
 }
 
@@ -71,6 +82,9 @@ pub struct Record {
     pub created: u64,
     listing: String,
     content: String,
+    /// When each file was last changed, as a hash. As long as that is the same, so is the content. Older records have none.
+    #[serde(default)]
+    stamp: String,
 }
 
 /// A tree of the store.
@@ -87,10 +101,13 @@ pub enum StoreError {
     Stream(#[from] StreamError),
     #[error("the package holds no description of itself, or more than one")]
     NoDescription,
-    #[error(
-        "a stored package was changed on disk; the operator should remove it from the package store: {package} {version} ({name})"
-    )]
+    #[error("a stored package was changed on disk: {package} {version} ({name})")]
     Damaged { name: TreeName, package: String, version: String },
+    #[error(
+        "the package store is full: sessions use all of its {}; close sessions that are not needed, or have the operator raise package_store_size",
+        stream::mebibytes(*.limit)
+    )]
+    Full { limit: u64 },
     #[error("could not {attempt}")]
     Files {
         attempt: &'static str,
@@ -171,7 +188,8 @@ impl Store {
             Err(TryLockError::WouldBlock) => false,
             Err(TryLockError::Error(cause)) => return Err(while_doing("lock the package store")(cause)),
         };
-        let store = Store { root: root.to_owned(), _in_use: lock };
+        let uses = Uses::open(root).map_err(while_doing("note who uses the package store"))?;
+        let store = Store { root: root.to_owned(), uses, _in_use: lock };
         if alone {
             store.clean_up();
         }
@@ -185,14 +203,19 @@ impl Store {
         self.root.join(TREES)
     }
 
-    /// Finds the tree for a key, and looks whether its file list is still what it was.
+    /// Finds the tree for a key, unless it was changed on disk. It is in use from then on.
     pub fn find(&self, key: &Key) -> Result<Option<Tree>, StoreError> {
         let Ok(text) = fs::read_to_string(self.root.join(INDEX).join(&key.0)) else { return Ok(None) };
-        let Some(tree) = TreeName::new(text.trim()).and_then(|name| self.tree(&name)) else { return Ok(None) };
-        if !self.path(&tree.name).is_dir() {
+        let Some(name) = TreeName::new(text.trim()) else { return Ok(None) };
+        let marking = self.uses.marking().map_err(while_doing("note which packages are used"))?;
+        // Only now: until then it could still go.
+        let Some(tree) = self.tree(&name).filter(|tree| self.path(&tree.name).is_dir()) else { return Ok(None) };
+        if self.check(&tree).is_err() {
+            let Record { package, version, .. } = &tree.record;
+            tracing::warn!(package, version, "a stored package was changed on disk, and will be replaced");
             return Ok(None);
         }
-        self.check(&tree)?;
+        self.mark(&marking, &tree.name)?;
         Ok(Some(tree))
     }
 
@@ -220,10 +243,9 @@ impl Store {
             created: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             listing: hash_of(&without_contents(listing)),
             content,
+            stamp: String::new(),
         };
-        let tree = Tree { name, record };
-        self.keep(&place, &tree)?;
-        Ok(tree)
+        self.keep(&place, Tree { name, record })
     }
 
     /// Lets everybody find a tree under a key. Private trees are never found.
@@ -234,13 +256,22 @@ impl Store {
         self.write(INDEX, &key.0, tree.name.as_str().as_bytes()).map_err(while_doing("remember the package"))
     }
 
-    /// Looks whether names, kinds and sizes of a tree's files are what they were.
+    /// Looks whether a tree is what it was. Its bytes are read only if a file has been changed since, be it back to what it was.
     pub fn check(&self, tree: &Tree) -> Result<(), StoreError> {
         let found = stream::list(&self.path(&tree.name), false);
-        self.compare(tree, found, &tree.record.listing)
+        let stamp = found.as_ref().map_or(String::new(), stamp_of);
+        self.compare(tree, found, &tree.record.listing)?;
+        if stamp == tree.record.stamp {
+            return Ok(());
+        }
+        self.verify(tree)?;
+        let record = Record { stamp, ..tree.record.clone() };
+        // Without it, the bytes are read again next time.
+        let _ = self.write_record(&Tree { name: tree.name.clone(), record });
+        Ok(())
     }
 
-    /// Reads every byte of a tree and compares it with what was written. It is for `doctor`: it takes as long as reading takes.
+    /// Reads every byte of a tree and compares it with what was written. It takes as long as reading takes.
     pub fn verify(&self, tree: &Tree) -> Result<(), StoreError> {
         let found = stream::list(&self.path(&tree.name), true);
         self.compare(tree, found, &tree.record.content)
@@ -257,8 +288,15 @@ impl Store {
         Ok(trees)
     }
 
-    /// Removes a tree. Sessions that use it lose it, so it is for private trees whose session has ended, and for damaged ones.
+    /// Removes a tree. Sessions that use it lose it, so it is for private trees whose session has ended.
     pub fn remove(&self, name: &TreeName) -> Result<(), StoreError> {
+        let doomed = self.move_away(name)?;
+        let _ = fs::remove_file(self.root.join(RECORDS).join(name.as_str()));
+        remove_tree(doomed.path()).map_err(while_doing("remove a package"))
+    }
+
+    /// Takes a tree out of its place in one step.
+    fn move_away(&self, name: &TreeName) -> Result<tempfile::TempDir, StoreError> {
         let doomed = tempfile::Builder::new()
             .prefix("removed-")
             .tempdir_in(self.root.join(INCOMING))
@@ -268,35 +306,58 @@ impl Store {
         let moved = fs::set_permissions(&path, Permissions::from_mode(0o755))
             .and_then(|()| fs::rename(&path, doomed.path().join("tree")));
         match moved {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(while_doing("remove a package")(error));
-            }
-            _ => {}
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(while_doing("remove a package")(error)),
+            _ => Ok(doomed),
         }
-        let _ = fs::remove_file(self.root.join(RECORDS).join(name.as_str()));
-        remove_tree(doomed.path()).map_err(while_doing("remove a package"))
     }
 
-    /// Gives a finished tree its place and its record.
-    fn keep(&self, place: &Path, tree: &Tree) -> Result<(), StoreError> {
+    /// Gives a finished tree its place and its record. It is in use from then on.
+    fn keep(&self, place: &Path, mut tree: Tree) -> Result<Tree, StoreError> {
         make_read_only(place).map_err(while_doing("make the package read-only"))?;
-        let record = serde_json::to_vec(&tree.record).expect("a record can always be written as JSON");
-        // The record comes first: a tree without one could not be checked, a record without a tree is not found.
-        self.write(RECORDS, tree.name.as_str(), &record).map_err(while_doing("write down the package"))?;
+        let listing = stream::list(place, false).map_err(while_doing("make the package read-only"))?;
+        tree.record.stamp = stamp_of(&listing);
+        let marking = self.uses.marking().map_err(while_doing("note which packages are used"))?;
+        self.mark(&marking, &tree.name)?;
         let path = self.path(&tree.name);
+        if let Some(there) = self.tree(&tree.name).filter(|_| path.is_dir()) {
+            if self.check(&there).is_ok() {
+                let _ = remove_tree(place);
+                return Ok(there);
+            }
+            // It was changed on disk. Whoever has its files open keeps them; whoever comes by its name finds what should be there.
+            let damaged = self.move_away(&tree.name)?;
+            remove_tree(damaged.path()).map_err(while_doing("remove a package"))?;
+        }
+        // The record comes first: a tree without one could not be checked, a record without a tree is not found.
+        self.write_record(&tree).map_err(while_doing("write down the package"))?;
         match fs::rename(place, &path) {
             Ok(()) => fs::set_permissions(&path, Permissions::from_mode(0o555))
-                .map_err(while_doing("make the package read-only")),
+                .map_err(while_doing("make the package read-only"))?,
             // Somebody else put the same content there first.
             Err(error) if matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::DirectoryNotEmpty) => {
                 let _ = remove_tree(place);
-                self.check(tree)
+                self.check(&tree)?;
             }
             Err(cause) => {
                 let _ = remove_tree(place);
-                Err(while_doing("put the package in its place")(cause))
+                return Err(while_doing("put the package in its place")(cause));
             }
         }
+        Ok(tree)
+    }
+
+    /// Notes that a tree is used, now and from now on.
+    fn mark(&self, marking: &Marking, name: &TreeName) -> Result<(), StoreError> {
+        self.uses.mark(marking, name).map_err(while_doing("note which packages are used"))?;
+        let record = OpenOptions::new().write(true).open(self.root.join(RECORDS).join(name.as_str()));
+        // It says when the tree was used last. A tree that is being added has no record yet.
+        let _ = record.and_then(|record| record.set_modified(SystemTime::now()));
+        Ok(())
+    }
+
+    fn write_record(&self, tree: &Tree) -> io::Result<()> {
+        let record = serde_json::to_vec(&tree.record).expect("a record can always be written as JSON");
+        self.write(RECORDS, tree.name.as_str(), &record)
     }
 
     fn compare(&self, tree: &Tree, found: io::Result<stream::Listing>, expected: &str) -> Result<(), StoreError> {
@@ -330,6 +391,8 @@ impl Store {
 
     /// Removes what nobody can be using. Only who holds the lock alone may call it.
     fn clean_up(&self) {
+        // Reading the marks of others removes those of servers that are gone.
+        let _ = self.in_use();
         let leftovers = fs::read_dir(self.root.join(INCOMING)).into_iter().flatten().flatten();
         let unfinished: Vec<io::Result<()>> = leftovers.map(|entry| remove_tree(&entry.path())).collect();
         let private =
@@ -390,195 +453,4 @@ fn remove_tree(path: &Path) -> io::Result<()> {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use super::super::stream::tests::stream;
-    use super::*;
-
-    const ROOMY: Bounds = Bounds { files: 100, bytes: 1 << 20 };
-    const PURE: [(&str, &str); 3] =
-        [("pure/__init__.py", "x = 1\n"), ("pure-1.0.dist-info/METADATA", "Name: pure\n"), ("bin/pure", "#!x\n")];
-
-    /// A store in a folder of its own, which can be removed again without root's rights.
-    pub(crate) struct Bench {
-        folder: tempfile::TempDir,
-    }
-
-    impl Bench {
-        pub(crate) fn new() -> Bench {
-            Bench { folder: tempfile::tempdir().unwrap() }
-        }
-
-        pub(crate) fn open(&self) -> Store {
-            Store::open(&self.folder.path().join("packages")).unwrap()
-        }
-    }
-
-    impl Drop for Bench {
-        fn drop(&mut self) {
-            let _ = remove_tree(self.folder.path());
-        }
-    }
-
-    fn key(version: &str) -> Key {
-        Key::new(&["index", "cp311", "pure", version])
-    }
-
-    fn add(store: &Store, files: &[(&str, &str)], sharing: Sharing) -> Tree {
-        store.add(stream(files).as_slice(), ROOMY, sharing).unwrap()
-    }
-
-    fn mode(path: &Path) -> u32 {
-        fs::metadata(path).unwrap().permissions().mode() & 0o7777
-    }
-
-    fn unfinished(store: &Store) -> usize {
-        fs::read_dir(store.root.join(INCOMING)).unwrap().count()
-    }
-
-    #[test]
-    fn a_tree_is_named_after_its_content_and_cannot_be_written_to() {
-        let bench = Bench::new();
-        let store = bench.open();
-        let tree = add(&store, &PURE, Sharing::Shared);
-        assert_eq!((tree.record.package.as_str(), tree.record.version.as_str()), ("pure", "1.0"));
-        assert_eq!((tree.record.files, tree.record.bytes), (3, 21));
-        let path = store.path(&tree.name);
-        let modes = ["", "pure", "pure/__init__.py", "bin/pure"].map(|part| mode(&path.join(part)));
-        assert_eq!(modes, [0o555, 0o555, 0o444, 0o555]);
-        assert_eq!(add(&store, &PURE, Sharing::Shared).name, tree.name, "the same content has the same name");
-        let other = [PURE[0], PURE[1], ("bin/pure", "#!y\n")];
-        assert_ne!(add(&store, &other, Sharing::Shared).name, tree.name);
-        assert_eq!(unfinished(&store), 0);
-    }
-
-    #[test]
-    fn sessions_can_use_a_path_but_not_list_the_store() {
-        let bench = Bench::new();
-        let store = bench.open();
-        assert_eq!(mode(&store.trees()), 0o311);
-        assert_eq!(mode(&store.root), 0o711);
-        let others = [RECORDS, INDEX, INCOMING].map(|name| mode(&store.root.join(name)));
-        assert_eq!(others, [0o700; 3]);
-    }
-
-    #[test]
-    fn a_tree_is_found_by_its_key_in_every_server() {
-        let bench = Bench::new();
-        let (store, neighbour) = (bench.open(), bench.open());
-        assert_eq!(store.find(&key("1.0")).unwrap(), None);
-        let tree = add(&store, &PURE, Sharing::Shared);
-        store.remember(&key("1.0"), &tree).unwrap();
-        assert_eq!(neighbour.find(&key("1.0")).unwrap(), Some(tree));
-        assert_eq!(store.find(&key("1.1")).unwrap(), None);
-        assert_ne!(Key::new(&["a", "b"]), Key::new(&["ab", ""]));
-    }
-
-    #[test]
-    fn a_private_tree_has_a_name_that_nobody_can_guess_and_is_in_no_index() {
-        let bench = Bench::new();
-        let store = bench.open();
-        let (one, two) = (add(&store, &PURE, Sharing::Private), add(&store, &PURE, Sharing::Private));
-        let shared = add(&store, &PURE, Sharing::Shared);
-        assert!(one.name != two.name && one.name != shared.name);
-        store.remember(&key("1.0"), &one).unwrap();
-        assert_eq!(store.find(&key("1.0")).unwrap(), None);
-        store.remember(&key("1.0"), &shared).unwrap();
-        assert_eq!(store.find(&key("1.0")).unwrap(), Some(shared)); // control
-        store.verify(&one).unwrap();
-    }
-
-    #[test]
-    fn who_opens_the_store_alone_removes_private_and_unfinished_trees() {
-        let bench = Bench::new();
-        let store = bench.open();
-        let (private, shared) = (add(&store, &PURE, Sharing::Private), add(&store, &PURE, Sharing::Shared));
-        fs::create_dir(store.root.join(INCOMING).join("tree-interrupted")).unwrap();
-        drop(bench.open());
-        assert_eq!((store.list().unwrap().len(), unfinished(&store)), (2, 1), "another server is using it");
-        drop(store);
-        let store = bench.open();
-        assert_eq!((store.list().unwrap(), unfinished(&store)), (vec![shared], 0));
-        assert!(!store.path(&private.name).exists());
-    }
-
-    #[test]
-    fn a_changed_file_is_noticed_by_size_at_once_and_by_content_when_everything_is_read() {
-        let bench = Bench::new();
-        let store = bench.open();
-        let tree = add(&store, &PURE, Sharing::Shared);
-        store.remember(&key("1.0"), &tree).unwrap();
-        store.verify(&tree).unwrap(); // control
-        let file = store.path(&tree.name).join("pure/__init__.py");
-        fs::set_permissions(&file, Permissions::from_mode(0o644)).unwrap();
-        fs::write(&file, "x = 2\n").unwrap();
-        store.find(&key("1.0")).unwrap().unwrap();
-        assert!(matches!(store.verify(&tree), Err(StoreError::Damaged { .. })));
-        fs::write(&file, "x = 10\n").unwrap();
-        let said = store.find(&key("1.0")).unwrap_err().to_string();
-        assert!(said.contains("pure 1.0"), "{said}");
-        let again = store.add(stream(&PURE).as_slice(), ROOMY, Sharing::Shared);
-        assert!(matches!(again, Err(StoreError::Damaged { .. })), "what exists is not touched");
-        store.remove(&tree.name).unwrap();
-        assert_eq!(store.find(&key("1.0")).unwrap(), None);
-        assert_eq!(add(&store, &PURE, Sharing::Shared).name, tree.name);
-        store.find(&key("1.0")).unwrap().unwrap();
-    }
-
-    #[test]
-    fn an_added_or_missing_file_is_noticed() {
-        let bench = Bench::new();
-        let store = bench.open();
-        for change in
-            [|path: &Path| fs::write(path.join("evil.py"), ""), |path: &Path| fs::remove_file(path.join("bin/pure"))]
-        {
-            let tree = add(&store, &PURE, Sharing::Private);
-            let path = store.path(&tree.name);
-            for folder in [path.clone(), path.join("bin")] {
-                fs::set_permissions(folder, Permissions::from_mode(0o755)).unwrap();
-            }
-            store.check(&tree).unwrap(); // control
-            change(&path).unwrap();
-            assert!(matches!(store.check(&tree), Err(StoreError::Damaged { .. })));
-        }
-    }
-
-    #[test]
-    fn a_refused_stream_leaves_nothing() {
-        let bench = Bench::new();
-        let store = bench.open();
-        let hostile = [PURE[0], PURE[1], ("../../index/x", "x")];
-        store.add(stream(&hostile).as_slice(), ROOMY, Sharing::Shared).unwrap_err();
-        let whole = stream(&PURE);
-        store.add(&whole[..whole.len() - 1], ROOMY, Sharing::Shared).unwrap_err();
-        assert_eq!((store.list().unwrap(), unfinished(&store)), (Vec::new(), 0));
-        assert_eq!(fs::read_dir(store.root.join(INDEX)).unwrap().count(), 0);
-    }
-
-    #[test]
-    fn a_tree_must_say_which_package_it_is() {
-        let bench = Bench::new();
-        let store = bench.open();
-        for descriptions in [&[] as &[&str], &["a-1.0", "b-1.0"], &["-1.0"], &["a-"], &["a b-1"], &["a-1 0"]] {
-            let paths = descriptions.iter().map(|name| format!("{name}.dist-info/METADATA")).collect::<Vec<_>>();
-            let files: Vec<_> = paths.iter().map(|path| (path.as_str(), "")).chain([("x.py", "")]).collect();
-            let refused = store.add(stream(&files).as_slice(), ROOMY, Sharing::Shared);
-            assert!(matches!(refused, Err(StoreError::NoDescription)), "{descriptions:?}");
-        }
-        let tree = add(&store, &[("Zope.Event_x-1.0+cpu.dist-info/METADATA", "")], Sharing::Shared);
-        assert_eq!((tree.record.package.as_str(), tree.record.version.as_str()), ("zope-event-x", "1.0+cpu"));
-    }
-
-    #[test]
-    fn many_who_add_the_same_at_once_share_one_tree() {
-        let bench = Bench::new();
-        let stores: Vec<Store> = (0..4).map(|_| bench.open()).collect();
-        let names: Vec<TreeName> = std::thread::scope(|scope| {
-            let adding: Vec<_> =
-                stores.iter().map(|store| scope.spawn(|| add(store, &PURE, Sharing::Shared).name)).collect();
-            adding.into_iter().map(|thread| thread.join().unwrap()).collect()
-        });
-        assert!(names.iter().all(|name| *name == names[0]));
-        assert_eq!((stores[0].list().unwrap().len(), unfinished(&stores[0])), (1, 0));
-        stores[0].verify(&stores[0].list().unwrap()[0]).unwrap();
-    }
-}
+pub(super) mod tests;

@@ -15,7 +15,7 @@
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions, Permissions};
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 use serde::Deserialize;
@@ -59,6 +59,8 @@ pub(super) struct Entry {
     pub(super) program: bool,
     /// SHA-256 of its bytes, or nothing when they were not read.
     pub(super) content: Option<[u8; 32]>,
+    /// When the kernel saw it change last, in seconds and nanoseconds, or zero where that was not asked. No program can choose this time.
+    pub(super) changed: (i64, i64),
 }
 
 /// All files of a tree by path.
@@ -73,6 +75,18 @@ pub(super) fn hash_of(listing: &Listing) -> String {
         hash.update([0, u8::from(entry.program)]);
         hash.update(entry.size.to_be_bytes());
         hash.update(entry.content.unwrap_or_default());
+    }
+    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Names a listing by when its files were changed.
+pub(super) fn stamp_of(listing: &Listing) -> String {
+    let mut hash = Sha256::new();
+    for (path, Entry { changed: (seconds, nanoseconds), .. }) in listing {
+        hash.update(path.as_bytes());
+        hash.update([0]);
+        hash.update(seconds.to_be_bytes());
+        hash.update(nanoseconds.to_be_bytes());
     }
     hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -112,7 +126,8 @@ pub(super) fn unpack(stream: impl Read, folder: &Path, bounds: Bounds) -> Result
         }
         left = left.checked_sub(header.size).ok_or(StreamError::TooLarge(bounds.bytes))?;
         let content = write_file(&mut stream, &folder.join(&header.path), &header)?;
-        listing.insert(header.path, Entry { size: header.size, program: header.program, content: Some(content) });
+        let entry = Entry { size: header.size, program: header.program, content: Some(content), changed: (0, 0) };
+        listing.insert(header.path, entry);
     }
 }
 
@@ -204,7 +219,8 @@ pub(super) fn list(folder: &Path, with_contents: bool) -> io::Result<Listing> {
             } else if found.is_file() {
                 let content = if with_contents { Some(hash_file(&entry.path())?) } else { None };
                 let program = found.permissions().mode() & 0o111 != 0;
-                listing.insert(path, Entry { size: found.len(), program, content });
+                let changed = (found.ctime(), found.ctime_nsec());
+                listing.insert(path, Entry { size: found.len(), program, content, changed });
             } else {
                 return Err(io::Error::other("it holds something that is neither a file nor a folder"));
             }
@@ -268,7 +284,15 @@ pub(super) mod tests {
         assert_eq!(fs::read_to_string(place.join("a/b.py")).unwrap(), "x = 1\n");
         let mode = |path: &str| fs::metadata(place.join(path)).unwrap().permissions().mode() & 0o7777;
         assert_eq!([mode("a/b.py"), mode("bin/run"), mode("empty")], [0o444, 0o555, 0o444]);
-        assert_eq!(list(&place, true).unwrap(), listing, "what was read back is what was written");
+        let found = list(&place, true).unwrap();
+        assert_eq!(hash_of(&found), hash_of(&listing), "what was read back is what was written");
+        let before = stamp_of(&found);
+        fs::set_permissions(place.join("empty"), Permissions::from_mode(0o444)).unwrap();
+        assert_ne!(
+            stamp_of(&list(&place, true).unwrap()),
+            before,
+            "the kernel saw that, although nothing is different"
+        );
     }
 
     #[test]
@@ -336,7 +360,7 @@ pub(super) mod tests {
 
     #[test]
     fn a_listing_that_differs_in_anything_has_another_name() {
-        let entry = |size, program, content| Entry { size, program, content };
+        let entry = |size, program, content| Entry { size, program, content, changed: (0, 0) };
         let one = |path: &str, entry| hash_of(&Listing::from([(path.to_owned(), entry)]));
         let base = one("a", entry(1, false, Some([1; 32])));
         assert_eq!(base, one("a", entry(1, false, Some([1; 32]))));

@@ -10,6 +10,7 @@
 //! | `raise X` | ends the cell with a `ValueError` |
 //! | `sleep SECONDS` | waits; an interrupt raises `KeyboardInterrupt` |
 //! | `ignore-interrupt` | waits for ever |
+//! | `burn SECONDS` | says that so much processor time was used |
 //! | `flood N` | prints N numbered lines |
 //! | `exit N`, `crash`, `oom` | ends the interpreter; `exit-later N` does so after the end of the cell |
 //! | `garbage`, `unknown`, `done-twice`, `other-done`, `forge SEQ` | lies on the channel or in a pipe |
@@ -46,8 +47,8 @@ use tokio::net::unix::pipe::Sender;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 
 use super::{
-    Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Interpreter, Isolation, LaunchError, Layer, LayerKind,
-    MemoryUse, Preparation, Process, Sandbox,
+    Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Layer,
+    LayerKind, MemoryUse, Preparation, Process, Sandbox,
 };
 
 const MARKER: [u8; 16] = *b"fake interpreter";
@@ -76,6 +77,10 @@ struct World {
     made: AtomicUsize,
     memory_of_checkpoint: AtomicU64,
     keeps_beginnings: AtomicBool,
+    /// What a fresh sandbox can reach.
+    rules: Mutex<Rules>,
+    /// Bytes that each interpreter holds.
+    memory_of_interpreter: AtomicU64,
     /// What whoever asks next is told to have been refused.
     blocked: Mutex<Vec<Blocked>>,
 }
@@ -137,6 +142,11 @@ impl FakeBackend {
         self.world.keeps_beginnings.store(true, Ordering::SeqCst);
     }
 
+    /// Says what fresh sandboxes can reach from now on.
+    pub fn set_rules(&self, rules: Rules) {
+        *self.world.rules.lock().expect("nothing panics while it holds the rules") = rules;
+    }
+
     /// Has the sandbox that is asked next say that it refused a connection.
     pub fn block(&self, blocked: Blocked) {
         self.world.blocked.lock().expect("nothing panics while it holds the refusals").push(blocked);
@@ -158,6 +168,11 @@ impl FakeBackend {
         for _ in 0..count {
             checkpoints.pop_first();
         }
+    }
+
+    /// Says how much memory each interpreter holds, beside its files and copies.
+    pub fn set_memory_of_interpreter(&self, bytes: u64) {
+        self.world.memory_of_interpreter.store(bytes, Ordering::SeqCst);
     }
 
     /// Says how much memory each copy holds.
@@ -216,9 +231,11 @@ impl World {
             Some(copy) => copy.carry_to(files.path()).map_err(start_failed)?,
             None => Birth::default(),
         };
-        let (mut interpreter, process) = start(files.path(), birth)?;
+        let used = Arc::new(Mutex::new(Duration::ZERO));
+        let (mut interpreter, process) = start(files.path(), birth, used.clone())?;
         world.alive.fetch_add(1, Ordering::SeqCst);
         let number = world.numbers.fetch_add(1, Ordering::SeqCst);
+        let rules = world.rules.lock().expect("nothing panics while it holds the rules").clone();
         let sandbox = FakeSandbox {
             number,
             files: Some(files),
@@ -226,7 +243,8 @@ impl World {
             process,
             world: world.clone(),
             next_checkpoint: 1,
-            rules: Mutex::default(),
+            used,
+            rules: Mutex::new(rules),
         };
         if let Some(beginning) = beginning {
             world.checkpoints().insert((number, BEGINNING), beginning);
@@ -322,7 +340,31 @@ struct FakeSandbox {
     process: FakeProcess,
     world: Arc<World>,
     next_checkpoint: u32,
+    /// Processor time that its interpreters say they used.
+    used: Arc<Mutex<Duration>>,
     rules: Mutex<Rules>,
+}
+
+/// What a sandbox uses, as its interpreter has it.
+struct FakeGauge {
+    used: Arc<Mutex<Duration>>,
+    world: Arc<World>,
+    files: Option<PathBuf>,
+}
+
+impl Gauge for FakeGauge {
+    fn processor_time(&self) -> Duration {
+        *self.used.lock().expect("nothing panics while it holds the time")
+    }
+
+    fn memory(&self) -> u64 {
+        self.world.memory_of_interpreter.load(Ordering::SeqCst) + self.stored()
+    }
+
+    fn stored(&self) -> u64 {
+        let files = self.files.as_deref().and_then(|folder| read_files(folder).ok()).unwrap_or_default();
+        files.values().map(|bytes| bytes.len() as u64).sum()
+    }
 }
 
 impl FakeSandbox {
@@ -347,7 +389,8 @@ impl Sandbox for FakeSandbox {
     }
 
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
-        let (interpreter, process) = start(self.end_interpreter().await?, Birth::default())?;
+        let used = self.used.clone();
+        let (interpreter, process) = start(self.end_interpreter().await?, Birth::default(), used)?;
         self.process = process;
         Ok(interpreter)
     }
@@ -359,6 +402,11 @@ impl Sandbox for FakeSandbox {
     }
 
     fn forget_peak(&self) {}
+
+    fn gauge(&self) -> Arc<dyn Gauge> {
+        let files = self.files.as_ref().map(|folder| folder.path().to_owned());
+        Arc::new(FakeGauge { used: self.used.clone(), world: self.world.clone(), files })
+    }
 
     async fn checkpoint(&mut self, told: oneshot::Sender<()>) -> Result<CheckpointId, CheckpointError> {
         let failed = |why: &str| CheckpointError::Failed { why: why.to_owned() };
@@ -388,12 +436,13 @@ impl Sandbox for FakeSandbox {
     async fn restore(&mut self, checkpoint: CheckpointId) -> Result<Interpreter, LaunchError> {
         let copy = self.copy_of(checkpoint)?;
         let returns = *self.world.copying.lock().expect("nothing panics while it holds the switch");
+        let used = self.used.clone();
         let folder = self.end_interpreter().await?;
         if returns == FakeCopying::NoReturn {
             return Err(LaunchError::Start { why: "the switch says so".to_owned() });
         }
         let birth = copy.put_back(folder).map_err(start_failed)?;
-        let (interpreter, process) = start(folder, birth)?;
+        let (interpreter, process) = start(folder, birth, used)?;
         self.process = process;
         Ok(interpreter)
     }
@@ -410,7 +459,9 @@ impl Sandbox for FakeSandbox {
         if !self.world.may_fork() {
             return Err(LaunchError::Start { why: "there is no room for one more".to_owned() });
         }
-        World::sandbox(&self.world, Some(&copy), terms.keep_beginning.then(|| copy.clone()))
+        let (fork, interpreter) = World::sandbox(&self.world, Some(&copy), terms.keep_beginning.then(|| copy.clone()))?;
+        fork.set_rules(self.rules());
+        Ok((fork, interpreter))
     }
 
     fn has(&self, checkpoint: CheckpointId) -> bool {
@@ -469,7 +520,7 @@ impl Process for FakeProcess {
 }
 
 /// Starts a task that plays an interpreter.
-fn start(files: &Path, birth: Birth) -> Result<(Interpreter, FakeProcess), LaunchError> {
+fn start(files: &Path, birth: Birth, used: Arc<Mutex<Duration>>) -> Result<(Interpreter, FakeProcess), LaunchError> {
     let (host, channel) = UnixStream::pair().map_err(start_failed)?;
     let (out, out_writer) = io::pipe().map_err(start_failed)?;
     let (err, err_writer) = io::pipe().map_err(start_failed)?;
@@ -498,6 +549,7 @@ fn start(files: &Path, birth: Birth) -> Result<(Interpreter, FakeProcess), Launc
         ],
         interrupt: process.interrupt.clone(),
         files: files.to_owned(),
+        used,
         variables: birth.variables,
         branch_point,
         lost: Vec::new(),
@@ -531,6 +583,7 @@ struct Script {
     pipes: [Sender; 2],
     interrupt: Arc<Notify>,
     files: PathBuf,
+    used: Arc<Mutex<Duration>>,
     variables: BTreeMap<String, String>,
     branch_point: mpsc::Sender<Snapshot>,
     lost: Vec<String>,
@@ -576,6 +629,11 @@ impl Script {
         match header["type"].as_str() {
             _ if self.muted => Ok(()),
             Some("execute") => self.execute(id, &String::from_utf8_lossy(&payload)).await,
+            Some("list_files") => self.list_files(id, header["limit"].as_u64().unwrap_or(0) as usize).await,
+            Some("read_file") if header.get("offset").is_some() => {
+                let number = |name: &str| header[name].as_u64().unwrap_or(0) as usize;
+                self.read_part(id, path(), number("offset"), number("length")).await
+            }
             Some("read_file") => self.read_file(id, path(), header["limit"].as_u64().unwrap_or(0)).await,
             Some("write_begin") => {
                 self.upload = Some((path(), header["overwrite"] == true, Vec::new()));
@@ -746,6 +804,11 @@ impl Script {
                     () = interrupt.notified() => Err(Interruption::Raised { name: "KeyboardInterrupt", message: String::new() }),
                 }
             }
+            "burn" => {
+                let time = Duration::from_secs_f64(rest.parse().unwrap_or(0.0));
+                *self.used.lock().expect("nothing panics while it holds the time") += time;
+                Ok(())
+            }
             "ignore-interrupt" => std::future::pending().await,
             "mute" => {
                 self.muted = true;
@@ -780,6 +843,29 @@ impl Script {
             self.say(json!({"type": "file_data", "id": id}), chunk).await?;
         }
         self.say(json!({"type": "file_end", "id": id, "size": bytes.len()}), b"").await
+    }
+
+    async fn read_part(&mut self, id: &Value, path: PathBuf, offset: usize, length: usize) -> Result<(), Interruption> {
+        let Ok(bytes) = std::fs::read(&path) else {
+            let failed = json!({"type": "failed", "id": id, "reason": "missing", "message": ""});
+            return self.say(failed, b"").await;
+        };
+        let start = offset.min(bytes.len());
+        let part = &bytes[start..bytes.len().min(start.saturating_add(length))];
+        for chunk in part.chunks(256 * 1024) {
+            self.say(json!({"type": "file_data", "id": id}), chunk).await?;
+        }
+        let version = bytes.iter().fold(bytes.len() as u64, |sum, byte| sum.wrapping_mul(31) + u64::from(*byte));
+        let end = json!({"type": "file_end", "id": id, "size": part.len(), "total": bytes.len(), "version": version.to_string()});
+        self.say(end, b"").await
+    }
+
+    async fn list_files(&mut self, id: &Value, limit: usize) -> Result<(), Interruption> {
+        let files = read_files(&self.files)?;
+        let entries = files.iter().map(|(path, bytes)| json!({"path": path.to_string_lossy(), "size": bytes.len()}));
+        let entries = entries.take(limit).collect::<Vec<_>>();
+        let omitted = files.len() - entries.len();
+        self.say(json!({"type": "file_list", "id": id, "entries": entries, "omitted": omitted}), b"").await
     }
 
     async fn write_file(&mut self, id: &Value) -> Result<(), Interruption> {

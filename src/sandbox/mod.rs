@@ -10,6 +10,7 @@ pub mod fake;
 pub mod isolation;
 pub mod native;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -69,6 +70,10 @@ pub trait Sandbox: Send + Sync {
 
     /// Starts a new measurement of the peak.
     fn forget_peak(&self);
+
+    /// Returns what reads the sandbox's use from the kernel, also while somebody else holds the sandbox. It is good until the sandbox is destroyed
+    /// or its interpreter is another one.
+    fn gauge(&self) -> Arc<dyn Gauge>;
 
     /// Copies the interpreter while it lives. The copy stands still until it is forked or restored; the interpreter itself goes on.
     ///
@@ -169,6 +174,18 @@ pub struct MemoryUse {
     pub now: u64,
     /// The most since the last `forget_peak`; zero where the kernel does not tell.
     pub peak: u64,
+}
+
+/// Reads from the kernel what a sandbox uses.
+pub trait Gauge: Send + Sync {
+    /// Returns processor time used since the sandbox was made. It never falls while the sandbox lives; zero when it is gone.
+    fn processor_time(&self) -> Duration;
+
+    /// Returns the bytes of memory that it holds now, files in its own folders included.
+    fn memory(&self) -> u64;
+
+    /// Returns the bytes of files in its own folders. Folders of the operator are not its own. Zero where no control group counts.
+    fn stored(&self) -> u64;
 }
 
 /// Limits every sandbox of a backend gets.

@@ -504,3 +504,55 @@ async fn the_fake_backend_admits_that_it_isolates_nothing() {
     assert!(outcome.isolation.layers.values().all(|layer| matches!(layer, Layer::Missing { .. })));
     assert_eq!(outcome.isolation.layers.len(), 7);
 }
+
+fn rules(list: &[&str]) -> Rules {
+    Rules::parse(list).unwrap()
+}
+
+fn listed(rules: &Rules) -> Vec<String> {
+    rules.iter().map(ToString::to_string).collect()
+}
+
+impl Setting {
+    fn rules_of(&self, session: &str) -> Rules {
+        self.sessions.list(&owner()).into_iter().find(|info| info.id == id(session)).unwrap().rules
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_session_may_reach_less_than_the_operator_allows_and_never_more() {
+    let setting = setting();
+    setting.backend.set_rules(rules(&["*.example.com", "!secret.example.com", "10.0.0.0/8:80"]));
+    let narrow = async |list: &[&str]| setting.sessions.narrow(&owner(), &id("a"), rules(list)).await;
+    narrow(&["api.example.com"]).await.unwrap();
+    assert_eq!(setting.rules_of("a"), rules(&["api.example.com"]).under_denials_of(&rules(&["!secret.example.com"])));
+    let refused = narrow(&["api.example.com", "example.org"]).await.unwrap_err();
+    assert!(matches!(&refused, Refused::BeyondRules { rule } if rule.contains("example.org")), "{refused}");
+    assert_eq!(listed(&setting.rules_of("a"))[0], "api.example.com", "a refused change changes nothing");
+    // Within what the operator allows, it may be more again.
+    narrow(&["*.example.com"]).await.unwrap();
+    assert_eq!(listed(&setting.rules_of("a")), ["*.example.com", "!secret.example.com"]);
+    narrow(&[]).await.unwrap();
+    assert!(setting.rules_of("a").is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_session_may_reach_outlives_reset_and_undo_and_is_carried_by_forks() {
+    let setting = setting();
+    setting.backend.set_rules(rules(&["*.example.com"]));
+    let narrowed = rules(&["api.example.com"]);
+    // Asked for before the first sandbox is there, it holds before the first cell runs.
+    setting.sessions.narrow(&owner(), &id("a"), narrowed.clone()).await.unwrap();
+    setting.ok("a", "set x 1").await;
+    setting.sessions.fork(&owner(), &id("a"), ForkNames::Named(vec![id("b")])).await.unwrap();
+    setting.sessions.undo(&owner(), &id("a"), 1).await.unwrap();
+    assert_eq!(setting.rules_of("a"), narrowed);
+    setting.sessions.reset(&owner(), &id("a")).await.unwrap();
+    setting.ok("b", "get x").await;
+    assert_eq!([setting.rules_of("a"), setting.rules_of("b")], [narrowed.clone(), narrowed]);
+    // The fork knows what the operator allows.
+    setting.sessions.narrow(&owner(), &id("b"), rules(&["www.example.com"])).await.unwrap();
+    assert!(setting.sessions.narrow(&owner(), &id("b"), rules(&["example.org"])).await.is_err());
+    setting.ok("c", "print x").await;
+    assert_eq!(setting.rules_of("c"), rules(&["*.example.com"]));
+}

@@ -13,7 +13,8 @@ use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::io::{Read, Seek, Write};
 use std::pin::Pin;
-use std::sync::atomic::AtomicU64;
+use std::str::FromStr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Poll;
 use std::time::Duration;
@@ -27,16 +28,20 @@ use tracing::{debug, info, warn};
 use self::branching::{Copying, Replacement};
 pub(super) use self::branching::{Fork, Forked, ForksWanted};
 use self::packages::{Answered, Questions};
+use super::accounts::{Accounts, Metered};
+use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
-use super::output::{Gatherer, bounded_text};
+use super::output::{Gatherer, Glance, Seen, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
+use super::turns::{Crowded, Turn, Turns};
 use super::{
-    ExecuteRequest, ExecutionId, FileChanges, FileNote, FullOutput, InsidePath, Outcome, PythonError, Refused,
-    ResetReport, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, Variable, VariableChanges,
-    WorkFolder,
+    ExecuteRequest, ExecutionId, FileChanges, FileList, FileNote, FullOutput, InsidePath, Outcome, Principal,
+    PythonError, Refused, ResetReport, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, Variable,
+    VariableChanges, WorkFolder,
 };
 use crate::runner_client::{
-    self, Carried, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection, DoneClaim, Trouble,
+    self, Carried, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection, DoneClaim, MOST_LISTED,
+    Trouble,
 };
 use crate::sandbox::{Backend, CheckpointError, CheckpointId, Exit, Interpreter, LaunchError, Process, Rules, Sandbox};
 
@@ -59,6 +64,12 @@ const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 pub(super) enum Command {
     Submit(RequestId, Job),
     Cancel(RequestId),
+    /// Asks what the running cell printed since this was last asked; nothing when it does not run.
+    Look {
+        request: RequestId,
+        max_chars: usize,
+        reply: oneshot::Sender<Option<Glance>>,
+    },
     Reset(oneshot::Sender<Result<ResetReport, Refused>>),
     Undo {
         cells: u32,
@@ -72,6 +83,11 @@ pub(super) enum Command {
     },
     /// Ends the session and gives its interpreter and sandbox away, if they are alive and at rest.
     Surrender(oneshot::Sender<Option<Box<Fork>>>),
+    /// Changes what can be reached from inside, within what the operator allows.
+    Narrow {
+        rules: Rules,
+        reply: oneshot::Sender<Result<(), Refused>>,
+    },
     Leave(oneshot::Sender<()>),
 }
 
@@ -79,7 +95,7 @@ pub(super) enum Command {
 pub(super) enum Job {
     Execute {
         request: ExecuteRequest,
-        reply: oneshot::Sender<Result<Outcome, Refused>>,
+        teller: Teller,
     },
     Write {
         path: InsidePath,
@@ -89,8 +105,11 @@ pub(super) enum Job {
     },
     Read {
         path: InsidePath,
-        limit: u64,
-        reply: oneshot::Sender<Result<SpooledTempFile, Refused>>,
+        what: Extent,
+        reply: oneshot::Sender<Result<Received, Refused>>,
+    },
+    List {
+        reply: oneshot::Sender<Result<FileList, Refused>>,
     },
     /// Adds folders of packages. The answer names modules that were imported from elsewhere before.
     Packages {
@@ -103,11 +122,33 @@ pub(super) enum Job {
     },
 }
 
+/// How much of a file is wanted.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Extent {
+    /// All of it, if it is not larger than this.
+    Whole {
+        limit: u64,
+    },
+    Part {
+        offset: u64,
+        length: u64,
+    },
+}
+
+/// What was read of a file.
+pub(super) struct Received {
+    pub(super) bytes: SpooledTempFile,
+    pub(super) sent: u64,
+    /// The size of the whole file, and a text that is another one when the file has changed. As the runner claims, and of a part only.
+    pub(super) total: u64,
+    pub(super) version: String,
+}
+
 impl Job {
     fn kind(&self) -> Kind {
         match self {
             Job::Execute { .. } => Kind::Cell,
-            Job::Write { .. } | Job::Read { .. } | Job::Packages { .. } => Kind::File,
+            Job::Write { .. } | Job::Read { .. } | Job::List { .. } | Job::Packages { .. } => Kind::File,
             Job::Fork { .. } => Kind::Fork,
         }
     }
@@ -132,6 +173,7 @@ pub(super) enum Origin {
 pub(super) struct Shared {
     facts: Mutex<Facts>,
     spools: Mutex<VecDeque<(ExecutionId, FullOutput)>>,
+    pub(super) docket: Arc<Docket>,
     pub(super) created: Instant,
 }
 
@@ -162,16 +204,27 @@ impl Shared {
             rules: Rules::none(),
             packages: Vec::new(),
         };
-        Shared { facts: Mutex::new(facts), spools: Mutex::default(), created: now }
+        Shared { facts: Mutex::new(facts), spools: Mutex::default(), docket: Arc::default(), created: now }
     }
 
     pub(super) fn facts(&self) -> MutexGuard<'_, Facts> {
         self.facts.lock().expect("nothing panics while it holds the facts")
     }
 
+    /// Notes that somebody has asked for something.
+    pub(super) fn touch(&self) {
+        self.facts().last_used = Instant::now();
+    }
+
     pub(super) fn full_output(&self, execution: ExecutionId) -> Option<FullOutput> {
         let spools = self.spools.lock().expect("nothing panics while it holds the spools");
         spools.iter().find(|(id, _)| *id == execution).map(|(_, full)| full.clone())
+    }
+
+    /// Returns the bytes of outputs that are kept, whole and for somebody to collect.
+    pub(super) fn kept_bytes(&self) -> u64 {
+        let spools = self.spools.lock().expect("nothing panics while it holds the spools");
+        spools.iter().map(|(_, full)| full.total_bytes()).sum::<u64>() + self.docket.kept_bytes()
     }
 
     /// Takes over the whole outputs that another session keeps.
@@ -191,19 +244,30 @@ impl Shared {
     }
 }
 
+/// Whose session it is, as far as that counts.
+pub(super) struct Customer {
+    pub(super) owner: Principal,
+    pub(super) accounts: Arc<Accounts>,
+    pub(super) turns: Turns,
+}
+
 /// How a session left, told to the manager before anybody who still waits is answered.
 pub(super) type OnGone = Box<dyn FnOnce(Option<String>) + Send>;
 
+/// What a session begins with.
+pub(super) struct Beginning {
+    pub(super) id: SessionId,
+    /// `None` for work of the server's own, which counts against nobody.
+    pub(super) customer: Option<Customer>,
+    pub(super) origin: Origin,
+    pub(super) settings: SessionSettings,
+    pub(super) numbers: Arc<AtomicU64>,
+    pub(super) shared: Arc<Shared>,
+}
+
 /// Runs a session until it is gone.
-pub(super) async fn drive(
-    id: SessionId,
-    origin: Origin,
-    settings: SessionSettings,
-    numbers: Arc<AtomicU64>,
-    commands: mpsc::Receiver<Command>,
-    shared: Arc<Shared>,
-    on_gone: OnGone,
-) {
+pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command>, on_gone: OnGone) {
+    let Beginning { id, customer, origin, settings, numbers, shared } = beginning;
     let (future, note): (Pin<Box<dyn Future<Output = Finished> + Send>>, Option<String>) = match origin {
         Origin::Launch(backend) => {
             let note = match settings.work_folder {
@@ -220,6 +284,10 @@ pub(super) async fn drive(
     shared.facts().state = machine.state().name();
     let driver = Driver {
         id,
+        customer,
+        metered: None,
+        turn: None,
+        crowded: None,
         machine,
         settings,
         numbers,
@@ -243,6 +311,9 @@ pub(super) async fn drive(
         exit: Exit::Unknown,
         notes: note.into_iter().collect(),
         questions: Questions::default(),
+        ceiling: None,
+        narrowed: None,
+        narrowing: Vec::new(),
         resets: Vec::new(),
         closers: Vec::new(),
         expired: false,
@@ -297,8 +368,17 @@ struct Live {
     connection: Result<Connection, Instant>,
     /// A copy of the state in which it began, until it is in the history.
     beginning: Option<CheckpointId>,
-    /// Folders of packages that it has from the beginning, being a copy.
+    /// What a copy has from its source.
+    inheritance: Inheritance,
+}
+
+/// What a copy takes along that its interpreter does not know.
+#[derive(Clone, Default)]
+struct Inheritance {
+    /// Folders of packages, the latest first.
     packages: Vec<String>,
+    /// What the operator allows.
+    ceiling: Option<Rules>,
 }
 
 async fn launch(backend: Arc<dyn Backend>) -> Finished {
@@ -342,7 +422,7 @@ async fn greet(interpreter: Interpreter) -> Result<Box<Live>, LaunchError> {
             process: interpreter.process,
             connection: Ok(connection),
             beginning: interpreter.beginning,
-            packages: Vec::new(),
+            inheritance: Inheritance::default(),
         })),
         Ok(Err(error)) => {
             interpreter.process.kill();
@@ -370,7 +450,9 @@ enum Task {
         begun_inside: bool,
         request: ExecuteRequest,
         done: Option<Box<DoneClaim>>,
-        reply: oneshot::Sender<Result<Outcome, Refused>>,
+        teller: Teller,
+        /// What was told of its text while it runs.
+        seen: Seen,
     },
     Write {
         path: InsidePath,
@@ -387,15 +469,25 @@ enum Task {
     Read {
         path: InsidePath,
         limit: u64,
-        received: SpooledTempFile,
-        size: u64,
+        received: Received,
         result: Option<Result<(), Refused>>,
-        reply: oneshot::Sender<Result<SpooledTempFile, Refused>>,
+        reply: oneshot::Sender<Result<Received, Refused>>,
+    },
+    List {
+        result: Option<Result<FileList, Refused>>,
+        reply: oneshot::Sender<Result<FileList, Refused>>,
     },
 }
 
 struct Driver {
     id: SessionId,
+    customer: Option<Customer>,
+    /// Counts what the sandbox uses.
+    metered: Option<Metered>,
+    /// The place in which the cell runs, or the ticket with which it waits for one.
+    turn: Option<Turn>,
+    /// Why there was no ticket, the last time there was none.
+    crowded: Option<Crowded>,
     settings: SessionSettings,
     /// Where numbers for frames come from.
     numbers: Arc<AtomicU64>,
@@ -426,6 +518,12 @@ struct Driver {
     /// What the next execution's reader must know.
     notes: Vec<String>,
     questions: Questions,
+    /// What the operator lets sessions reach, once there is a sandbox to tell.
+    ceiling: Option<Rules>,
+    /// What this session may reach, if somebody has said so.
+    narrowed: Option<Rules>,
+    /// Changes of it that wait for the sandbox.
+    narrowing: Vec<(Rules, oneshot::Sender<Result<(), Refused>>)>,
     resets: Vec<(oneshot::Sender<Result<ResetReport, Refused>>, bool)>,
     closers: Vec<oneshot::Sender<()>>,
     expired: bool,
@@ -441,6 +539,8 @@ enum Wake {
     Told(bool),
     /// A question of the running cell has its answer.
     Answered(Answered),
+    /// There is a place for the cell that waits for one.
+    Turn,
     Time,
 }
 
@@ -457,6 +557,7 @@ impl Driver {
                 Wake::Finished(finished) => self.finished_work(finished),
                 Wake::Told(watched) => self.told(watched),
                 Wake::Answered(answered) => self.answer_question(answered),
+                Wake::Turn => self.happen(Event::TurnCame),
                 Wake::Time => self.time(),
             }
         }
@@ -471,6 +572,7 @@ impl Driver {
         };
         let work = self.work.as_mut();
         let told = self.copying.as_mut().and_then(|copying| copying.told.as_mut());
+        let turn = self.turn.as_mut().filter(|turn| !turn.is_here());
         tokio::select! {
             command = self.commands.recv() => Wake::Command(command),
             event = async { connection.expect("guarded").next().await }, if connection.is_some() => Wake::Runner(event),
@@ -478,6 +580,7 @@ impl Driver {
             finished = async { (&mut work.expect("guarded").future).await }, if work.is_some() => Wake::Finished(finished),
             told = async { told.expect("guarded").await }, if told.is_some() => Wake::Told(told.is_ok()),
             answered = self.questions.next() => Wake::Answered(answered),
+            () = async { turn.expect("guarded").come().await }, if turn.is_some() => Wake::Turn,
             () = tokio::time::sleep_until(moment) => Wake::Time,
         }
     }
@@ -534,14 +637,20 @@ impl Driver {
     }
 
     fn command(&mut self, command: Command) {
-        self.shared.facts().last_used = Instant::now();
+        self.shared.touch();
         match command {
+            // A list is for looking around; nobody wants to wait for a cell with it.
+            Command::Submit(_, Job::List { reply }) if self.machine.has_cell() => {
+                let running = Refused::CellRunning { id: self.id.clone(), then: "list its files" };
+                let _ = reply.send(Err(running));
+            }
             Command::Submit(id, job) => {
                 let kind = job.kind();
                 self.waiting.insert(id, job);
                 self.happen(Event::Submitted(id, kind));
             }
             Command::Cancel(id) => self.happen(Event::CancelAsked(id)),
+            Command::Look { request, max_chars, reply } => self.look(request, max_chars, reply),
             Command::Reset(reply) => {
                 let interrupted = matches!(self.running, Some(Running { task: Task::Cell { .. }, .. }));
                 self.resets.push((reply, interrupted));
@@ -550,6 +659,10 @@ impl Driver {
             }
             Command::Undo { cells, reply } => self.undo(cells, reply),
             Command::Adopt { fork, note, reply } => self.adopt(fork, note, reply),
+            Command::Narrow { rules, reply } => {
+                self.narrowing.push((rules, reply));
+                self.narrow();
+            }
             Command::Surrender(reply) => {
                 let given = self.surrender();
                 self.happen(Event::LeaveAsked);
@@ -570,6 +683,7 @@ impl Driver {
         self.publish();
         for action in actions {
             match action {
+                Action::AskTurn => self.ask_turn(),
                 Action::Start(id) => self.start(id),
                 Action::Copy => self.copy(None),
                 Action::Fork(id) => self.fork(id),
@@ -579,6 +693,36 @@ impl Driver {
                 Action::Restart => self.restart(),
                 Action::Replace => self.replace(),
                 Action::RefuseReplacement => self.refuse_replacement(),
+            }
+        }
+        // Whatever else happened, a place is held for a cell only.
+        match self.machine.state() {
+            State::Running { kind: Kind::Cell, .. } => {}
+            State::Waiting => {
+                if let Some(Job::Execute { teller, .. }) = self.machine.first().and_then(|id| self.waiting.get(&id)) {
+                    teller.hold();
+                }
+            }
+            _ => self.turn = None,
+        }
+    }
+
+    /// Gets in line for a place in which the next cell can run. Work of the server's own needs none.
+    fn ask_turn(&mut self) {
+        // The place of the cell before goes to whoever is next; that may be this session.
+        self.turn = None;
+        let asked = self.customer.as_ref().map(|customer| customer.turns.ask(&customer.owner));
+        match asked.transpose() {
+            Ok(turn) => {
+                let is_here = turn.as_ref().is_none_or(Turn::is_here);
+                self.turn = turn;
+                if is_here {
+                    self.happen(Event::TurnCame);
+                }
+            }
+            Err(crowded) => {
+                self.crowded = Some(crowded);
+                self.happen(Event::TurnRefused);
             }
         }
     }
@@ -595,7 +739,7 @@ impl Driver {
         let Some(job) = self.waiting.remove(&id) else { return };
         let begun = Instant::now();
         let (task, deadline, header, payload) = match job {
-            Job::Execute { mut request, reply } => {
+            Job::Execute { mut request, teller } => {
                 if let Some(sandbox) = &self.sandbox {
                     sandbox.forget_peak();
                 }
@@ -604,7 +748,9 @@ impl Driver {
                 self.remember(&code);
                 let deadline = begun + request.timeout.min(LONGEST_TIMEOUT);
                 let gatherer = Box::new(Gatherer::new(request.max_output_chars));
-                let task = Task::Cell { gatherer, begun_inside: false, request, done: None, reply };
+                teller.begin(begun);
+                let seen = Seen::default();
+                let task = Task::Cell { gatherer, begun_inside: false, request, done: None, teller, seen };
                 (task, deadline, json!({"type": "execute", "id": id}), code.into_bytes())
             }
             Job::Write { path, overwrite, source, reply } => {
@@ -619,20 +765,42 @@ impl Driver {
             }
             // The machine starts it by another action.
             Job::Fork { .. } => return,
-            Job::Read { path, limit, reply } => {
-                let header = json!({"type": "read_file", "id": id, "path": path.as_str(), "limit": limit});
-                let received = SpooledTempFile::new(STAGED_IN_MEMORY);
-                (
-                    Task::Read { path, limit, received, size: 0, result: None, reply },
-                    begun + FILE_PATIENCE,
-                    header,
-                    Vec::new(),
-                )
+            Job::Read { path, what, reply } => {
+                let (header, limit) = match what {
+                    Extent::Whole { limit } => {
+                        (json!({"type": "read_file", "id": id, "path": path.as_str(), "limit": limit}), limit)
+                    }
+                    Extent::Part { offset, length } => {
+                        let (path, kind) = (path.as_str(), "read_file");
+                        (json!({"type": kind, "id": id, "path": path, "offset": offset, "length": length}), length)
+                    }
+                };
+                let bytes = SpooledTempFile::new(STAGED_IN_MEMORY);
+                let received = Received { bytes, sent: 0, total: 0, version: String::new() };
+                let task = Task::Read { path, limit, received, result: None, reply };
+                (task, begun + FILE_PATIENCE, header, Vec::new())
+            }
+            Job::List { reply } => {
+                let header = json!({"type": "list_files", "id": id, "limit": MOST_LISTED});
+                (Task::List { result: None, reply }, begun + FILE_PATIENCE, header, Vec::new())
             }
         };
         self.running = Some(Running { id, task, begun, deadline });
         self.send(&header, &payload);
         self.send_file();
+    }
+
+    /// Tells what the running cell has printed. Who went away meanwhile has not seen it.
+    fn look(&mut self, request: RequestId, max_chars: usize, reply: oneshot::Sender<Option<Glance>>) {
+        let glance = match &mut self.running {
+            Some(Running { id, task: Task::Cell { gatherer, seen, .. }, .. })
+                if *id == request && !reply.is_closed() =>
+            {
+                Some(gatherer.glance(seen, max_chars))
+            }
+            _ => None,
+        };
+        let _ = reply.send(glance);
     }
 
     /// Puts a cell that begins into the history.
@@ -741,20 +909,15 @@ impl Driver {
 
     fn started(&mut self, sandbox: Option<Box<dyn Sandbox>>, live: Result<Box<Live>, LaunchError>) {
         self.sandbox = sandbox;
-        if let Some(sandbox) = &self.sandbox {
-            self.shared.facts().rules = sandbox.rules();
-        }
         match live {
             Ok(live) => {
+                self.inherit(&live.inheritance);
                 let carried = match &live.connection {
                     Ok(connection) => connection.carried().clone(),
                     Err(_) => Carried::default(),
                 };
-                let Live { process, connection, beginning, packages } = *live;
-                if !packages.is_empty() {
-                    self.shared.facts().packages = packages;
-                }
-                self.live = Some(Live { process, connection, beginning: None, packages: Vec::new() });
+                let Live { process, connection, beginning, .. } = *live;
+                self.live = Some(Live { process, connection, beginning: None, inheritance: Inheritance::default() });
                 self.ended = None;
                 self.failure = None;
                 self.replaced(&carried);
@@ -778,9 +941,57 @@ impl Driver {
                 for (reply, _) in self.resets.drain(..) {
                     let _ = reply.send(Err(Refused::Launch(error.clone())));
                 }
+                for (_, reply) in self.narrowing.drain(..) {
+                    let _ = reply.send(Err(Refused::Launch(error.clone())));
+                }
                 self.failure = Some(error);
                 self.happen(Event::StartFailed);
             }
+        }
+    }
+
+    /// Takes over what a copy has from its source, and sees to the rules of the sandbox that has just come.
+    fn inherit(&mut self, inheritance: &Inheritance) {
+        let Some(sandbox) = &self.sandbox else { return };
+        // The old one first, so that its last reading is taken.
+        self.metered = None;
+        self.metered = self.customer.as_ref().map(|customer| {
+            let number = self.numbers.fetch_add(1, Ordering::Relaxed);
+            customer.accounts.follow(&customer.owner, number, sandbox.gauge())
+        });
+        if !inheritance.packages.is_empty() {
+            self.shared.facts().packages = inheritance.packages.clone();
+        }
+        // A fresh sandbox has what the operator allows, no more and no less.
+        let allowed = inheritance.ceiling.clone().or(self.ceiling.take());
+        self.ceiling = Some(allowed.unwrap_or_else(|| sandbox.rules()));
+        if let Some(rules) = &self.narrowed {
+            sandbox.set_rules(rules.clone());
+        }
+        self.shared.facts().rules = sandbox.rules();
+        self.narrow();
+    }
+
+    /// Returns what a copy is to take along.
+    fn inheritance(&self) -> Inheritance {
+        Inheritance { packages: self.shared.facts().packages.clone(), ceiling: self.ceiling.clone() }
+    }
+
+    /// Changes what can be reached, as far as that was asked for and the sandbox is here.
+    fn narrow(&mut self) {
+        let (Some(sandbox), Some(ceiling)) = (&self.sandbox, &self.ceiling) else { return };
+        for (rules, reply) in self.narrowing.drain(..) {
+            let rules = rules.under_denials_of(ceiling);
+            let result = match rules.beyond(ceiling) {
+                Some(rule) => Err(Refused::BeyondRules { rule: rule.to_string() }),
+                None => {
+                    sandbox.set_rules(rules.clone());
+                    self.shared.facts().rules = sandbox.rules();
+                    self.narrowed = Some(rules);
+                    Ok(())
+                }
+            };
+            let _ = reply.send(result);
         }
     }
 
@@ -868,10 +1079,15 @@ impl Driver {
         let id = running.id;
         match (&mut running.task, event) {
             (
-                Task::Cell { gatherer, begun_inside: true, done: None, .. },
+                Task::Cell { gatherer, begun_inside: true, done: None, teller, .. },
                 runner_client::Event::Text { pipe, bytes },
             ) => {
                 gatherer.text(pipe, &bytes);
+                if teller.is_heard()
+                    && let Some(line) = gatherer.latest_line()
+                {
+                    teller.print(line);
+                }
             }
             (Task::Cell { gatherer, begun_inside, done, .. }, runner_client::Event::Claim(claim)) if done.is_none() => {
                 match claim {
@@ -907,21 +1123,30 @@ impl Driver {
                 }
                 _ => {}
             },
-            (Task::Read { path, limit, received, size, result, .. }, runner_client::Event::Claim(claim)) => match claim
-            {
+            (Task::List { result, .. }, runner_client::Event::Claim(claim)) => match claim {
+                Claim::FileList { id: claimed, entries, omitted } if claimed == id => {
+                    *result = Some(Ok(file_list(entries, omitted)));
+                }
+                Claim::Failed { id: claimed, message, .. } if claimed == id => {
+                    *result = Some(Err(Refused::Transfer { why: bounded_text(&message, 500) }));
+                }
+                _ => {}
+            },
+            (Task::Read { path, limit, received, result, .. }, runner_client::Event::Claim(claim)) => match claim {
                 Claim::FileData { id: claimed, bytes } if claimed == id => {
                     running.deadline = Instant::now() + FILE_PATIENCE;
-                    *size += bytes.len() as u64;
-                    if *size > *limit {
+                    received.sent += bytes.len() as u64;
+                    if received.sent > *limit {
                         return self.broken("more bytes of a file were sent than asked for".to_owned());
                     }
-                    if let Err(error) = received.write_all(&bytes) {
+                    if let Err(error) = received.bytes.write_all(&bytes) {
                         *result = Some(Err(Refused::Transfer { why: error.kind().to_string() }));
                     }
                 }
-                Claim::FileEnd { id: claimed, size: told } if claimed == id => {
+                Claim::FileEnd { id: claimed, size: told, total, version } if claimed == id => {
+                    (received.total, received.version) = (total, version);
                     // What was read counts. A different claim means that the file is not whole.
-                    let whole = told == *size;
+                    let whole = told == received.sent;
                     let short = || file_failed(path, Trouble::Other, "it changed while it was read".to_owned());
                     result.get_or_insert_with(|| if whole { Ok(()) } else { Err(short()) });
                 }
@@ -942,6 +1167,7 @@ impl Driver {
             Task::Write { result, .. } => result.is_some(),
             Task::Packages { result, .. } => result.is_some(),
             Task::Read { result, .. } => result.is_some(),
+            Task::List { result, .. } => result.is_some(),
         };
         finished.then_some(running.id)
     }
@@ -952,7 +1178,7 @@ impl Driver {
             Some(Task::Cell { done: Some(done), .. }) => !done.unchanged,
             Some(Task::Write { result, .. }) => matches!(result, Some(Ok(_))),
             Some(Task::Packages { result, .. }) => matches!(result, Some(Ok(_))),
-            Some(Task::Read { .. }) | None => false,
+            Some(Task::Read { .. } | Task::List { .. }) | None => false,
             Some(Task::Cell { done: None, .. }) => true,
         }
     }
@@ -969,12 +1195,12 @@ impl Driver {
         let Some(running) = self.running.take_if(|running| running.id == id) else { return };
         self.questions.clear();
         match running.task {
-            Task::Cell { gatherer, request, done, reply, .. } => {
+            Task::Cell { gatherer, request, done, teller, .. } => {
                 let Ok(status) = self.status(answer, &request, done.as_deref()) else {
-                    let _ = reply.send(Err(self.refusal(answer)));
+                    teller.end(Err(self.refusal(answer)));
                     return;
                 };
-                self.report(running.id, running.begun, *gatherer, status, done, reply);
+                self.report(running.id, running.begun, *gatherer, status, done, teller);
             }
             Task::Write { result, reply, .. } => {
                 let _ = reply.send(match (answer, result) {
@@ -993,10 +1219,17 @@ impl Driver {
             Task::Read { mut received, result, reply, .. } => {
                 let _ = reply.send(match (answer, result) {
                     (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(Ok(()))) => received
+                        .bytes
                         .rewind()
                         .map(|()| received)
                         .map_err(|error| Refused::Transfer { why: error.kind().to_string() }),
                     (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(Err(refused))) => Err(refused),
+                    _ => Err(self.transfer_refusal(answer)),
+                });
+            }
+            Task::List { result, reply } => {
+                let _ = reply.send(match (answer, result) {
+                    (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(result)) => result,
                     _ => Err(self.transfer_refusal(answer)),
                 });
             }
@@ -1028,7 +1261,7 @@ impl Driver {
         mut gatherer: Gatherer,
         status: Status,
         done: Option<Box<DoneClaim>>,
-        reply: oneshot::Sender<Result<Outcome, Refused>>,
+        teller: Teller,
     ) {
         let duration = begun.elapsed();
         let execution = ExecutionId(id);
@@ -1068,11 +1301,9 @@ impl Driver {
             notes,
         };
         if draft.has_images() {
-            tokio::task::spawn_blocking(move || {
-                let _ = reply.send(Ok(outcome(draft.develop())));
-            });
+            tokio::task::spawn_blocking(move || teller.end(Ok(outcome(draft.develop()))));
         } else {
-            let _ = reply.send(Ok(outcome(draft.develop())));
+            teller.end(Ok(outcome(draft.develop())));
         }
     }
 
@@ -1105,6 +1336,10 @@ impl Driver {
         };
         match answer {
             Answer::Refused(Refusal::Busy) => Refused::Busy { waiting: super::state::MOST_WAITING },
+            Answer::Refused(Refusal::Crowded) => {
+                let Crowded { waiting, retry_after } = self.crowded.expect("it is noted before it is told");
+                Refused::Crowded { waiting, retry_after }
+            }
             Answer::Refused(Refusal::CellRunning) => Refused::CellRunning { id: self.id.clone(), then: "fork" },
             Answer::Refused(Refusal::Cancelled) => Refused::CancelledWhileWaiting,
             Answer::Refused(Refusal::StartFailed) => self.failure.clone().map_or_else(ended, Refused::Launch),
@@ -1146,7 +1381,11 @@ impl Driver {
                     refuse(job, self.refusal(Answer::Refused(answer)));
                 }
                 // Their senders learn from the silence that the session is gone; a fork is destroyed or comes back.
-                Command::Cancel(_) | Command::Undo { .. } | Command::Surrender(_) => {}
+                Command::Cancel(_)
+                | Command::Look { .. }
+                | Command::Narrow { .. }
+                | Command::Undo { .. }
+                | Command::Surrender(_) => {}
                 Command::Adopt { fork, reply, .. } => drop(reply.send(Err(fork))),
                 Command::Reset(reply) => self.resets.push((reply, false)),
                 Command::Leave(reply) => self.closers.push(reply),
@@ -1156,9 +1395,11 @@ impl Driver {
             let _ = reply.send(Err(Refused::Unknown { id: self.id.clone() }));
         }
         self.postponed.clear();
+        self.narrowing.clear();
         self.replacement = None;
         self.give_copying_up();
         self.live = None;
+        self.metered = None;
         match self.work.take() {
             // A first start may wait long for the preparation. It is not dropped half-way; what it makes is destroyed.
             Some(work) if work.starts_first => {
@@ -1183,12 +1424,22 @@ impl Driver {
 
 fn refuse(job: Job, refused: Refused) {
     match job {
-        Job::Execute { reply, .. } => drop(reply.send(Err(refused))),
+        Job::Execute { teller, .. } => teller.end(Err(refused)),
         Job::Write { reply, .. } => drop(reply.send(Err(refused))),
         Job::Read { reply, .. } => drop(reply.send(Err(refused))),
+        Job::List { reply } => drop(reply.send(Err(refused))),
         Job::Packages { reply, .. } => drop(reply.send(Err(refused))),
         Job::Fork { reply, .. } => drop(reply.send(Err(refused))),
     }
+}
+
+/// Names the files that can be asked for. A name that cannot is counted like one that was left out.
+fn file_list(claimed: Vec<ClaimedFile>, omitted: u64) -> FileList {
+    let all = claimed.len();
+    let files = claimed.into_iter().filter(|file| InsidePath::from_str(&file.path).is_ok());
+    let mut files = files.map(|file| FileNote { path: file.path, size: file.size }).collect::<Vec<_>>();
+    files.sort_by(|one, other| one.path.cmp(&other.path));
+    FileList { omitted: omitted.saturating_add((all - files.len()) as u64), files }
 }
 
 fn file_failed(path: &InsidePath, reason: Trouble, message: String) -> Refused {

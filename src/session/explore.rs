@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Command, Fork, Forked, ForksWanted, Job, all};
+use super::driver::{Command, Fork, Forked, ForksWanted, all};
 use super::manager::{Entry, leave};
 use super::{
     ExecuteRequest, ExploreReport, ExploreRequest, Keep, LARGEST_CODE, MOST_VARIANTS, News, Outcome, Part, Principal,
@@ -36,12 +36,12 @@ impl Sessions {
             return Err(Refused::CancelledWhileWaiting);
         }
         let source = self.find(owner, id)?;
-        self.has_room_for(owner, sessions_made(&request))?;
+        self.take_room_for_variants(owner, request.variants.len(), sessions_made(&request))?;
         let total = request.variants.len();
         let wanted = ForksWanted { count: total, undoable: false };
         let Forked { forks, lost, .. } = self.fork_of(owner, id, &source, wanted, &cancel).await?;
         let named = request.variants.iter().map(|variant| variant.name.as_str());
-        let hidden = named.zip(forks).map(|(name, fork)| self.hide(id, name, fork));
+        let hidden = named.zip(forks).map(|(name, fork)| self.hide(owner, id, name, fork));
         let entries = hidden.collect::<Result<Vec<_>, _>>()?;
 
         let exploration = Exploration {
@@ -112,10 +112,8 @@ impl Exploration<'_> {
     }
 
     async fn execute(&self, entry: &Entry, code: String, max_output_chars: usize) -> Result<Outcome, Refused> {
-        let (reply, answer) = oneshot::channel();
         let request = ExecuteRequest { code, timeout: self.request.timeout, max_output_chars };
-        let asked = self.sessions.ask(entry, Job::Execute { request, reply }, answer, self.cancel).await;
-        asked.unwrap_or(Err(Refused::ClosedWhileWaiting))
+        self.sessions.execute_in(entry, request, self.cancel).await
     }
 
     /// Evaluates the expression that variants are compared by.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Job, Origin};
+use super::driver::{Extent, Job, Origin};
 use super::manager::{Entry, Sessions};
 use super::{ExecuteRequest, InsidePath, Outcome, Refused, SessionId};
 use crate::sandbox::Rules;
@@ -23,7 +23,7 @@ impl Sessions {
     /// Makes a fresh session that nobody sees and that can reach what `rules` list.
     pub fn hidden(&self, rules: Rules) -> Result<Hidden, Refused> {
         let origin = Origin::Hidden { backend: self.backend(), rules };
-        let entry = self.hide_as(SessionId::hidden(), origin)?;
+        let entry = self.hide_as(SessionId::hidden(), None, origin)?;
         Ok(Hidden { sessions: self.clone(), entry })
     }
 }
@@ -31,15 +31,14 @@ impl Sessions {
 impl Hidden {
     /// Runs a cell.
     pub async fn execute(&self, code: &str, timeout: Duration, max_output_chars: usize) -> Result<Outcome, Refused> {
-        let (reply, answer) = oneshot::channel();
         let request = ExecuteRequest { code: code.to_owned(), timeout, max_output_chars };
-        self.ask(Job::Execute { request, reply }, answer).await
+        self.sessions.execute_in(&self.entry, request, &CancellationToken::new()).await
     }
 
     /// Writes a file into the working folder.
     pub async fn write(&self, path: &InsidePath, content: &[u8]) -> Result<u64, Refused> {
         let staged = super::manager::stage(&mut &content[..]).await;
-        let source = staged.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        let (source, _) = staged.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
         let (reply, answer) = oneshot::channel();
         self.ask(Job::Write { path: path.clone(), overwrite: true, source, reply }, answer).await
     }
@@ -47,8 +46,9 @@ impl Hidden {
     /// Copies a file of the working folder, of at most `limit` bytes.
     pub async fn read(&self, path: &InsidePath, limit: u64) -> Result<File, Refused> {
         let (reply, answer) = oneshot::channel();
-        let staged = self.ask(Job::Read { path: path.clone(), limit, reply }, answer).await?;
-        let file = tokio::task::spawn_blocking(move || staged.into_file()).await;
+        let what = Extent::Whole { limit };
+        let received = self.ask(Job::Read { path: path.clone(), what, reply }, answer).await?;
+        let file = tokio::task::spawn_blocking(move || received.bytes.into_file()).await;
         match file {
             Ok(Ok(file)) => Ok(file),
             Ok(Err(error)) => Err(Refused::Transfer { why: error.to_string() }),

@@ -3,7 +3,7 @@
 //! The table is locked for lookups only, never across an await. A session that expired leaves a tombstone, so that its id is answered with
 //! the reason and not with an empty new session; one that was closed on purpose leaves nothing.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -14,12 +14,18 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{self, Command, Fork, Forked, ForksWanted, Job, Origin, STAGED_IN_MEMORY, Shared};
+use super::accounts::{Accounts, Starts};
+use super::driver::{
+    self, Beginning, Command, Customer, Extent, Fork, Forked, ForksWanted, Job, Origin, Received, STAGED_IN_MEMORY,
+    Shared,
+};
 use super::install::Source;
+use super::turns::Turns;
+use super::uploads::{UploadPart, Uploaded, Uploads};
 use super::{
-    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ForkNames, ForkReport, FullOutput, InsidePath,
-    LARGEST_CODE, MOST_FORKS, News, Outcome, Principal, Refused, ResetReport, Resident, SessionId, SessionInfo,
-    SessionSettings, Undo, UndoReport, Which, WorkFolder,
+    CheckpointInfo, ExecutionId, FileList, FileRange, ForkNames, ForkReport, FullOutput, InsidePath, MOST_FORKS,
+    Principal, Refused, ResetReport, Resident, SessionId, SessionInfo, SessionSettings, Undo, UndoReport, Usage, Which,
+    WorkFolder,
 };
 use crate::sandbox::{Backend, Preparation, Rules};
 
@@ -27,12 +33,16 @@ use crate::sandbox::{Backend, Preparation, Rules};
 const MOST_TOMBSTONES: usize = 1000;
 /// How long an ended session is remembered, unless there are too many. An agent that comes back the next day begins anew anyway.
 const TOMBSTONE_AGE: Duration = Duration::from_secs(24 * 3600);
+/// Sessions that did not come to life whose executions can still be asked about. They hold nothing but the reason.
+const MOST_UNBORN: usize = 100;
 /// Idle sessions named when there are too many.
 const IDLE_NAMED: usize = 3;
 /// Characters of what is added to a source's name, so that some of that name is left.
 const LONGEST_SUFFIX: usize = 48;
 /// Commands on their way to one driver. It reads them at once, so only a flood fills this.
 const MOST_COMMANDS: usize = 256;
+/// The most of a file that is sent at once. Whoever wants more asks for the next part.
+const LARGEST_PART: u64 = 1024 * 1024 * 1024;
 /// Bytes of a file moved in one step.
 const CHUNK: usize = 256 * 1024;
 
@@ -51,6 +61,9 @@ struct House {
     /// How many sessions there are, hidden ones aside.
     population: watch::Sender<usize>,
     next_number: Arc<AtomicU64>,
+    accounts: Arc<Accounts>,
+    turns: Turns,
+    uploads: Arc<Uploads>,
 }
 
 #[derive(Default)]
@@ -59,6 +72,8 @@ struct Table {
     tombstones: HashMap<Key, Tombstone>,
     /// Sessions that only their maker sees. They end when their maker lets go of them, or with the server.
     hidden: HashMap<u64, mpsc::WeakSender<Command>>,
+    /// Sessions whose first start failed while their callers were not there to hear it.
+    unborn: VecDeque<(Key, Entry)>,
     closing: bool,
 }
 
@@ -94,8 +109,11 @@ struct Tombstone {
 
 impl Sessions {
     pub fn new(backend: Arc<dyn Backend>, settings: SessionSettings) -> Sessions {
-        let (table, population) = (Mutex::default(), watch::Sender::new(0));
-        let house = House { backend, settings, table, population, next_number: Arc::new(AtomicU64::new(1)) };
+        let accounts = Arc::new(Accounts::new(settings.quotas.clone()));
+        let next_number = Arc::new(AtomicU64::new(1));
+        let turns = Turns::new(settings.max_running);
+        let (table, uploads, population) = (Mutex::default(), Arc::default(), watch::Sender::new(0));
+        let house = House { backend, settings, table, population, next_number, accounts, turns, uploads };
         Sessions { house: Arc::new(house) }
     }
 
@@ -118,55 +136,6 @@ impl Sessions {
             running: matches!(entry.shared.facts().state, "running" | "waiting"),
         };
         table.sessions.iter().map(resident).collect()
-    }
-
-    /// Runs code, creating the session if its id is new. A cancelled token interrupts the code.
-    ///
-    /// Dropping the future does not stop the code.
-    pub async fn execute(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        request: ExecuteRequest,
-        cancel: CancellationToken,
-    ) -> Result<Outcome, Refused> {
-        if request.code.len() > LARGEST_CODE {
-            return Err(Refused::CodeTooLarge { size: request.code.len() });
-        }
-        if cancel.is_cancelled() {
-            return Err(Refused::CancelledWhileWaiting);
-        }
-        let entry = self.find_or_create(owner, id)?;
-        let (reply, answer) = oneshot::channel();
-        let job = Job::Execute { request, reply };
-        self.ask(&entry, job, answer, &cancel).await.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))
-    }
-
-    pub async fn begin(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        request: ExecuteRequest,
-        _wait: Option<Duration>,
-        cancel: CancellationToken,
-        _news: News,
-    ) -> Result<Executed, Refused> {
-        self.execute(owner, id, request, cancel).await.map(|outcome| Executed::Finished(Box::new(outcome)))
-    }
-
-    pub async fn check(
-        &self,
-        _owner: &Principal,
-        _which: &Which,
-        _wait: Duration,
-        _max_chars: usize,
-        _news: News,
-    ) -> Result<Checked, Refused> {
-        Ok(Checked::Nothing)
-    }
-
-    pub async fn stop(&self, _owner: &Principal, _which: &Which) -> Result<(), Refused> {
-        Ok(())
     }
 
     /// Makes new sessions that have everything this one has, each in a sandbox of its own. All are made or none.
@@ -255,7 +224,20 @@ impl Sessions {
         source: &mut (dyn AsyncRead + Send + Unpin),
         overwrite: bool,
     ) -> Result<u64, Refused> {
-        let source = stage(source).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        let (source, size) =
+            stage(source).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        self.check_stored(owner, size)?;
+        self.write_staged(owner, id, path, source, overwrite).await
+    }
+
+    async fn write_staged(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        source: SpooledTempFile,
+        overwrite: bool,
+    ) -> Result<u64, Refused> {
         let entry = self.find_or_create(owner, id)?;
         let (reply, answer) = oneshot::channel();
         self.submit(&entry, Job::Write { path: path.clone(), overwrite, source, reply })
@@ -272,12 +254,89 @@ impl Sessions {
         limit: u64,
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<u64, Refused> {
+        let received = self.read(owner, id, path, Extent::Whole { limit }).await?;
+        unstage(received.bytes, sink).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })
+    }
+
+    /// Copies a part of a file to `sink`: from `offset` on, to the end or at most `length` bytes, and not more than 1 GiB at once. Beyond the
+    /// end there is nothing, which is no error.
+    pub async fn read_file_range(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        offset: u64,
+        length: Option<u64>,
+        sink: &mut (dyn AsyncWrite + Send + Unpin),
+    ) -> Result<FileRange, Refused> {
+        let length = length.unwrap_or(LARGEST_PART).min(LARGEST_PART);
+        // The runner counts with signed numbers.
+        let offset = offset.min(i64::MAX as u64);
+        let Received { bytes, sent, total, version } =
+            self.read(owner, id, path, Extent::Part { offset, length }).await?;
+        unstage(bytes, sink).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        Ok(FileRange { total, sent, version })
+    }
+
+    async fn read(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        what: Extent,
+    ) -> Result<Received, Refused> {
         let entry = self.find(owner, id)?;
         let (reply, answer) = oneshot::channel();
-        self.submit(&entry, Job::Read { path: path.clone(), limit, reply })
+        self.submit(&entry, Job::Read { path: path.clone(), what, reply })
             .map_err(|silence| self.explained(owner, id, silence))?;
-        let staged = answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))?;
-        unstage(staged, sink).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })
+        answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
+    }
+
+    /// Names the files of a session, while no cell runs in it.
+    pub async fn list_files(&self, owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
+        let entry = self.find(owner, id)?;
+        let (reply, answer) = oneshot::channel();
+        self.submit(&entry, Job::List { reply }).map_err(|silence| self.explained(owner, id, silence))?;
+        answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
+    }
+
+    /// Takes a part of a file that arrives in several. With the last one the file is stored as `write_file` does.
+    ///
+    /// What arrived of a part is kept when its source fails or the future is dropped; `uploaded` tells how much that is.
+    pub async fn upload(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        part: UploadPart,
+        source: &mut (dyn AsyncRead + Send + Unpin),
+    ) -> Result<Uploaded, Refused> {
+        self.check_stored(owner, 1)?;
+        let room = self.room_to_store(owner);
+        let taken = self.house.uploads.take(owner, id, path, part, room, source).await;
+        if let Err(Refused::UploadTooLarge) = taken {
+            // The quota is named when it was in the way.
+            self.check_stored(owner, part.offset.saturating_add(room).saturating_add(1))?;
+        }
+        let (size, file) = taken?;
+        let Some(source) = file else { return Ok(Uploaded { size, finished: false }) };
+        let size = self.write_staged(owner, id, path, source, part.overwrite).await?;
+        Ok(Uploaded { size, finished: true })
+    }
+
+    /// Returns how many bytes of an unfinished upload have arrived.
+    pub fn uploaded(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64> {
+        self.house.uploads.size(owner, id, path)
+    }
+
+    /// Says what a session may reach from now on, creating it if its id is new. It can never be more than the operator allows.
+    ///
+    /// It holds at once for new connections, ends those that it does not allow, outlives a reset, and forks begin with it.
+    pub async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
+        let entry = self.find_or_create(owner, id)?;
+        let (reply, answer) = oneshot::channel();
+        entry.commands.send(Command::Narrow { rules, reply }).await.map_err(|_| self.gone(owner, id))?;
+        answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
     }
 
     /// Tells about an owner's sessions, also those that ended and are remembered.
@@ -292,7 +351,7 @@ impl Sessions {
                 ended: facts.ended,
                 executions: facts.executions,
                 age: now - entry.shared.created,
-                idle: if facts.state == "running" { Duration::ZERO } else { now - facts.last_used },
+                idle: if matches!(facts.state, "running" | "waiting") { Duration::ZERO } else { now - facts.last_used },
                 memory: facts.memory,
                 rules: facts.rules,
             }
@@ -360,13 +419,34 @@ impl Sessions {
         self.table().look_up(&key)?.ok_or_else(|| Refused::Unknown { id: id.clone() })
     }
 
+    /// Returns the session of an execution. Of one that never came to life, what became of its executions is known for a while.
+    pub(super) fn locate(&self, owner: &Principal, which: &Which) -> Result<(SessionId, Entry), Refused> {
+        let table = self.table();
+        match which {
+            Which::Of(id) => {
+                let key = (owner.clone(), id.clone());
+                let unborn =
+                    || table.unborn.iter().rev().find(|(known, _)| *known == key).map(|(_, entry)| entry.clone());
+                let found = table.look_up(&key)?.or_else(unborn);
+                found.map(|entry| (id.clone(), entry)).ok_or_else(|| Refused::Unknown { id: id.clone() })
+            }
+            Which::This(handle) => {
+                let alive = table.sessions.iter().chain(table.unborn.iter().map(|(key, entry)| (key, entry)));
+                let mut of_owner = alive.filter(|((of, _), _)| of == owner);
+                let found = of_owner.find(|(_, entry)| entry.shared.docket.find(handle).is_some());
+                found.map(|((_, id), entry)| (id.clone(), entry.clone())).ok_or(Refused::UnknownExecution)
+            }
+        }
+    }
+
     pub(super) fn find_or_create(&self, owner: &Principal, id: &SessionId) -> Result<Entry, Refused> {
         let key = (owner.clone(), id.clone());
+        self.house.accounts.refresh(owner);
         let mut table = self.table();
         if let Some(entry) = table.look_up(&key)? {
             return Ok(entry);
         }
-        self.room_for(&table, owner, 1)?;
+        self.take_room(&table, owner, 1)?;
         Ok(self.open(&mut table, key, Origin::Launch(self.house.backend.clone()), Shared::new()))
     }
 
@@ -379,8 +459,8 @@ impl Sessions {
         self.house.settings.packages.clone()
     }
 
-    /// Checks that so many more sessions may exist.
-    fn room_for(&self, table: &Table, owner: &Principal, more: usize) -> Result<(), Refused> {
+    /// Checks that so many more sessions may exist on this server.
+    fn check_room(&self, table: &Table, owner: &Principal, more: usize) -> Result<(), Refused> {
         let limit = self.house.settings.max_sessions;
         if table.sessions.len() + more > limit {
             return Err(Refused::TooManySessions { limit, oldest_idle: table.oldest_idle(owner) });
@@ -388,9 +468,66 @@ impl Sessions {
         Ok(())
     }
 
-    /// Checks that so many more sessions may exist now. They may be refused later all the same.
-    pub(super) fn has_room_for(&self, owner: &Principal, more: usize) -> Result<(), Refused> {
-        self.room_for(&self.table(), owner, more)
+    /// Checks that so many more sessions may exist, and counts them as begun.
+    fn take_room(&self, table: &Table, owner: &Principal, more: usize) -> Result<(), Refused> {
+        self.check_room(table, owner, more)?;
+        self.house.accounts.count_starts(owner, table.starts(owner, more, more))
+    }
+
+    /// Checks that variants may begin of which so many become sessions, and counts the variants and their cells. What is to become a session may be
+    /// refused later all the same.
+    pub(super) fn take_room_for_variants(
+        &self,
+        owner: &Principal,
+        variants: usize,
+        kept: usize,
+    ) -> Result<(), Refused> {
+        self.house.accounts.refresh(owner);
+        let table = self.table();
+        self.check_room(&table, owner, kept)?;
+        let starts = table.starts(owner, variants, kept);
+        self.house.accounts.check_starts(owner, starts)?;
+        self.house.accounts.count_cells(owner, variants as u64)?;
+        self.house.accounts.count_starts(owner, starts)
+    }
+
+    /// Checks that one more cell may run, before anything is made for it.
+    pub(super) fn check_cell(&self, owner: &Principal) -> Result<(), Refused> {
+        self.house.accounts.refresh(owner);
+        self.house.accounts.check_cells(owner, 1)
+    }
+
+    /// Counts a cell, or says which quota it would exceed.
+    pub(super) fn count_cell(&self, owner: &Principal) -> Result<(), Refused> {
+        self.house.accounts.count_cells(owner, 1)
+    }
+
+    /// Checks that so many bytes may be stored.
+    fn check_stored(&self, owner: &Principal, more: u64) -> Result<(), Refused> {
+        self.house.accounts.refresh(owner);
+        self.house.accounts.check_stored(owner, self.kept(owner), more)
+    }
+
+    /// Returns how many more bytes an owner may store.
+    fn room_to_store(&self, owner: &Principal) -> u64 {
+        self.house.accounts.room_to_store(owner, self.kept(owner))
+    }
+
+    /// Returns the bytes that are kept of an owner outside of sandboxes.
+    fn kept(&self, owner: &Principal) -> u64 {
+        self.table().starts(owner, 0, 0).kept + self.house.uploads.bytes_of(owner)
+    }
+
+    /// Tells how many cells run in the whole server, and how many wait for a place.
+    pub fn load(&self) -> (usize, usize) {
+        self.house.turns.load()
+    }
+
+    /// Tells what an owner uses now.
+    pub fn usage(&self, owner: &Principal) -> Usage {
+        let usage = self.house.accounts.usage(owner);
+        let sessions = self.table().starts(owner, 0, 0).live;
+        Usage { sessions, stored: usage.stored + self.kept(owner), ..usage }
     }
 
     /// Puts a session into the table, with its driver.
@@ -399,15 +536,18 @@ impl Sessions {
         let entry = Entry { commands, shared: shared.into() };
         table.sessions.insert(key.clone(), entry.clone());
         self.house.population.send_replace(table.sessions.len());
-        let id = key.1.clone();
+        let (owner, id) = key.clone();
         let house = self.house.clone();
         let on_gone = Box::new(move |why| {
+            house.uploads.forget(&key.0, &key.1);
             let mut table = house.table();
             table.bury(key, why);
             house.population.send_replace(table.sessions.len());
         });
         let (settings, numbers) = (self.house.settings.clone(), self.house.next_number.clone());
-        tokio::spawn(driver::drive(id, origin, settings, numbers, receiver, entry.shared.clone(), on_gone));
+        let (customer, shared) = (Some(self.customer(&owner)), entry.shared.clone());
+        let beginning = Beginning { id, customer, origin, settings, numbers, shared };
+        tokio::spawn(driver::drive(beginning, receiver, on_gone));
         entry
     }
 
@@ -430,7 +570,7 @@ impl Sessions {
         if table.closing {
             return Err(Refused::ShuttingDown);
         }
-        self.room_for(&table, owner, names.len())?;
+        self.take_room(&table, owner, names.len())?;
         let note = format!("This session is a fork of `{source}`.");
         let seat = |id| self.seat(&mut table, owner, id, note.clone(), Arc::new(Shared::new()));
         Ok(names.into_iter().map(seat).collect())
@@ -456,7 +596,9 @@ impl Sessions {
         if table.closing {
             return Err(Refused::ShuttingDown);
         }
-        self.room_for(&table, owner, 1)?;
+        self.check_room(&table, owner, 1)?;
+        // The sandbox was counted when the variant began.
+        self.house.accounts.check_starts(owner, table.starts(owner, 0, 1))?;
         let others = (2..).map(|number| named_after(source, &format!("{name}-{number}")));
         let id = std::iter::once(named_after(source, name))
             .chain(others)
@@ -466,14 +608,19 @@ impl Sessions {
     }
 
     /// Starts a driver for a fork that only the caller sees. It ends when the caller lets go of it. Nothing in it is kept for an undo.
-    pub(super) fn hide(&self, source: &SessionId, name: &str, fork: Fork) -> Result<Entry, Refused> {
+    pub(super) fn hide(&self, owner: &Principal, source: &SessionId, name: &str, fork: Fork) -> Result<Entry, Refused> {
         let (hand, arrival) = oneshot::channel();
         let _ = hand.send(Box::new(fork));
-        self.hide_as(named_after(source, name), Origin::Fork { fork: arrival, note: None })
+        let origin = Origin::Fork { fork: arrival, note: None };
+        self.hide_as(named_after(source, name), Some(self.customer(owner)), origin)
+    }
+
+    fn customer(&self, owner: &Principal) -> Customer {
+        Customer { owner: owner.clone(), accounts: self.house.accounts.clone(), turns: self.house.turns.clone() }
     }
 
     /// Starts a driver that only the caller sees.
-    pub(super) fn hide_as(&self, id: SessionId, origin: Origin) -> Result<Entry, Refused> {
+    pub(super) fn hide_as(&self, id: SessionId, customer: Option<Customer>, origin: Origin) -> Result<Entry, Refused> {
         let (commands, receiver) = mpsc::channel(MOST_COMMANDS);
         let entry = Entry { commands, shared: Arc::new(Shared::new()) };
         let number = self.house.next_number.fetch_add(1, Ordering::Relaxed);
@@ -487,8 +634,9 @@ impl Sessions {
         let house = self.house.clone();
         let on_gone = Box::new(move |_| drop(house.table().hidden.remove(&number)));
         let settings = SessionSettings { undo: Undo::Off, idle_timeout: Duration::MAX, ..self.house.settings.clone() };
-        let numbers = self.house.next_number.clone();
-        tokio::spawn(driver::drive(id, origin, settings, numbers, receiver, entry.shared.clone(), on_gone));
+        let (numbers, shared) = (self.house.next_number.clone(), entry.shared.clone());
+        let beginning = Beginning { id, customer, origin, settings, numbers, shared };
+        tokio::spawn(driver::drive(beginning, receiver, on_gone));
         Ok(entry)
     }
 
@@ -527,9 +675,18 @@ impl Sessions {
     }
 
     fn submit(&self, entry: &Entry, job: Job) -> Result<u64, Silence> {
-        let number = self.house.next_number.fetch_add(1, Ordering::Relaxed);
+        let number = self.next_number();
+        self.submit_as(entry, number, job).map(|()| number)
+    }
+
+    /// Returns a number that no other request of this server has.
+    pub(super) fn next_number(&self) -> u64 {
+        self.house.next_number.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub(super) fn submit_as(&self, entry: &Entry, number: u64, job: Job) -> Result<(), Silence> {
         match entry.commands.try_send(Command::Submit(number, job)) {
-            Ok(()) => Ok(number),
+            Ok(()) => Ok(()),
             Err(mpsc::error::TrySendError::Full(_)) => Err(Silence::Flooded),
             Err(mpsc::error::TrySendError::Closed(_)) => Err(Silence::Gone),
         }
@@ -578,6 +735,16 @@ impl Table {
         self.sessions.contains_key(&key) || self.tombstones.contains_key(&key)
     }
 
+    /// Describes what an owner is about to begin, beside what it has.
+    fn starts(&self, owner: &Principal, sandboxes: usize, lasting: usize) -> Starts {
+        let mut starts = Starts { sandboxes, lasting, live: 0, kept: 0 };
+        for (_, entry) in self.sessions.iter().filter(|((of, _), _)| of == owner) {
+            starts.live += 1;
+            starts.kept += entry.shared.kept_bytes();
+        }
+        starts
+    }
+
     /// Names the sessions that could be closed with the least loss.
     fn oldest_idle(&self, owner: &Principal) -> Vec<SessionId> {
         let mut idle = self
@@ -596,7 +763,13 @@ impl Table {
     /// Forgets a session; with a reason, remembers that it was there.
     fn bury(&mut self, key: Key, why: Option<String>) {
         let Some(entry) = self.sessions.remove(&key) else { return };
-        let Some(why) = why else { return };
+        let Some(why) = why else {
+            if entry.shared.docket.has_uncollected() {
+                self.unborn.push_back((key, entry));
+                self.unborn.drain(..self.unborn.len().saturating_sub(MOST_UNBORN));
+            }
+            return;
+        };
         let now = Instant::now();
         self.tombstones.retain(|_, tombstone| now - tombstone.at < TOMBSTONE_AGE);
         if self.tombstones.len() >= MOST_TOMBSTONES {
@@ -639,17 +812,20 @@ fn named_after(source: &SessionId, suffix: &str) -> SessionId {
     format!("{base}-{suffix}").parse().expect("its characters are allowed and its length is bounded")
 }
 
-pub(super) async fn stage(source: &mut (dyn AsyncRead + Send + Unpin)) -> std::io::Result<SpooledTempFile> {
+/// Reads a source to its end. Returns what it gave, and how many bytes that were.
+pub(super) async fn stage(source: &mut (dyn AsyncRead + Send + Unpin)) -> std::io::Result<(SpooledTempFile, u64)> {
     use std::io::{Seek, Write};
     let mut staged = SpooledTempFile::new(STAGED_IN_MEMORY);
     let mut buffer = vec![0; CHUNK];
+    let mut total = 0;
     loop {
         let size = source.read(&mut buffer).await?;
         if size == 0 {
             staged.rewind()?;
-            return Ok(staged);
+            return Ok((staged, total));
         }
         staged.write_all(&buffer[..size])?;
+        total += size as u64;
     }
 }
 

@@ -1,13 +1,13 @@
 //! Sessions: Python state that outlives a call.
 //!
-//!     Starting → Idle ⇄ Running         Idle ⇄ Copying                 (for a later undo, or for forks)
+//!     Starting → Idle ⇄ (Waiting →) Running         Idle ⇄ Copying                 (for a later undo, or for forks)
 //!                  ↘     ↙
 //!                   Ended → (reset) → Starting                         (the sandbox and its files outlive the interpreter)
 //!                     ↓  ↘ (undo) → Replacing → Idle                   (an undo begins in Idle too)
 //!                    Gone                                              (expired, closed, or the sandbox itself was lost)
 //!
 //! Each session has one task, the driver, and only the driver changes its state. Everyone else goes through `Sessions`, which finds,
-//! creates and limits them. `state` decides, `driver` acts, `output` gathers what a cell prints within bounds.
+//! creates and limits them. Who goes away finds its execution on the `docket`. `accounts` knows who uses how much, `turns` whose cell runs next. `state` decides, `driver` acts, `output` gathers what a cell prints within bounds.
 //!
 //! A session can branch. Before a cell changes its state, the state is copied (`history` knows which copy precedes which cell): `undo`
 //! puts a copy in the session's place. A fork is a copy in a sandbox of its own, and from then on a session like any other; `explore`
@@ -17,13 +17,20 @@
 //! replaced in silence.
 
 mod access;
+mod accounts;
 #[cfg(test)]
 mod behaviour;
 mod branch;
 #[cfg(test)]
 mod branching_behaviour;
+mod docket;
 mod driver;
 mod explore;
+#[cfg(test)]
+mod file_behaviour;
+mod follow;
+#[cfg(test)]
+mod following_behaviour;
 mod hidden;
 mod history;
 mod images;
@@ -31,12 +38,18 @@ pub mod install;
 mod manager;
 mod outcome;
 mod output;
+#[cfg(test)]
+mod quota_behaviour;
 mod rich;
 mod serial;
 mod spool;
 mod state;
 mod terminal;
+#[cfg(test)]
+mod turn_behaviour;
+mod turns;
 mod underway;
+mod uploads;
 
 use std::fmt;
 use std::str::FromStr;
@@ -47,6 +60,7 @@ use serde::{Deserialize, Serialize};
 use crate::runner_client::Trouble;
 use crate::sandbox::{LaunchError, Rules};
 pub use access::{News, SessionAccess, Slice};
+pub use accounts::{Quota, Quotas, Usage};
 pub use branch::*;
 pub use hidden::Hidden;
 pub use manager::Sessions;
@@ -54,6 +68,7 @@ pub use outcome::*;
 pub use serial::Word;
 pub use spool::FullOutput;
 pub use underway::*;
+pub use uploads::{UploadPart, Uploaded};
 
 /// Code longer than this is refused. A cell is typed or generated text; data belongs in a file.
 pub const LARGEST_CODE: usize = 8 * 1024 * 1024;
@@ -81,6 +96,17 @@ impl SessionId {
     /// The session that callers mean who name none.
     pub fn default_session() -> SessionId {
         SessionId(SessionId::DEFAULT.to_owned())
+    }
+
+    /// A name that nobody else has and nobody can guess: 130 random bits. For callers who name none and share a server with others.
+    pub fn random() -> SessionId {
+        // Without the letters that are taken for digits.
+        const ALPHABET: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
+        let mut bytes = [0; 26];
+        rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
+            .expect("the kernel has random bytes");
+        let letters = bytes.iter().map(|byte| char::from(ALPHABET[usize::from(byte % 32)]));
+        SessionId(std::iter::once("s-".to_owned()).chain(letters.map(String::from)).collect())
     }
 
     /// What sessions are called in the log that nobody can name.
@@ -201,6 +227,10 @@ pub struct SessionSettings {
     /// Bytes of memory a sandbox may hold, where that is limited. Old copies are given up before it is reached.
     pub memory_limit: Option<u64>,
     pub packages: install::Source,
+    /// What one principal may use.
+    pub quotas: Quotas,
+    /// Cells that run at once in the whole server; zero is no limit. Others wait, and principals take turns.
+    pub max_running: usize,
 }
 
 impl Default for SessionSettings {
@@ -214,6 +244,8 @@ impl Default for SessionSettings {
             explore_parallel: 4,
             memory_limit: None,
             packages: install::Source::default(),
+            quotas: Quotas::default(),
+            max_running: 0,
         }
     }
 }
@@ -230,7 +262,7 @@ pub struct ExecuteRequest {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SessionInfo {
     pub id: SessionId,
-    /// `starting`, `idle`, `running`, `ended`.
+    /// `starting`, `idle`, `waiting`, `running`, `ended`.
     #[serde(with = "serial::word")]
     pub state: Word,
     /// Why it ended, when it did.
@@ -275,12 +307,29 @@ pub enum Refused {
         /// Whether its earlier state can be brought back.
         undo: bool,
     },
+    #[error(
+        "there is no such execution. It is not known here, its session is gone, or it ended too long ago; `list_sessions` shows the sessions that exist"
+    )]
+    UnknownExecution,
     #[error("{}", too_many(*.limit, .oldest_idle))]
     TooManySessions { limit: usize, oldest_idle: Vec<SessionId> },
+    #[error("{}", accounts::Told { which, limit: *limit, used: *used, retry_after: *retry_after })]
+    Quota {
+        which: Quota,
+        limit: u64,
+        used: u64,
+        /// When there will be room again, where time alone makes room.
+        retry_after: Option<Duration>,
+    },
     #[error(
         "{waiting} requests are already waiting for this session. Wait for some of them to finish, or use another session_id"
     )]
     Busy { waiting: usize },
+    #[error(
+        "the server is too busy: {waiting} cells already wait for a place to run. This one has not run; try again in {} s",
+        .retry_after.as_secs().max(1)
+    )]
+    Crowded { waiting: usize, retry_after: Duration },
     #[error(
         "the code has {size} bytes and at most {LARGEST_CODE} are accepted. Upload the data as a file and read it from a short cell"
     )]
@@ -303,6 +352,14 @@ pub enum Refused {
     File { path: InsidePath, reason: Trouble, detail: String },
     #[error("the file could not be read or stored on the server's side: {why}")]
     Transfer { why: String },
+    #[error(
+        "the upload stands at byte {expected}, and this part begins elsewhere. Send the part that begins there, or begin anew at 0"
+    )]
+    UploadOffset { expected: u64 },
+    #[error("the upload is larger than may be stored, and was given up")]
+    UploadTooLarge,
+    #[error("{limit} uploads are unfinished already. Finish one, or wait an hour until they are forgotten")]
+    TooManyUploads { limit: usize },
     #[error("a cell is running in `{id}`; wait for it or interrupt it, then {then}")]
     CellRunning {
         id: SessionId,
@@ -343,6 +400,14 @@ pub enum Refused {
     Install(install::InstallError),
     #[error("the packages could not be added to the session: {why}")]
     NotAdded { why: String },
+    #[error(
+        "the session's network was not changed: `{rule}` goes beyond what this server allows. Ask for less, or have the operator allow it"
+    )]
+    BeyondRules { rule: String },
+    #[error(
+        "nothing was executed, because the server cannot record what is done. Try again later; its operator has been told"
+    )]
+    NotRecorded,
     #[error("the server is shutting down; no new requests are accepted")]
     ShuttingDown,
 }
@@ -408,6 +473,15 @@ mod tests {
         }
         for bad in ["", ".", "..", "a/b", "../a", "a b", "a\n", "a\0", "ä", &"x".repeat(65)] {
             assert_eq!(SessionId::from_str(bad), Err(BadSessionId), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_random_session_id_is_a_name_like_any_other_and_comes_once() {
+        let ids = (0..1000).map(|_| SessionId::random()).collect::<std::collections::HashSet<_>>();
+        assert_eq!(ids.len(), 1000);
+        for id in ids {
+            assert_eq!((id.as_str().len(), SessionId::from_str(id.as_str()).unwrap()), (28, id));
         }
     }
 

@@ -22,6 +22,28 @@ const LONGEST_OPEN_LINE: usize = 64 * 1024;
 /// Characters beyond the limit that are kept before the page is cut: the price of cutting is spread over as many.
 const SLACK: usize = 64 * 1024;
 
+/// Characters of a line that is told while code runs.
+const LONGEST_TOLD_LINE: usize = 200;
+
+/// What was printed since somebody last looked.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Glance {
+    /// The newest part of it.
+    pub(super) text: String,
+    /// Characters that are not in `text`.
+    pub(super) omitted: u64,
+}
+
+/// How much of an execution's text was looked at.
+#[derive(Debug, Default)]
+pub(super) struct Seen {
+    /// Bytes and characters of the spool.
+    bytes: u64,
+    chars: u64,
+    /// What there was of the line that was being written.
+    line: String,
+}
+
 /// Gathers the output of one execution.
 pub(super) struct Gatherer {
     terminals: [Terminal; 2],
@@ -65,6 +87,19 @@ impl Gatherer {
         if !wait {
             self.page.clear();
         }
+    }
+
+    /// Returns what was printed since `seen`, the newest `max_chars` of it, and notes that it is seen.
+    pub(super) fn glance(&self, seen: &mut Seen, max_chars: usize) -> Glance {
+        self.page.glance(seen, max_chars)
+    }
+
+    /// Returns the latest line that says something, shortened and without control characters.
+    pub(super) fn latest_line(&self) -> Option<String> {
+        let line = self.page.latest_line()?;
+        // What is far behind the beginning is not shown, so that the length of a line does not matter.
+        let shown = line.trim_start().chars().filter(|character| !character.is_control());
+        Some(shown.take(LONGEST_TOLD_LINE).collect::<String>()).filter(|line| !line.trim().is_empty())
     }
 
     /// Ends the gathering. The draft's pictures are not developed yet.
@@ -346,6 +381,47 @@ impl Page {
         false
     }
 
+    /// What was printed is in the spool, and what follows it is the line that is being written. Of that line only what was added is told, unless it
+    /// was written anew.
+    fn glance(&self, seen: &mut Seen, max_chars: usize) -> Glance {
+        let line = self.line.text.as_str();
+        let old = if self.goes_on_with(seen) { seen.line.as_str() } else { "" };
+        let old_in_spool = (old.len() as u64).min(self.spool.size() - seen.bytes);
+        let from = seen.bytes + old_in_spool;
+        let line_from = old.len() - usize::try_from(old_in_spool).expect("it is a part of `old`");
+
+        let fresh = self.spool.chars() - seen.chars + line.chars().count() as u64;
+        let fresh = fresh.saturating_sub(old.chars().count() as u64);
+        let wanted = max_chars.saturating_mul(4);
+        let start = from.max(self.spool.size().saturating_sub(wanted as u64));
+        // A spool that cannot be read has no text to show, and says so by what is left out.
+        let mut bytes = self.spool.read_range(start, wanted).unwrap_or_default();
+        bytes.extend_from_slice(line.get(line_from..).unwrap_or_default().as_bytes());
+        let inside_character = bytes.iter().take_while(|byte| **byte & 0xC0 == 0x80).count();
+        let text = String::from_utf8_lossy(&bytes[inside_character..]);
+        let chars = text.chars().count();
+        let text = text[byte_of(&text, chars.saturating_sub(max_chars))..].to_owned();
+
+        *seen = Seen { bytes: self.spool.size(), chars: self.spool.chars(), line: line.to_owned() };
+        Glance { omitted: fresh.saturating_sub(text.chars().count() as u64), text }
+    }
+
+    /// Tells whether what follows in the spool, and then in the open line, begins with the line that was seen.
+    fn goes_on_with(&self, seen: &Seen) -> bool {
+        let mut next = self.spool.read_range(seen.bytes, seen.line.len()).unwrap_or_default();
+        let missing = seen.line.len() - next.len();
+        next.extend_from_slice(&self.line.text.as_bytes()[..missing.min(self.line.text.len())]);
+        next == seen.line.as_bytes()
+    }
+
+    fn latest_line(&self) -> Option<&str> {
+        if !self.line.text.trim().is_empty() {
+            return Some(&self.line.text);
+        }
+        let Some(Item::Text { text, .. }) = self.items.last() else { return None };
+        text.trim_end().rsplit('\n').next()
+    }
+
     fn clear_if_asked(&mut self) {
         if std::mem::take(&mut self.clear_next) {
             self.clear();
@@ -590,6 +666,47 @@ mod tests {
         assert_eq!(text_of(&printed(100, &["a\r\nb\r", "\nc\r"])), "a\nb\nc");
         assert_eq!(text_of(&printed(100, &["abc\x08\x08x\n"])), "ax\n");
         assert_eq!(text_of(&printed(100, &["\rone\r\r\rtwo"])), "two");
+    }
+
+    /// Prints pieces and looks after each of them; each look must show the text beside the piece.
+    fn check_glances(max_chars: usize, pieces: &[(&str, &str, u64)]) {
+        let mut gatherer = Gatherer::new(1000);
+        let mut seen = Seen::default();
+        for (piece, text, omitted) in pieces {
+            gatherer.text(Pipe::Out, piece.as_bytes());
+            let expected = Glance { text: (*text).to_owned(), omitted: *omitted };
+            assert_eq!(gatherer.glance(&mut seen, max_chars), expected, "after {piece:?}");
+        }
+    }
+
+    #[test]
+    fn each_look_shows_what_was_printed_since_the_last() {
+        check_glances(100, &[("one\n", "one\n", 0), ("", "", 0), ("two\nthree\n", "two\nthree\n", 0)]);
+        check_glances(5, &[("one\ntwo\n", "\ntwo\n", 3), ("äöüß\n", "äöüß\n", 0), ("äöüßé\n", "öüßé\n", 1)]);
+        check_glances(0, &[("one\n", "", 4), ("two", "", 3), ("\n", "", 1)]);
+    }
+
+    #[test]
+    fn of_a_line_that_goes_on_only_the_new_part_is_shown() {
+        check_glances(100, &[("..", "..", 0), ("...", "...", 0), ("\nend\n", "\nend\n", 0)]);
+        check_glances(3, &[("..", "..", 0), (".....", "...", 2), ("..\n", "..\n", 0)]);
+        check_glances(100, &[("10 %", "10 %", 0), ("\r20 %", "20 %", 0), ("\r100 %\n", "100 %\n", 0)]);
+    }
+
+    #[test]
+    fn the_latest_line_is_the_last_one_that_says_something() {
+        let latest = |text: &str| {
+            let mut gatherer = Gatherer::new(1000);
+            gatherer.text(Pipe::Out, text.as_bytes());
+            gatherer.latest_line()
+        };
+        assert_eq!(latest(""), None);
+        assert_eq!(latest(" \n\n"), None);
+        assert_eq!(latest("one\ntwo\n\n").as_deref(), Some("two"));
+        assert_eq!(latest("one\n  two").as_deref(), Some("two"));
+        assert_eq!(latest("10 %\r20 %").as_deref(), Some("20 %"));
+        assert_eq!(latest("a\tb\u{7}c\u{85}d\n").as_deref(), Some("abcd"));
+        assert_eq!(latest(&"x".repeat(300)).map(|line| line.len()), Some(LONGEST_TOLD_LINE));
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! is full, or whose disk is, stops taking text and says so; the execution goes on.
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
@@ -18,12 +18,17 @@ const IN_MEMORY: usize = 16 * 1024;
 pub(super) struct Spool {
     memory: Vec<u8>,
     file: Option<File>,
+    /// Bytes that are in the file; the rest of what is kept is in memory.
+    filed: u64,
     size: u64,
+    /// Characters that were written, also those that are not kept.
+    chars: u64,
     cut: bool,
 }
 
 impl Spool {
     pub(super) fn write(&mut self, text: &str) {
+        self.chars += text.chars().count() as u64;
         if self.cut || text.is_empty() {
             return;
         }
@@ -31,10 +36,34 @@ impl Spool {
         let kept = &text[..text.floor_char_boundary(room)];
         self.cut = kept.len() < text.len();
         if self.store(kept.as_bytes()).is_err() {
+            self.memory.truncate(self.memory.len() - kept.len());
             self.cut = true;
             return;
         }
         self.size += kept.len() as u64;
+    }
+
+    /// Bytes that are kept until now.
+    pub(super) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Characters that were written until now, also those that are not kept.
+    pub(super) fn chars(&self) -> u64 {
+        self.chars
+    }
+
+    /// Reads what is kept from `offset` on, at most `limit` bytes. It may begin or end inside a character.
+    pub(super) fn read_range(&self, offset: u64, limit: usize) -> io::Result<Vec<u8>> {
+        let left = usize::try_from(self.size.saturating_sub(offset)).unwrap_or(usize::MAX).min(limit);
+        let from_file = usize::try_from(self.filed.saturating_sub(offset)).unwrap_or(usize::MAX).min(left);
+        let mut bytes = vec![0; from_file];
+        if let (Some(file), 1..) = (&self.file, from_file) {
+            file.read_exact_at(&mut bytes, offset)?;
+        }
+        let start = usize::try_from(offset.saturating_sub(self.filed)).unwrap_or(usize::MAX).min(self.memory.len());
+        bytes.extend_from_slice(&self.memory[start..start + (left - from_file)]);
+        Ok(bytes)
     }
 
     pub(super) fn finish(mut self) -> io::Result<FullOutput> {
@@ -60,8 +89,10 @@ impl Spool {
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        if let Some(file) = &mut self.file {
-            file.write_all(&self.memory)?;
+        if let Some(file) = &self.file {
+            // At its place rather than at the file's end: an earlier attempt may have written half of it.
+            file.write_all_at(&self.memory, self.filed)?;
+            self.filed += self.memory.len() as u64;
             self.memory.clear();
         }
         Ok(())
@@ -134,6 +165,25 @@ mod tests {
             assert_eq!(full.read_range(text.len() as u64, 3).unwrap(), b"");
             assert_eq!(full.read_range(u64::MAX, 3).unwrap(), b"");
         }
+    }
+
+    #[test]
+    fn what_was_written_until_now_is_read_in_ranges_from_file_and_memory() {
+        let mut spool = Spool::default();
+        let mut all = String::new();
+        for (written, offset) in [(10, 4), (20_000, 15_000), (100, 19_990), (20_000, 20_050)] {
+            let text = (0..written).map(|number| char::from(b'a' + (number % 26) as u8)).collect::<String>();
+            spool.write(&text);
+            all.push_str(&text);
+            assert_eq!(spool.size(), all.len() as u64);
+            for (offset, limit) in
+                [(0, usize::MAX), (offset, 100), (all.len() - 1, 5), (all.len(), 5), (all.len() + 9, 5)]
+            {
+                let expected = all.get(offset..all.len().min(offset.saturating_add(limit))).unwrap_or("");
+                assert_eq!(spool.read_range(offset as u64, limit).unwrap(), expected.as_bytes(), "{offset} {limit}");
+            }
+        }
+        assert_eq!(spool.finish().unwrap().read_range(0, usize::MAX).unwrap(), all.as_bytes());
     }
 
     #[test]

@@ -3,6 +3,9 @@
 //! One request runs at a time, the others wait in the order of their arrival. Every request that comes in gets exactly one `Answer`,
 //! whatever else happens.
 //!
+//! A cell that is first in its session's queue needs a place as well, because only so many cells run at once in the whole server. It stays in the
+//! queue until its turn comes.
+//!
 //! The state that a cell is about to change is copied first, at the latest before the cell starts and preferably right after the one before it,
 //! when nobody waits. The same state is never copied twice.
 
@@ -32,6 +35,8 @@ pub(super) enum State {
         first: bool,
     },
     Idle,
+    /// The cell that is first in the queue waits for its turn among the cells of all sessions.
+    Waiting,
     Running {
         request: RequestId,
         kind: Kind,
@@ -53,6 +58,7 @@ impl State {
         match self {
             State::Starting { .. } | State::Replacing => "starting",
             State::Idle | State::Copying { .. } => "idle",
+            State::Waiting => "waiting",
             State::Running { .. } => "running",
             State::Ended | State::Gone => "ended",
         }
@@ -86,6 +92,10 @@ pub(super) enum Event {
     CopiesImpossible,
     /// Another interpreter is to take the place of the present one.
     ReplaceAsked,
+    /// There is a place for the cell that waits for one.
+    TurnCame,
+    /// Too many wait for a place.
+    TurnRefused,
     TimeIsUp,
     GraceIsOver,
     InterpreterGone,
@@ -98,6 +108,8 @@ pub(super) enum Event {
 /// What the driver does, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
+    /// Asks for a place for the first cell in the queue.
+    AskTurn,
     Start(RequestId),
     Copy,
     Fork(RequestId),
@@ -125,6 +137,8 @@ pub(super) enum Answer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Refusal {
     Busy,
+    /// Too many cells wait in the whole server.
+    Crowded,
     /// A fork was asked for while a cell runs or waits.
     CellRunning,
     Cancelled,
@@ -159,6 +173,11 @@ impl Machine {
 
     pub(super) fn state(&self) -> State {
         self.state
+    }
+
+    /// Returns the request that is first in the queue.
+    pub(super) fn first(&self) -> Option<RequestId> {
+        self.queue.front().map(|(request, _)| *request)
     }
 
     /// Tells whether a cell runs or waits for its turn.
@@ -200,11 +219,27 @@ impl Machine {
                 self.state = State::Copying { fork: None };
                 actions.push(Action::Answer(request, Answer::Refused(Refusal::Cancelled)));
             }
-            (_, Event::CancelAsked(cancelled)) => {
+            (state, Event::CancelAsked(cancelled)) => {
                 if let Some(place) = self.queue.iter().position(|(waiting, _)| *waiting == cancelled) {
                     self.queue.remove(place);
                     actions.push(Action::Answer(cancelled, Answer::Refused(Refusal::Cancelled)));
+                    // Another cell that is first now has the same turn.
+                    if state == State::Waiting && !matches!(self.queue.front(), Some((_, Kind::Cell))) {
+                        self.begin_next(&mut actions);
+                    }
                 }
+            }
+
+            (State::Waiting, Event::TurnCame) => {
+                if let Some((request, kind)) = self.queue.pop_front() {
+                    self.state = State::Running { request, kind, stopping: None };
+                    actions.push(Action::Start(request));
+                }
+            }
+            (State::Waiting, Event::TurnRefused) => {
+                let refused = self.queue.pop_front();
+                actions.extend(refused.map(|(request, _)| Action::Answer(request, Answer::Refused(Refusal::Crowded))));
+                self.begin_next(&mut actions);
             }
 
             (State::Starting { .. }, Event::Started { copied }) => {
@@ -267,7 +302,7 @@ impl Machine {
                 };
                 self.end(Some((request, answer)), &mut actions);
             }
-            (State::Idle, Event::InterpreterGone) => self.end(None, &mut actions),
+            (State::Idle | State::Waiting, Event::InterpreterGone) => self.end(None, &mut actions),
             (State::Copying { fork }, Event::InterpreterGone) => {
                 self.end(fork.map(|request| (request, Answer::InterpreterGone)), &mut actions);
             }
@@ -275,7 +310,7 @@ impl Machine {
                 actions.push(Action::Kill);
                 self.end(Some((request, Answer::ProtocolBroken)), &mut actions);
             }
-            (State::Idle, Event::ProtocolBroken) => {
+            (State::Idle | State::Waiting, Event::ProtocolBroken) => {
                 actions.push(Action::Kill);
                 self.end(None, &mut actions);
             }
@@ -286,7 +321,12 @@ impl Machine {
 
             (State::Starting { .. }, Event::ResetAsked) => self.refuse_waiting(Refusal::Reset, &mut actions),
             (
-                State::Idle | State::Running { .. } | State::Copying { .. } | State::Replacing | State::Ended,
+                State::Idle
+                | State::Waiting
+                | State::Running { .. }
+                | State::Copying { .. }
+                | State::Replacing
+                | State::Ended,
                 Event::ResetAsked,
             ) => {
                 actions.extend(self.under_way().map(|request| Action::Answer(request, Answer::Reset)));
@@ -308,6 +348,8 @@ impl Machine {
                 | Event::StartFailed
                 | Event::Finished(_)
                 | Event::Copied
+                | Event::TurnCame
+                | Event::TurnRefused
                 | Event::TimeIsUp
                 | Event::GraceIsOver,
             )
@@ -342,9 +384,12 @@ impl Machine {
     }
 
     fn begin_next(&mut self, actions: &mut Vec<Action>) {
-        match self.queue.front() {
-            Some((_, Kind::Cell)) if self.copies == Copies::Wanted => return self.copy(actions),
-            _ => {}
+        if let Some((_, Kind::Cell)) = self.queue.front() {
+            if self.copies == Copies::Wanted {
+                return self.copy(actions);
+            }
+            self.state = State::Waiting;
+            return actions.push(Action::AskTurn);
         }
         self.state = match self.queue.pop_front() {
             Some((request, Kind::Fork)) => {
@@ -387,10 +432,11 @@ mod tests {
     const RESTARTING: State = State::Starting { first: false };
     const COPYING: State = State::Copying { fork: None };
     const FORKING: State = State::Copying { fork: Some(1) };
-    const STATES: [State; 11] = [
+    const STATES: [State; 12] = [
         STARTING,
         RESTARTING,
         State::Idle,
+        State::Waiting,
         RUNNING,
         CELL,
         STOPPING,
@@ -405,9 +451,10 @@ mod tests {
         !matches!(state, State::Idle | State::Ended | State::Gone)
     }
 
-    /// Puts a machine that makes no copies into `state`, with the file request 2 waiting where requests can wait.
+    /// Puts a machine that makes no copies into `state`, with request 2 waiting where requests can wait: a file, or the cell that waits for its turn.
     fn machine(state: State) -> Machine {
-        let queue = if waits(state) { VecDeque::from([(2, Kind::File)]) } else { VecDeque::new() };
+        let kind = if state == State::Waiting { Kind::Cell } else { Kind::File };
+        let queue = if waits(state) { VecDeque::from([(2, kind)]) } else { VecDeque::new() };
         Machine { state, queue, copies: Copies::Off }
     }
 
@@ -442,6 +489,7 @@ mod tests {
             let submitted = Event::Submitted(3, kind);
             for state in STATES {
                 match state {
+                    State::Idle if kind == Kind::Cell => check(state, submitted, State::Waiting, &[Action::AskTurn]),
                     State::Idle => check(state, submitted, running(3, kind), &[Action::Start(3)]),
                     State::Ended | State::Gone => check(state, submitted, state, &ended),
                     _ => check(state, submitted, state, &[]),
@@ -458,7 +506,9 @@ mod tests {
             match state {
                 State::Idle => check(state, submitted, State::Copying { fork: Some(3) }, &[Action::Fork(3)]),
                 State::Ended | State::Gone => check(state, submitted, state, &refusal(Refusal::Ended)),
-                CELL | STOPPING => check(state, submitted, state, &refusal(Refusal::CellRunning)),
+                CELL | STOPPING | State::Waiting => {
+                    check(state, submitted, state, &refusal(Refusal::CellRunning));
+                }
                 _ => check(state, submitted, state, &[]),
             }
         }
@@ -481,11 +531,47 @@ mod tests {
     fn a_waiting_request_is_cancelled_without_running() {
         for state in STATES {
             match waits(state) {
+                true if state == State::Waiting => {
+                    check(state, Event::CancelAsked(2), State::Idle, &[refused(Refusal::Cancelled)]);
+                }
                 true => check(state, Event::CancelAsked(2), state, &[refused(Refusal::Cancelled)]),
                 false => check(state, Event::CancelAsked(2), state, &[]),
             }
             check(state, Event::CancelAsked(77), state, &[]);
         }
+    }
+
+    #[test]
+    fn a_cell_starts_when_its_turn_comes_and_not_before() {
+        for state in STATES {
+            match state {
+                State::Waiting => {
+                    check(state, Event::TurnCame, running(2, Kind::Cell), &[Action::Start(2)]);
+                    check(state, Event::TurnRefused, State::Idle, &[refused(Refusal::Crowded)]);
+                }
+                _ => {
+                    check(state, Event::TurnCame, state, &[]);
+                    check(state, Event::TurnRefused, state, &[]);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn when_the_cell_that_waits_for_its_turn_is_cancelled_the_next_cell_has_its_turn_and_a_file_needs_none() {
+        let cancelled = refused(Refusal::Cancelled);
+        let cancel = Event::CancelAsked(2);
+        let cells = [(2, Kind::Cell), (3, Kind::Cell)];
+        check_copies(State::Waiting, Copies::Off, &cells, &[cancel, Event::TurnCame], &[cancelled, Action::Start(3)]);
+        check_copies(
+            State::Waiting,
+            Copies::Off,
+            &cells,
+            &[Event::CancelAsked(3), cancel],
+            &[Action::Answer(3, Answer::Refused(Refusal::Cancelled)), cancelled],
+        );
+        let file = [(2, Kind::Cell), (3, Kind::File)];
+        check_copies(State::Waiting, Copies::Off, &file, &[cancel], &[cancelled, Action::Start(3)]);
     }
 
     #[test]
@@ -566,9 +652,9 @@ mod tests {
     fn the_state_is_copied_before_a_cell_and_not_before_a_file_or_a_fork() {
         let cell = [Event::Submitted(3, Kind::Cell), Event::Copied];
         let file = [Event::Submitted(3, Kind::File)];
-        check_copies(State::Idle, Copies::Wanted, &[], &cell, &[Action::Copy, Action::Start(3)]);
-        check_copies(State::Idle, Copies::Tried, &[], &cell[..1], &[Action::Start(3)]);
-        check_copies(State::Idle, Copies::Off, &[], &cell[..1], &[Action::Start(3)]);
+        check_copies(State::Idle, Copies::Wanted, &[], &cell, &[Action::Copy, Action::AskTurn]);
+        check_copies(State::Idle, Copies::Tried, &[], &cell[..1], &[Action::AskTurn]);
+        check_copies(State::Idle, Copies::Off, &[], &cell[..1], &[Action::AskTurn]);
         check_copies(State::Idle, Copies::Wanted, &[], &file, &[Action::Start(3)]);
         let fork = [Event::Submitted(3, Kind::Fork)];
         check_copies(State::Idle, Copies::Wanted, &[], &fork, &[Action::Fork(3)]);
@@ -588,9 +674,15 @@ mod tests {
 
     #[test]
     fn the_same_state_is_never_copied_twice() {
-        let twice =
-            [Event::Submitted(3, Kind::Cell), Event::Copied, Event::Finished(3), Event::Submitted(4, Kind::Cell)];
-        let actions = [Action::Copy, Action::Start(3), Action::Answer(3, Answer::Finished), Action::Start(4)];
+        let twice = [
+            Event::Submitted(3, Kind::Cell),
+            Event::Copied,
+            Event::TurnCame,
+            Event::Finished(3),
+            Event::Submitted(4, Kind::Cell),
+        ];
+        let finished = Action::Answer(3, Answer::Finished);
+        let actions = [Action::Copy, Action::AskTurn, Action::Start(3), finished, Action::AskTurn];
         check_copies(State::Idle, Copies::Wanted, &[], &twice, &actions);
     }
 
@@ -602,7 +694,7 @@ mod tests {
             check_copies(state, Copies::Tried, &[], &[Event::Started { copied: false }], &[]);
         }
         let restored = [Event::ReplaceAsked, Event::Started { copied: false }, Event::Submitted(3, Kind::Cell)];
-        check_copies(State::Ended, Copies::Wanted, &[], &restored, &[Action::Replace, Action::Start(3)]);
+        check_copies(State::Ended, Copies::Wanted, &[], &restored, &[Action::Replace, Action::AskTurn]);
         let adopted =
             [Event::ReplaceAsked, Event::Changed, Event::Started { copied: false }, Event::Submitted(3, Kind::Cell)];
         check_copies(State::Idle, Copies::Tried, &[], &adopted, &[Action::Replace, Action::Copy]);
@@ -610,8 +702,8 @@ mod tests {
 
     #[test]
     fn where_nothing_can_be_copied_it_is_not_tried_again() {
-        let events = [Event::CopiesImpossible, Event::Copied, Event::Changed, Event::Finished(2)];
-        let actions = [Action::Start(2), Action::Answer(2, Answer::Finished)];
+        let events = [Event::CopiesImpossible, Event::Copied, Event::TurnCame, Event::Changed, Event::Finished(2)];
+        let actions = [Action::AskTurn, Action::Start(2), Action::Answer(2, Answer::Finished)];
         check_copies(COPYING, Copies::Tried, &[(2, Kind::Cell)], &events, &actions);
     }
 
@@ -644,6 +736,7 @@ mod tests {
             match state {
                 RUNNING | CELL | FORKING => check(state, Event::InterpreterGone, State::Ended, &gone),
                 COPYING => check(state, Event::InterpreterGone, State::Ended, &gone[1..]),
+                State::Waiting => check(state, Event::InterpreterGone, State::Ended, &gone[1..]),
                 State::Idle => check(state, Event::InterpreterGone, State::Ended, &[]),
                 STOPPING => {}
                 _ => check(state, Event::InterpreterGone, state, &[]),
@@ -657,7 +750,9 @@ mod tests {
             let broken = [Action::Kill, answer(Answer::ProtocolBroken), refused(Refusal::Ended)];
             match state {
                 State::Running { .. } | FORKING => check(state, Event::ProtocolBroken, State::Ended, &broken),
-                COPYING => check(state, Event::ProtocolBroken, State::Ended, &[Action::Kill, broken[2]]),
+                COPYING | State::Waiting => {
+                    check(state, Event::ProtocolBroken, State::Ended, &[Action::Kill, broken[2]]);
+                }
                 State::Idle => check(state, Event::ProtocolBroken, State::Ended, &[Action::Kill]),
                 _ => check(state, Event::ProtocolBroken, state, &[]),
             }
@@ -670,7 +765,9 @@ mod tests {
             let actions = [answer(Answer::Reset), refused(Refusal::Reset), Action::Restart];
             match state {
                 State::Running { .. } | FORKING => check(state, Event::ResetAsked, RESTARTING, &actions),
-                COPYING | State::Replacing => check(state, Event::ResetAsked, RESTARTING, &actions[1..]),
+                COPYING | State::Replacing | State::Waiting => {
+                    check(state, Event::ResetAsked, RESTARTING, &actions[1..]);
+                }
                 State::Idle | State::Ended => check(state, Event::ResetAsked, RESTARTING, &[Action::Restart]),
                 State::Starting { .. } => check(state, Event::ResetAsked, state, &[refused(Refusal::Reset)]),
                 _ => check(state, Event::ResetAsked, state, &[]),
@@ -705,6 +802,7 @@ mod tests {
             5 => prop::sample::select(vec![
                 Event::Started { copied: false }, Event::StartFailed, Event::TimeIsUp, Event::GraceIsOver, Event::InterpreterGone,
                 Event::ProtocolBroken, Event::ResetAsked, Event::Changed, Event::Copied, Event::Copied,
+                Event::TurnCame, Event::TurnCame, Event::TurnCame, Event::TurnRefused,
                 Event::CopiesImpossible, Event::ReplaceAsked,
             ]).prop_map(Step::Happen),
         ]

@@ -1,13 +1,40 @@
-//! The log: lines on standard error, and only there, because standard output may be the MCP connection.
+//! What operators see of a running server: its log, its figures, its traces, its health.
 //!
-//! A filter is a level (`debug`) or a list as `RUST_LOG` takes it (`warn,cellblock::session=debug`). Lines are
-//! plain text, on a terminal too: most are read in a client's log file.
+//! `log` writes lines to standard error. `traces` sends spans to a collector, if one was named; otherwise there is no layer for them at
+//! all, and a span costs what it costs for the log. `metrics` counts, and `health` says whether the server can take work.
+//!
+//! A leaf: others tell it what happened. Nothing here holds code, output, tokens or whole requests, and no figure names a principal or a
+//! session.
 
-use tracing_subscriber::EnvFilter;
-use tracing_subscriber::fmt::MakeWriter;
+mod collector;
+mod health;
+mod log;
+mod metrics;
+mod process;
+mod traces;
 
-/// However much an operator asks to see.
-const QUIET_LIBRARY: &str = "rmcp=warn";
+use std::time::Duration;
+
+use opentelemetry_sdk::trace::SdkTracerProvider;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::{Layer, Registry};
+
+pub use health::{Health, Part};
+pub use log::LogFormat;
+pub use metrics::{CONTENT_TYPE, Direction, Metrics, OpenConnection};
+pub use traces::{Parent, parent_from, trace_id_of, traceparent_of};
+
+/// How the process tells what it does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TelemetrySettings {
+    /// What the operator asked to see: a level, or a list as `RUST_LOG` takes it.
+    pub filter: Option<String>,
+    /// The level that suits the command.
+    pub fallback: &'static str,
+    pub format: LogFormat,
+    /// The address that spans are sent to, with its path.
+    pub traces: Option<String>,
+}
 
 /// Why there is no log.
 #[derive(Debug, thiserror::Error)]
@@ -18,74 +45,44 @@ pub enum TelemetryError {
         #[source]
         cause: tracing_subscriber::filter::ParseError,
     },
+    #[error("spans cannot be sent to the collector")]
+    Traces {
+        #[source]
+        cause: opentelemetry_otlp::ExporterBuildError,
+    },
     #[error("the log was started twice")]
     StartedTwice,
 }
 
-/// Starts the log for the whole process. `filter` is what the operator asked for; `fallback` is the level that suits the command.
-pub fn start(filter: Option<&str>, fallback: &str) -> Result<(), TelemetryError> {
-    let filter = parse_filter(filter.unwrap_or(fallback))?;
-    let subscriber = subscriber(filter, std::io::stderr);
-    tracing::subscriber::set_global_default(subscriber).map_err(|_| TelemetryError::StartedTwice)
+/// What must be ended in order, so that the last spans arrive.
+#[must_use = "spans that are not flushed are lost"]
+pub struct Telemetry {
+    traces: Option<SdkTracerProvider>,
 }
 
-fn parse_filter(filter: &str) -> Result<EnvFilter, TelemetryError> {
-    let parsed =
-        EnvFilter::try_new(filter).map_err(|cause| TelemetryError::Filter { filter: filter.to_owned(), cause })?;
-    // The MCP library logs whole requests, and with them users' code, from level info on.
-    Ok(parsed.add_directive(QUIET_LIBRARY.parse().expect("a constant directive parses")))
-}
-
-fn subscriber<W>(filter: EnvFilter, writer: W) -> impl tracing::Subscriber + Send + Sync
-where
-    W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
-{
-    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_writer(writer).finish()
-}
-
-#[cfg(test)]
-mod tests {
-    use std::io;
-    use std::sync::{Arc, Mutex};
-
-    use super::*;
-
-    #[derive(Clone, Default)]
-    struct Kept(Arc<Mutex<Vec<u8>>>);
-
-    impl io::Write for Kept {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
+impl Telemetry {
+    /// Sends what is left to the collector, and gives up after `limit`.
+    pub fn shut_down(self, limit: Duration) {
+        if let Some(provider) = self.traces
+            && let Err(error) = provider.shutdown_with_timeout(limit)
+        {
+            tracing::warn!(%error, "the last spans did not reach the collector");
         }
     }
+}
 
-    fn written(filter: &str) -> String {
-        let kept = Kept::default();
-        let writer = kept.clone();
-        let subscriber = subscriber(parse_filter(filter).unwrap(), move || writer.clone());
-        tracing::subscriber::with_default(subscriber, || {
-            tracing::debug!("a step");
-            tracing::warn!(count = 3, "a warning");
-        });
-        String::from_utf8(kept.0.lock().unwrap().clone()).unwrap()
-    }
-
-    #[test]
-    fn the_filter_decides_what_is_written() {
-        let quiet = written("warn");
-        assert!(quiet.contains("a warning count=3") && !quiet.contains("a step"), "{quiet}");
-        assert!(!quiet.contains('\u{1b}'), "there are no colour codes");
-        assert!(written("debug").contains("a step"));
-        assert_eq!(written("off"), "");
-    }
-
-    #[test]
-    fn a_filter_that_is_none_is_refused() {
-        assert!(parse_filter("cellblock=loud").unwrap_err().to_string().contains("cellblock=loud"));
-    }
+/// Starts the log, and traces if there is a collector, for the whole process.
+pub fn start(settings: &TelemetrySettings) -> Result<Telemetry, TelemetryError> {
+    let filter = log::parse_filter(settings.filter.as_deref().unwrap_or(settings.fallback))?;
+    let lines = log::layer(settings.format, std::io::stderr);
+    let provider = settings.traces.as_deref().map(traces::provider).transpose()?;
+    let set = match &provider {
+        None => tracing::subscriber::set_global_default(Registry::default().with(lines).with(filter)),
+        Some(provider) => {
+            let layers = Registry::default().with(lines.with_filter(filter)).with(traces::layer(provider));
+            tracing::subscriber::set_global_default(layers)
+        }
+    };
+    set.map_err(|_| TelemetryError::StartedTwice)?;
+    Ok(Telemetry { traces: provider })
 }

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 
 use base64::Engine;
-use cellblock::packages::{IndexSettings, IndexUrl};
+use cellblock::packages::{IndexSettings, IndexUrl, Proxies};
 use sha2::{Digest, Sha256};
 
 /// What an index with a password asks for.
@@ -58,7 +58,13 @@ impl Index {
             file_hosts: Vec::new(),
             trusted_hosts: Vec::new(),
             ca_file: None,
+            proxies: Proxies::default(),
         }
+    }
+
+    /// Address and port.
+    pub(crate) fn place(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
     }
 
     pub(crate) fn url_without_password(&self) -> String {

@@ -1,9 +1,11 @@
 //! Installing packages with the real uv, from an index of our own.
 //!
 //! The installer's sandbox is a plain process in a folder here: these cases are about what uv, `installer.py` and the store make of packages.
-//! `index` is the package index, `workshop` the stand-in for the sandbox. What a sandbox adds is tested where sandboxes are.
+//! `index` is the package index, `workshop` the stand-in for the sandbox. What a sandbox adds is in `sessions`, what the operator does in `program`.
 
 mod index;
+mod program;
+mod proxy;
 mod sessions;
 mod workshop;
 
@@ -14,14 +16,14 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use cellblock::packages::{
-    IndexSettings, IndexUrl, InstallError, Installed, Installer, Limits, PACKAGES_INSIDE, Package, Requirement, Store,
-    Wish,
+    FileHosts, IndexSettings, IndexUrl, InstallError, Installed, Installer, Limits, PACKAGES_INSIDE, Package,
+    Requirement, Store, Wish,
 };
 
 use crate::support::native::{host_python, run};
 use crate::support::server::finished;
 use crate::support::{data_folder, skipped};
-use index::{Index, Manner};
+use index::{Index, Manner, PASSWORD};
 use workshop::Plain;
 
 /// A store, an index and an installer between them.
@@ -280,9 +282,9 @@ fn a_password_of_the_index_opens_it_and_is_found_nowhere_afterwards() {
     assert_eq!(installed.added.len(), 2);
     let said = bench.refusal(&["there-is-no-such-package"], &[]);
     let everything = format!("{installed:?} {said} {:?}", bench.installer.index());
-    assert!(!everything.contains(index::PASSWORD), "{everything}");
+    assert!(!everything.contains(PASSWORD), "{everything}");
     let store = bench.installer.store().trees();
-    let found = Command::new("grep").args(["-rl", index::PASSWORD]).arg(store.parent().unwrap()).output().unwrap();
+    let found = Command::new("grep").args(["-rl", PASSWORD]).arg(store.parent().unwrap()).output().unwrap();
     assert!(found.stdout.is_empty(), "{}", String::from_utf8_lossy(&found.stdout));
     assert!(bench.refusal(&["from-source"], &[]).contains("where the index needs a password"));
     let mut without = bench.index.settings();
@@ -332,7 +334,6 @@ fn uv_itself_says_which_index_it_uses() {
     let settings = read(&[("UV_DEFAULT_INDEX", &url)]).unwrap();
     assert_eq!(settings.index_url, IndexUrl::parse(&url).unwrap());
     let place = url.trim_start_matches("http://").trim_end_matches("/simple");
-    assert_eq!(settings.file_hosts, [place], "its pages say where its files are");
     assert_eq!(settings.rules(), [place]);
     let settings = read(&[
         ("UV_DEFAULT_INDEX", &url),
@@ -350,4 +351,45 @@ fn uv_itself_says_which_index_it_uses() {
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::write(folder.join("uv.toml"), format!("[[index]]\nurl = \"{url}\"\ndefault = true\n")).unwrap();
     assert_eq!(read(&[]).unwrap().index_url, IndexUrl::parse(&url).unwrap(), "its settings file counts too");
+}
+
+#[test]
+fn where_an_index_keeps_its_files_is_asked_once_and_remembered() {
+    let bench = Bench::new();
+    let memory = tempfile::tempdir().unwrap();
+    let url = bench.index.url_without_password();
+    let variables = BTreeMap::from([("UV_DEFAULT_INDEX".to_owned(), url.clone())]);
+    let python = host_python("minimal");
+    let find = || {
+        let mut settings = run(IndexSettings::read(&uv(), &python, &variables)).unwrap();
+        bench.index.forget_requests();
+        let how = run(settings.find_file_hosts(&uv(), &python, &variables, memory.path()));
+        (how, bench.index.requests().len(), settings)
+    };
+    let place = url.trim_start_matches("http://").trim_end_matches("/simple");
+    let (how, requests, settings) = find();
+    assert_eq!(settings.file_hosts, [place], "its pages say where its files are");
+    assert!(how == FileHosts::Asked && requests > 0, "{how:?}, {requests} requests");
+    let (how, requests, settings) = find();
+    assert_eq!((how, requests, settings.file_hosts.len()), (FileHosts::Remembered, 0, 1));
+    settings.forget_file_hosts(memory.path());
+    assert_eq!(find().0, FileHosts::Asked);
+}
+
+#[test]
+fn a_password_in_netrc_opens_the_index_and_stays_out_of_addresses_and_of_the_disk() {
+    let bench = Bench::with(Manner::Password, |_| {});
+    let home = tempfile::tempdir().unwrap();
+    std::fs::write(home.path().join(".netrc"), format!("machine 127.0.0.1 login someone password {PASSWORD}\n"))
+        .unwrap();
+    let mut variables = BTreeMap::from([("UV_DEFAULT_INDEX".to_owned(), bench.index.url_without_password())]);
+    let install = |variables: &BTreeMap<String, String>| {
+        let settings = run(IndexSettings::read(&uv(), &host_python("minimal"), variables)).unwrap();
+        assert!(!format!("{settings:?}").contains(PASSWORD));
+        let store = Arc::new(Store::open(&bench.folder.path().join("other")).unwrap());
+        bench.install_with(&Installer::new(store, settings, Limits::default()), &["pure"], &[])
+    };
+    install(&variables).expect_err("without a password it stays closed"); // control
+    variables.insert("HOME".to_owned(), home.path().display().to_string());
+    assert_eq!(packages(&install(&variables).unwrap().added), ["pure-2.0"]);
 }

@@ -284,7 +284,7 @@ fn code_output_and_secrets_are_in_no_log() {
 }
 
 /// The uv that built the shared environments.
-pub(super) fn real_uv() -> std::path::PathBuf {
+pub(crate) fn real_uv() -> std::path::PathBuf {
     let own = data_dir().join("tools/uv");
     let path = std::env::var_os("PATH").unwrap_or_default();
     let on_path = std::env::split_paths(&path).map(|folder| folder.join("uv"));

@@ -3,6 +3,7 @@
 //! `native` makes sandboxes inside the test process, `server` starts the program as its users do. What a test shows belongs to the test.
 
 pub(crate) mod native;
+pub(crate) mod npm;
 pub(crate) mod server;
 
 use std::io::Write;

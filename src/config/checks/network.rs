@@ -743,13 +743,16 @@ mod tests {
 
     #[test]
     fn packages_can_be_installed_unless_that_is_switched_off() {
-        let usual = Packages { allowed: true, size: 1 << 30, timeout: Duration::from_secs(300) };
+        let usual = Packages { allowed: true, size: 1 << 30, store_size: 10 << 30, timeout: Duration::from_secs(300) };
         assert_eq!(case().settings().packages, usual);
         for off in [case().yaml("install_packages: off"), case().flag(Key::InstallPackages, "off")] {
             assert_eq!(off.settings().packages, Packages { allowed: false, ..usual });
         }
-        let changed = case().yaml("package_size: 100M\npackage_timeout: 1m").settings().packages;
-        assert_eq!(changed, Packages { allowed: true, size: 100 << 20, timeout: Duration::from_secs(60) });
+        let changed =
+            case().yaml("package_size: 100M\npackage_store_size: 2G\npackage_timeout: 1m").settings().packages;
+        let timeout = Duration::from_secs(60);
+        assert_eq!(changed, Packages { allowed: true, size: 100 << 20, store_size: 2 << 30, timeout });
+        assert!(case().yaml("package_store_size: 1K").refusal().contains("package_store_size"));
         assert!(case().flag(Key::InstallPackages, "perhaps").refusal().contains("allowed: on or off"));
         assert!(case().yaml("package_size: 1K").refusal().contains("from 1 MiB to 16 TiB"));
         assert!(case().yaml("package_timeout: 0").refusal().contains("from 1 s to 1 d"));

@@ -6,9 +6,9 @@ use std::io::{Seek, Write};
 use async_trait::async_trait;
 use serde_json::{Value, json};
 
-use super::super::IndexUrl;
 use super::super::store::tests::Bench as StoreBench;
 use super::super::stream::tests::stream;
+use super::super::{IndexUrl, Proxies};
 use super::*;
 
 /// What one run inside leaves behind: the answer and other files. `None`: it never ends.
@@ -132,6 +132,7 @@ impl Bench {
             file_hosts: Vec::new(),
             trusted_hosts: Vec::new(),
             ca_file: None,
+            proxies: Proxies::default(),
         };
         let installer = Installer::new(Arc::new(store.open()), index, limits);
         Bench { store, fake: Fake::default(), installer, told: Arc::default() }

@@ -32,8 +32,8 @@ use super::jail::Jail;
 use super::warden::{self, Checkpoint, Slots, View, Warden};
 use super::{Inner, STEP_LIMIT};
 use crate::sandbox::{
-    CheckpointError, CheckpointId, Exit, ForkTerms, Interpreter, Isolation, LaunchError, MemoryUse, Process, Sandbox,
-    SandboxLimits,
+    CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, MemoryUse, Process,
+    Sandbox, SandboxLimits,
 };
 
 /// Forks after which the warm interpreter is replaced, so that address layout and hash seed change.
@@ -420,6 +420,10 @@ impl Sandbox for NativeSandbox {
         }
     }
 
+    fn gauge(&self) -> Arc<dyn Gauge> {
+        Arc::new(NativeGauge { group: self.groups.own.clone(), process: self.interpreter.clone() })
+    }
+
     fn rules(&self) -> Rules {
         self.gateway.as_ref().map_or_else(Rules::none, Gateway::rules)
     }
@@ -493,6 +497,32 @@ impl NativeSandbox {
                 None => failed("the sandbox ended"),
             },
         }
+    }
+}
+
+/// What the kernel counts of a sandbox: its group, or its interpreter where there is no group.
+struct NativeGauge {
+    group: Option<Arc<Group>>,
+    process: Option<Arc<OwnedFd>>,
+}
+
+impl Gauge for NativeGauge {
+    fn processor_time(&self) -> Duration {
+        let counted = self.group.as_ref().and_then(|group| group.processor_time());
+        let of_process = || self.process.as_ref().and_then(|process| warden::processor_time_of(process).ok());
+        counted.or_else(of_process).unwrap_or_default()
+    }
+
+    fn memory(&self) -> u64 {
+        match (&self.group, &self.process) {
+            (Some(group), _) => group.memory().0,
+            (None, Some(process)) => warden::memory_of(process).unwrap_or_default().now,
+            (None, None) => 0,
+        }
+    }
+
+    fn stored(&self) -> u64 {
+        self.group.as_ref().map_or(0, |group| group.files_in_memory())
     }
 }
 

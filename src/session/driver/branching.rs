@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
-use super::{Command, Driver, Finished, Live, Work, all, greet};
+use super::{Command, Driver, Finished, Inheritance, Live, Work, all, greet};
 use crate::runner_client::{Branched, Carried, CarriedFiles};
 use crate::sandbox::{CheckpointError, CheckpointId, ForkTerms, LaunchError, Sandbox};
 use crate::session::history::Copy;
@@ -289,6 +289,7 @@ impl Driver {
     /// Takes what came of a copy for a later undo.
     pub(super) fn copy_made(&mut self, sandbox: Box<dyn Sandbox>, copy: Result<CheckpointId, CheckpointError>) {
         self.sandbox = Some(sandbox);
+        self.narrow();
         let is_made = copy.is_ok();
         self.made(Product::Copy(copy), is_made);
     }
@@ -296,6 +297,7 @@ impl Driver {
     /// Takes what came of a copy for forks.
     pub(super) fn forks_made(&mut self, sandbox: Box<dyn Sandbox>, forks: Result<Vec<Fork>, String>) {
         self.sandbox = Some(sandbox);
+        self.narrow();
         let are_made = forks.is_ok();
         self.made(Product::Forks(forks), are_made);
     }
@@ -333,8 +335,8 @@ impl Driver {
             }
             Product::Copy(Err(error)) => self.copy_failed(error),
             Product::Forks(forks) => {
-                let packages = self.shared.facts().packages.clone();
-                self.forked = Some(forks.map(|forks| forked(forks, lost, &packages)));
+                let inheritance = self.inheritance();
+                self.forked = Some(forks.map(|forks| forked(forks, lost, &inheritance)));
             }
         }
         for command in std::mem::take(&mut self.postponed) {
@@ -505,7 +507,8 @@ impl Driver {
             return None;
         }
         let (sandbox, mut live) = (self.sandbox.take()?, self.live.take()?);
-        live.packages = self.shared.facts().packages.clone();
+        live.inheritance = self.inheritance();
+        self.metered = None;
         Some(Box::new(Fork { sandbox: Some(sandbox), live: Some(Box::new(live)) }))
     }
 
@@ -523,6 +526,7 @@ impl Driver {
                 let parts = fork.take().and_then(|fork| fork.into_parts());
                 self.history.clear();
                 self.show_history();
+                self.metered = None;
                 let old = self.sandbox.take();
                 let future = async move {
                     if let Some(mut old) = old {
@@ -629,9 +633,9 @@ impl Driver {
     }
 }
 
-fn forked(mut forks: Vec<Fork>, lost: Vec<String>, packages: &[String]) -> Forked {
+fn forked(mut forks: Vec<Fork>, lost: Vec<String>, inheritance: &Inheritance) -> Forked {
     for live in forks.iter_mut().filter_map(|fork| fork.live.as_mut()) {
-        live.packages = packages.to_vec();
+        live.inheritance = inheritance.clone();
     }
     let carried = forks.iter().map(Fork::carried).collect::<Vec<_>>();
     let lost = united(std::iter::once(&lost).chain(carried.iter().map(|carried| &carried.lost)));

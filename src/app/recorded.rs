@@ -1,0 +1,402 @@
+//! Sessions whose every call is recorded: for the audit log, and in figures.
+//!
+//! It stands between the front and the sessions, so that nothing reaches a session by another way, whichever tool, route or task asked for
+//! it. When the audit log cannot be written and the operator has not allowed to go on without, no new work is begun.
+//!
+//! Records hold digests of code and contents, never the things themselves.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::audit::{
+    Audit, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome, Packages, QuotaRefused, SessionCreated,
+    SessionEnded, ToolCall,
+};
+use crate::sandbox::{Preparation, Rules};
+use crate::session::install::InstallReport;
+use crate::session::{
+    self, Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, ForkNames,
+    ForkReport, InsidePath, News, Principal, Refused, ResetReport, SessionAccess, SessionId, SessionInfo, Slice,
+    Status, UndoReport, Which,
+};
+use crate::telemetry::{self, Metrics};
+
+/// Sessions that are remembered as having been seen. Those beyond are seen again for the first time.
+const MOST_SEEN: usize = 10_000;
+
+/// Sessions, recorded. Cheap to clone.
+#[derive(Clone)]
+pub(super) struct Recorded {
+    sessions: Arc<dyn SessionAccess>,
+    audit: Audit,
+    metrics: Metrics,
+    seen: Arc<Mutex<Seen>>,
+}
+
+type Key = (Principal, SessionId);
+
+#[derive(Default)]
+struct Seen {
+    sessions: HashSet<Key>,
+    /// Code of executions that were answered before they ended, the oldest first.
+    underway: HashMap<Key, VecDeque<Digest>>,
+}
+
+impl Recorded {
+    pub(super) fn new(sessions: Arc<dyn SessionAccess>, audit: Audit, metrics: Metrics) -> Recorded {
+        Recorded { sessions, audit, metrics, seen: Arc::default() }
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Refuses new work while nothing can be recorded.
+    fn may_begin(&self) -> Result<(), Refused> {
+        match self.audit.failing() {
+            None => Ok(()),
+            Some(_) => Err(Refused::NotRecorded),
+        }
+    }
+
+    fn event(&self, owner: &Principal, session: Option<&SessionId>, kind: impl Into<Kind>) -> Event {
+        let event = Event::new(kind).by(owner.0.as_str());
+        match session {
+            Some(session) => event.in_session(session.as_str()),
+            None => event,
+        }
+    }
+
+    /// Records a call and how it ended.
+    fn call<T>(
+        &self,
+        owner: &Principal,
+        session: Option<&SessionId>,
+        tool: &'static str,
+        begun: Instant,
+        done: &Result<T, Refused>,
+    ) {
+        let outcome = match done {
+            Ok(_) => Outcome::Succeeded,
+            Err(Refused::CancelledWhileWaiting) => Outcome::Cancelled,
+            Err(_) => Outcome::Refused,
+        };
+        self.call_ended(owner, session, tool, begun, outcome);
+        if let Err(refused) = done {
+            self.refused(owner, session, refused);
+        }
+    }
+
+    fn call_ended(
+        &self,
+        owner: &Principal,
+        session: Option<&SessionId>,
+        tool: &'static str,
+        begun: Instant,
+        outcome: Outcome,
+    ) {
+        let elapsed = begun.elapsed();
+        self.metrics.tool_called(tool, outcome.name(), elapsed);
+        self.audit.note(self.event(owner, session, ToolCall { tool: tool.into(), outcome, elapsed }));
+    }
+
+    /// Records what a refusal says about a session or about its owner.
+    fn refused(&self, owner: &Principal, session: Option<&SessionId>, refused: &Refused) {
+        match refused {
+            Refused::Ended { id, why, .. } => self.ended(owner, id, why),
+            Refused::Quota { which, retry_after, .. } => {
+                self.metrics.quota_refused(which.name());
+                let details = QuotaRefused { quota: which.name().into(), retry_after: *retry_after };
+                self.audit.note(self.event(owner, session, details).denied(which.name()));
+            }
+            _ => {}
+        }
+    }
+
+    /// Records a session that is seen for the first time.
+    fn met(&self, owner: &Principal, id: &SessionId, copy_of: Option<&SessionId>) {
+        {
+            let mut seen = self.seen();
+            if seen.sessions.len() >= MOST_SEEN {
+                seen.sessions.clear();
+            }
+            if !seen.sessions.insert((owner.clone(), id.clone())) {
+                return;
+            }
+        }
+        self.metrics.session_created();
+        let details = SessionCreated { copy_of: copy_of.map(|id| id.as_str().into()) };
+        self.audit.note(self.event(owner, Some(id), details));
+    }
+
+    fn ended(&self, owner: &Principal, id: &SessionId, why: &str) {
+        let key = (owner.clone(), id.clone());
+        {
+            let mut seen = self.seen();
+            seen.underway.remove(&key);
+            if !seen.sessions.remove(&key) {
+                return;
+            }
+        }
+        self.metrics.session_ended("ended");
+        self.audit.note(self.event(owner, Some(id), SessionEnded { reason: why.into() }));
+    }
+
+    fn executed(&self, owner: &Principal, id: &SessionId, code: Option<Digest>, outcome: &session::Outcome) {
+        self.metrics.executed(outcome.status.name(), outcome.duration);
+        let details = Execution {
+            code,
+            status: outcome.status.name().into(),
+            elapsed: outcome.duration,
+            cpu: None,
+            memory_peak: Some(outcome.memory.peak),
+            blocked: outcome.blocked.iter().map(ToString::to_string).collect(),
+        };
+        self.audit.note(self.event(owner, Some(id), details));
+    }
+}
+
+/// Tells how a call that ran code ended.
+fn outcome_of(status: &Status) -> Outcome {
+    match status {
+        Status::Completed => Outcome::Succeeded,
+        Status::Cancelled { .. } => Outcome::Cancelled,
+        _ => Outcome::Failed,
+    }
+}
+
+#[async_trait]
+impl SessionAccess for Recorded {
+    fn preparation(&self) -> watch::Receiver<Preparation> {
+        self.sessions.preparation()
+    }
+
+    async fn execute(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ExecuteRequest,
+        wait: Option<Duration>,
+        cancel: CancellationToken,
+        news: News,
+    ) -> Result<Executed, Refused> {
+        const TOOL: &str = "execute_ipython_cell";
+        self.may_begin()?;
+        let (begun, code) = (Instant::now(), Digest::of(&request.code));
+        let executed = self.sessions.execute(owner, id, request, wait, cancel, news).await;
+        match &executed {
+            Ok(Executed::Finished(outcome)) => {
+                self.met(owner, id, None);
+                self.executed(owner, id, Some(code), outcome);
+                self.call_ended(owner, Some(id), TOOL, begun, outcome_of(&outcome.status));
+            }
+            Ok(Executed::Underway(_)) => {
+                self.met(owner, id, None);
+                self.seen().underway.entry((owner.clone(), id.clone())).or_default().push_back(code);
+                self.call_ended(owner, Some(id), TOOL, begun, Outcome::Underway);
+            }
+            Err(_) => self.call(owner, Some(id), TOOL, begun, &executed),
+        }
+        executed
+    }
+
+    async fn check(
+        &self,
+        owner: &Principal,
+        which: &Which,
+        wait: Duration,
+        max_chars: usize,
+        news: News,
+    ) -> Result<Checked, Refused> {
+        let checked = self.sessions.check(owner, which, wait, max_chars, news).await;
+        // Looking changes nothing; what is worth a record is that an execution has ended.
+        if let Ok(Checked::Finished { session, outcome, again: false }) = &checked {
+            let key = (owner.clone(), session.clone());
+            let code = self.seen().underway.get_mut(&key).and_then(VecDeque::pop_front);
+            self.executed(owner, session, code, outcome);
+        }
+        checked
+    }
+
+    async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused> {
+        let begun = Instant::now();
+        let stopped = self.sessions.stop(owner, which).await;
+        let session = match which {
+            Which::Of(session) => Some(session),
+            Which::This(_) => None,
+        };
+        self.call(owner, session, "interrupt", begun, &stopped);
+        stopped
+    }
+
+    async fn reset(&self, owner: &Principal, id: &SessionId) -> Result<ResetReport, Refused> {
+        let begun = Instant::now();
+        let done = self.sessions.reset(owner, id).await;
+        self.call(owner, Some(id), "reset", begun, &done);
+        done
+    }
+
+    async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused> {
+        let begun = Instant::now();
+        let done = self.sessions.undo(owner, id, cells).await;
+        self.call(owner, Some(id), "undo", begun, &done);
+        done
+    }
+
+    async fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
+        self.sessions.checkpoints(owner, id).await
+    }
+
+    async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused> {
+        self.may_begin()?;
+        let begun = Instant::now();
+        let done = self.sessions.fork(owner, id, names).await;
+        if let Ok(report) = &done {
+            report.forks.iter().for_each(|fork| self.met(owner, fork, Some(id)));
+        }
+        self.call(owner, Some(id), "fork_session", begun, &done);
+        done
+    }
+
+    async fn explore(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ExploreRequest,
+        cancel: CancellationToken,
+        news: News,
+    ) -> Result<ExploreReport, Refused> {
+        self.may_begin()?;
+        let begun = Instant::now();
+        let codes: Vec<Digest> = request.variants.iter().map(|variant| Digest::of(&variant.code)).collect();
+        let done = self.sessions.explore(owner, id, request, cancel, news).await;
+        if let Ok(report) = &done {
+            for (variant, code) in report.variants.iter().zip(codes) {
+                if let Ok(outcome) = &variant.ended {
+                    self.executed(owner, id, Some(code), outcome);
+                }
+            }
+            report.kept.iter().for_each(|(_, kept)| self.met(owner, kept, Some(id)));
+        }
+        self.call(owner, Some(id), "explore", begun, &done);
+        done
+    }
+
+    async fn install(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        requirements: Vec<String>,
+        cancel: CancellationToken,
+        news: News,
+    ) -> Result<InstallReport, Refused> {
+        self.may_begin()?;
+        let begun = Instant::now();
+        let wanted = requirements.iter().cloned().collect();
+        let done = self.sessions.install(owner, id, requirements, cancel, news).await;
+        let (outcome, installed) = match &done {
+            Ok(report) => (Outcome::Succeeded, report.text.lines().map(str::to_owned).collect()),
+            Err(_) => (Outcome::Failed, std::iter::empty::<String>().collect()),
+        };
+        if done.is_ok() {
+            self.met(owner, id, None);
+        }
+        self.audit.note(self.event(owner, Some(id), Packages { requirements: wanted, installed, outcome }));
+        self.call(owner, Some(id), "install_package", begun, &done);
+        done
+    }
+
+    async fn write_file(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        source: &mut (dyn AsyncRead + Send + Unpin),
+        overwrite: bool,
+    ) -> Result<u64, Refused> {
+        self.may_begin()?;
+        let begun = Instant::now();
+        let done = self.sessions.write_file(owner, id, path, source, overwrite).await;
+        if let Ok(bytes) = done {
+            self.met(owner, id, None);
+            self.moved(owner, id, path, Direction::Into, bytes);
+        }
+        self.call(owner, Some(id), "upload_file", begun, &done);
+        done
+    }
+
+    async fn read_file(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        limit: u64,
+        sink: &mut (dyn AsyncWrite + Send + Unpin),
+    ) -> Result<u64, Refused> {
+        self.may_begin()?;
+        let begun = Instant::now();
+        let done = self.sessions.read_file(owner, id, path, limit, sink).await;
+        if let Ok(bytes) = done {
+            self.moved(owner, id, path, Direction::OutOf, bytes);
+        }
+        self.call(owner, Some(id), "download_file", begun, &done);
+        done
+    }
+
+    async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
+        let begun = Instant::now();
+        let done = self.sessions.narrow(owner, id, rules).await;
+        self.call(owner, Some(id), "narrow", begun, &done);
+        done
+    }
+
+    async fn list(&self, owner: &Principal) -> Vec<SessionInfo> {
+        self.sessions.list(owner).await
+    }
+
+    async fn close(&self, owner: &Principal, id: &SessionId) -> Result<(), Refused> {
+        let begun = Instant::now();
+        let done = self.sessions.close(owner, id).await;
+        if done.is_ok() {
+            self.ended(owner, id, "it was closed");
+        }
+        self.call(owner, Some(id), "close_session", begun, &done);
+        done
+    }
+
+    async fn output_size(&self, owner: &Principal, id: &SessionId, execution: ExecutionId) -> Option<u64> {
+        self.sessions.output_size(owner, id, execution).await
+    }
+
+    async fn read_output(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        execution: ExecutionId,
+        offset: u64,
+        length: usize,
+    ) -> Option<io::Result<Slice>> {
+        self.sessions.read_output(owner, id, execution, offset, length).await
+    }
+}
+
+impl Recorded {
+    fn moved(&self, owner: &Principal, id: &SessionId, path: &InsidePath, direction: Direction, bytes: u64) {
+        self.metrics.file_moved(
+            match direction {
+                Direction::Into => telemetry::Direction::Into,
+                Direction::OutOf => telemetry::Direction::OutOf,
+            },
+            bytes,
+        );
+        let details = FileMoved { path: path.as_str().into(), direction, bytes, contents: None };
+        self.audit.note(self.event(owner, Some(id), details));
+    }
+}

@@ -1,0 +1,36 @@
+//! `cellblock mcp`: serves one client over standard input and output.
+
+use std::process::ExitCode;
+
+use anyhow::Context;
+use tracing::info;
+
+use super::keeper::{Home, KeepByDefault};
+use super::{asked_to_end, mcp_settings, open_audit};
+use crate::audit::{Event, ServerStarted, ServerStopped};
+use crate::config::Settings;
+use crate::mcp::{self, Front, HostFiles};
+
+/// The largest file that `upload_file` and `download_file` copy.
+const LARGEST_FILE: u64 = 1 << 30;
+
+/// Serves until the client closes standard input or a signal asks to end.
+pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
+    let files = HostFiles::new(&settings.allowed_dirs, LARGEST_FILE).context("an allowed directory cannot be used")?;
+    let audit = open_audit(&settings)?;
+    audit.record(Event::new(ServerStarted { version: env!("CARGO_PKG_VERSION").into(), serving: "stdio".into() }))?;
+    let home = Home::of(&settings, KeepByDefault::No, "mcp").await?;
+    let told = mcp_settings(&settings, Front::Stdio);
+    let server = mcp::Server::new(home.sessions(), files, told);
+    let served = tokio::select! {
+        served = mcp::serve_stdio(server) => served.map(|()| "end of input").map_err(anyhow::Error::from),
+        signal = asked_to_end() => {
+            info!(signal, "asked to end");
+            Ok(signal)
+        }
+    };
+    home.leave().await;
+    let reason = served.as_ref().map_or("the connection failed", |reason| *reason);
+    audit.note(Event::new(ServerStopped { reason: reason.into() }));
+    served.map(|_| ExitCode::SUCCESS)
+}

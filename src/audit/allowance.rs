@@ -1,0 +1,153 @@
+//! How many records one session may have in an hour.
+//!
+//! Code that calls tools in a loop must not fill the disk or bury what others did. Whoever is over the limit is counted, and the log
+//! says where that began and, at the end of the hour, how many records are missing.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use super::event::{Event, Kind};
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// Sessions and principals that are counted apart. Beyond it they share one count, so that memory is bounded.
+const MOST_COUNTED: usize = 50_000;
+
+/// What is to be done with an event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Admission {
+    Write,
+    /// Write that suppression begins, and not the event.
+    Announce,
+    /// Count it.
+    Suppress,
+}
+
+/// Whose records are counted together.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Owner {
+    Session {
+        session: String,
+        principal: Option<String>,
+    },
+    Principal(String),
+    /// Callers that did not prove who they are.
+    Unknown,
+    /// Everybody who came after there were too many to count.
+    Others,
+}
+
+/// The counts of the present hour.
+pub(super) struct Allowance {
+    limit: u64,
+    since: Instant,
+    counts: BTreeMap<Owner, u64>,
+}
+
+impl Allowance {
+    pub(super) fn new(limit: u64, now: Instant) -> Allowance {
+        Allowance { limit, since: now, counts: BTreeMap::new() }
+    }
+
+    pub(super) fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// Counts an event and says what is to be done with it.
+    pub(super) fn admit(&mut self, event: &Event) -> Admission {
+        let Some(mut owner) = owner_of(event) else { return Admission::Write };
+        if self.counts.len() >= MOST_COUNTED && !self.counts.contains_key(&owner) {
+            owner = Owner::Others;
+        }
+        let count = self.counts.entry(owner).or_default();
+        *count += 1;
+        match *count {
+            within if within <= self.limit => Admission::Write,
+            first if first == self.limit + 1 => Admission::Announce,
+            _ => Admission::Suppress,
+        }
+    }
+
+    /// Returns, when the hour is over, whose records were suppressed and how many, and begins the next.
+    pub(super) fn turn(&mut self, now: Instant) -> Vec<(Owner, u64)> {
+        if now.saturating_duration_since(self.since) < HOUR {
+            return Vec::new();
+        }
+        self.since = now;
+        self.settle()
+    }
+
+    /// Returns whose records were suppressed and how many, and begins to count anew.
+    pub(super) fn settle(&mut self) -> Vec<(Owner, u64)> {
+        let limit = self.limit;
+        let counts = std::mem::take(&mut self.counts);
+        counts.into_iter().filter(|(_, count)| *count > limit).map(|(owner, count)| (owner, count - limit)).collect()
+    }
+}
+
+/// Returns who pays for an event; nobody for what the server does itself, and for the few that make a session's life complete.
+fn owner_of(event: &Event) -> Option<Owner> {
+    match &event.kind {
+        Kind::ServerStarted(_) | Kind::ServerStopped(_) | Kind::ServerReloaded(_) | Kind::SessionEnded(_) => None,
+        _ => Some(match (&event.session, &event.principal) {
+            (Some(session), principal) => Owner::Session {
+                session: session.to_string(),
+                principal: principal.as_ref().map(|principal| principal.to_string()),
+            },
+            (None, Some(principal)) => Owner::Principal(principal.to_string()),
+            (None, None) => Owner::Unknown,
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::event::{QuotaRefused, SessionEnded};
+    use super::*;
+
+    fn call(session: &str) -> Event {
+        Event::new(QuotaRefused { quota: "cells".into(), retry_after: None }).by("anna").in_session(session)
+    }
+
+    #[test]
+    fn a_flood_is_announced_once_counted_and_leaves_others_alone() {
+        let now = Instant::now();
+        let mut allowance = Allowance::new(3, now);
+        let flood: Vec<Admission> = (0..6).map(|_| allowance.admit(&call("loud"))).collect();
+        use Admission::{Announce, Suppress, Write};
+        assert_eq!(flood, [Write, Write, Write, Announce, Suppress, Suppress]);
+        assert_eq!(allowance.admit(&call("quiet")), Write);
+        assert_eq!(allowance.turn(now + HOUR - Duration::from_secs(1)), []);
+        let owner = Owner::Session { session: "loud".to_owned(), principal: Some("anna".to_owned()) };
+        assert_eq!(allowance.turn(now + HOUR), [(owner, 3)]);
+        assert_eq!(allowance.admit(&call("loud")), Write);
+    }
+
+    #[test]
+    fn the_end_of_a_session_is_always_written() {
+        let mut allowance = Allowance::new(1, Instant::now());
+        assert_eq!(allowance.admit(&call("s")), Admission::Write);
+        assert_eq!(allowance.admit(&call("s")), Admission::Announce); // control
+        let end = Event::new(SessionEnded { reason: "idle".into() }).in_session("s");
+        assert_eq!(allowance.admit(&end), Admission::Write);
+    }
+
+    #[test]
+    fn callers_that_are_not_known_share_one_count() {
+        let mut allowance = Allowance::new(1, Instant::now());
+        let unknown = || Event::new(QuotaRefused { quota: "x".into(), retry_after: None });
+        assert_eq!(allowance.admit(&unknown()), Admission::Write);
+        assert_eq!(allowance.admit(&unknown()), Admission::Announce);
+        assert_eq!(allowance.settle(), [(Owner::Unknown, 1)]);
+    }
+
+    #[test]
+    fn memory_is_bounded_however_many_sessions_there_are() {
+        let mut allowance = Allowance::new(1_000_000, Instant::now());
+        for number in 0..MOST_COUNTED + 100 {
+            allowance.admit(&call(&number.to_string()));
+        }
+        assert_eq!(allowance.counts.len(), MOST_COUNTED + 1);
+        assert_eq!(allowance.counts[&Owner::Others], 100);
+    }
+}

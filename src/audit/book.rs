@@ -1,0 +1,320 @@
+//! The one place that decides what is written, when it is safe, and what a failure means.
+//!
+//! Locks, always in this order: `durable`, then `state`. A record is appended under `state` alone. Whoever wants it on the disk takes
+//! `durable`, looks how far the log has come, and forces all of that; those who waited for the lock find their record done.
+
+use std::io;
+use std::sync::{Mutex, MutexGuard};
+use std::time::Instant;
+
+use super::allowance::{Admission, Allowance, Owner};
+use super::chain::{Head, Moment, seal};
+use super::event::{Event, LogBegun, LogContinued, Suppressed, Unrecorded};
+use super::sink::{Found, Sink, Start};
+use super::{AuditSettings, AuditUnavailable, OnFailure, Sync};
+
+pub(super) struct Book {
+    settings: AuditSettings,
+    state: Mutex<State>,
+    /// The last record that is known to be on the disk.
+    durable: Mutex<u64>,
+}
+
+struct State {
+    sink: Box<dyn Sink>,
+    head: Head,
+    /// The number of the first record in the present file.
+    first_sequence: u64,
+    allowance: Allowance,
+    health: Health,
+    /// Events without a record since the last record.
+    unrecorded: u64,
+    turn_over_at: u64,
+    /// It was told once that a file could not be turned over.
+    told: bool,
+    /// What is to be written first, from when the log was opened.
+    opening: Vec<Event>,
+}
+
+/// Whether lines can be written.
+enum Health {
+    Good,
+    /// The last attempt failed; the next may not.
+    Failing(String),
+    /// Records that were accepted may be gone. Nobody can tell, so nothing is accepted any more until somebody has looked.
+    Broken(String),
+}
+
+impl Book {
+    pub(super) fn new(sink: Box<dyn Sink>, found: Found, settings: AuditSettings) -> Book {
+        let version = env!("CARGO_PKG_VERSION");
+        let (first_sequence, opening) = match found.start {
+            Start::New => (1, Some(Event::new(LogBegun { version: version.into() }))),
+            Start::Within { first_sequence } => (first_sequence, None),
+            Start::After { name } => (found.head.sequence + 1, Some(Event::new(LogContinued { after: name.into() }))),
+        };
+        let torn = found.torn.map(Event::new);
+        let state = State {
+            sink,
+            head: found.head,
+            first_sequence,
+            allowance: Allowance::new(settings.records_per_hour, Instant::now()),
+            health: Health::Good,
+            unrecorded: 0,
+            turn_over_at: settings.turn_over_at,
+            told: false,
+            opening: opening.into_iter().chain(torn).collect(),
+        };
+        Book { settings, state: Mutex::new(state), durable: Mutex::new(0) }
+    }
+
+    /// Writes what the opening of the log has to say.
+    pub(super) fn begin(&self) -> Result<(), AuditUnavailable> {
+        let written = {
+            let mut state = self.state();
+            let opening = std::mem::take(&mut state.opening);
+            state.append(&opening)
+        };
+        let sequence = self.head().sequence;
+        written.and_then(|()| self.make_durable(sequence)).map_err(|cause| AuditUnavailable { cause })
+    }
+
+    pub(super) fn record(&self, event: Event, now: Instant) -> Result<(), AuditUnavailable> {
+        let recorded = self.write(event, now).and_then(|sequence| match self.settings.sync {
+            Sync::Always => while_others_go_on(|| self.make_durable(sequence)),
+            Sync::Interval => Ok(()),
+        });
+        match (recorded, self.settings.failure) {
+            (Ok(()), _) | (Err(_), OnFailure::Continue) => Ok(()),
+            (Err(cause), OnFailure::Refuse) => Err(AuditUnavailable { cause }),
+        }
+    }
+
+    /// Does what time asks for: sums up the hour, tries a failed sink again, looks after the file, forces records onto the disk.
+    pub(super) fn tick(&self, now: Instant) {
+        let sequence = {
+            let mut state = self.state();
+            state.sum_up(now);
+            state.recover();
+            if let Err(error) = state.sink.look() {
+                state.break_down(&error);
+            }
+            state.head.sequence
+        };
+        // The state knows and has told the log; nobody waits for this answer.
+        let _ = self.make_durable(sequence);
+    }
+
+    /// Writes what is still to be said, and forces everything onto the disk.
+    pub(super) fn close(&self) {
+        let sequence = {
+            let mut state = self.state();
+            let suppressed = state.allowance.settle();
+            state.write_suppressed(suppressed);
+            state.recover();
+            state.head.sequence
+        };
+        let _ = self.make_durable(sequence);
+    }
+
+    pub(super) fn failing(&self) -> Option<String> {
+        match &self.state().health {
+            Health::Good => None,
+            Health::Failing(why) | Health::Broken(why) => Some(why.clone()),
+        }
+    }
+
+    pub(super) fn head(&self) -> Head {
+        self.state().head.clone()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("nobody panics while holding the state")
+    }
+
+    /// Appends an event and returns the number that must be on the disk for it.
+    fn write(&self, event: Event, now: Instant) -> io::Result<u64> {
+        let mut state = self.state();
+        state.sum_up(now);
+        let admission = state.allowance.admit(&event);
+        let must_refuse = match &state.health {
+            Health::Good => None,
+            // A record that is not wanted is no reason to let work pass that others are refused.
+            Health::Failing(why) if admission == Admission::Suppress => Some(why.clone()),
+            Health::Failing(_) => None,
+            Health::Broken(why) => Some(why.clone()),
+        };
+        if let (Some(why), OnFailure::Refuse) = (must_refuse, self.settings.failure) {
+            state.unrecorded += 1;
+            return Err(io::Error::other(why));
+        }
+        let event = match admission {
+            Admission::Write => event,
+            Admission::Announce => {
+                Event { kind: Suppressed { count: 0, limit_per_hour: state.allowance.limit() }.into(), ..event }
+            }
+            Admission::Suppress => return Ok(state.head.sequence),
+        };
+        match state.write(event) {
+            Ok(()) => Ok(state.head.sequence),
+            Err(error) => {
+                state.unrecorded += 1;
+                state.fail(&error);
+                Err(error)
+            }
+        }
+    }
+
+    fn make_durable(&self, sequence: u64) -> io::Result<()> {
+        let mut durable = self.durable.lock().expect("nobody panics while holding the number");
+        if *durable >= sequence {
+            return Ok(());
+        }
+        let (reached, syncing) = {
+            let state = self.state();
+            (state.head.sequence, state.sink.syncing())
+        };
+        match syncing() {
+            Ok(()) => {
+                *durable = reached;
+                Ok(())
+            }
+            Err(error) => {
+                // The kernel may have dropped what it could not write, and says so only once. A later success would prove nothing.
+                self.state().break_down(&error);
+                Err(error)
+            }
+        }
+    }
+}
+
+impl State {
+    /// Appends an event, preceded by how many have no record, if any. Both lines are written, or none.
+    fn write(&mut self, event: Event) -> io::Result<()> {
+        let missing = self.missing();
+        self.append(&missing.into_iter().chain([event]).collect::<Vec<_>>())?;
+        self.caught_up();
+        Ok(())
+    }
+
+    /// Appends lines, in the next file if the present one is large.
+    fn append(&mut self, events: &[Event]) -> io::Result<()> {
+        let (mut lines, mut head) = self.sealed(events);
+        let is_large = self.sink.length() + lines.len() as u64 > self.turn_over_at;
+        // A file that holds only its first record stays, or a limit below two lines would turn over for ever.
+        if is_large && self.head.sequence > self.first_sequence {
+            self.turn_over();
+            (lines, head) = self.sealed(events);
+        }
+        self.sink.append(&lines)?;
+        self.head = head;
+        Ok(())
+    }
+
+    fn sealed(&self, events: &[Event]) -> (Vec<u8>, Head) {
+        let (mut lines, mut head) = (Vec::new(), self.head.clone());
+        for event in events {
+            let (line, next) = seal(&head, Moment::now(), event);
+            lines.extend_from_slice(&line);
+            head = next;
+        }
+        (lines, head)
+    }
+
+    /// Begins the next file. If that fails, the present one grows on: a record matters more than a size.
+    fn turn_over(&mut self) {
+        let after = self.sink.name_when_turned_over(self.first_sequence);
+        let (line, head) = seal(&self.head, Moment::now(), &Event::new(LogContinued { after: after.into() }));
+        match self.sink.turn_over(self.first_sequence, &line) {
+            Ok(()) => {
+                let before = &self.head;
+                tracing::info!(sequence = before.sequence, hash = before.hash, "audit log turned over");
+                self.first_sequence = head.sequence;
+                self.head = head;
+                self.told = false;
+            }
+            Err(error) if !self.told => {
+                tracing::warn!(%error, "the audit log could not be turned over; its file grows on");
+                self.told = true;
+            }
+            Err(_) => {}
+        }
+    }
+
+    /// Returns what tells how many events have no record, if any.
+    fn missing(&self) -> Option<Event> {
+        match &self.health {
+            Health::Failing(why) | Health::Broken(why) if self.unrecorded > 0 => {
+                Some(Event::new(Unrecorded { count: self.unrecorded, cause: why.as_str().into() }))
+            }
+            _ => None,
+        }
+    }
+
+    fn caught_up(&mut self) {
+        self.unrecorded = 0;
+        if let Health::Failing(_) = self.health {
+            tracing::info!("the audit log can be written again");
+            self.health = Health::Good;
+        }
+    }
+
+    /// Tries a sink that failed again, so that the service recovers without a caller to try it on.
+    fn recover(&mut self) {
+        if let (Health::Failing(_), Some(missing)) = (&self.health, self.missing()) {
+            // It is known to fail and was told; this was only a try.
+            if self.append(&[missing]).is_ok() {
+                self.caught_up();
+            }
+        }
+    }
+
+    fn fail(&mut self, error: &io::Error) {
+        if let Health::Good = self.health {
+            tracing::error!(%error, "the audit log cannot be written");
+            self.health = Health::Failing(error.to_string());
+        }
+    }
+
+    fn break_down(&mut self, error: &io::Error) {
+        if !matches!(self.health, Health::Broken(_)) {
+            tracing::error!(%error, "the audit log may have lost records; look at it and restart the server");
+            self.health = Health::Broken(error.to_string());
+        }
+    }
+
+    fn sum_up(&mut self, now: Instant) {
+        let suppressed = self.allowance.turn(now);
+        self.write_suppressed(suppressed);
+    }
+
+    fn write_suppressed(&mut self, suppressed: Vec<(Owner, u64)>) {
+        for (owner, count) in suppressed {
+            let event = Event::new(Suppressed { count, limit_per_hour: self.allowance.limit() });
+            let event = match owner {
+                Owner::Session { session, principal } => {
+                    Event { principal: principal.map(Into::into), ..event.in_session(session) }
+                }
+                Owner::Principal(principal) => event.by(principal),
+                Owner::Unknown | Owner::Others => event,
+            };
+            if let Err(error) = self.write(event) {
+                self.unrecorded += 1;
+                self.fail(&error);
+            }
+        }
+    }
+}
+
+/// Waits for the disk without keeping other tasks of this thread from running.
+fn while_others_go_on<T>(wait: impl FnOnce() -> T) -> T {
+    use tokio::runtime::{Handle, RuntimeFlavor};
+    match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
+        Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(wait),
+        _ => wait(),
+    }
+}
+
+#[cfg(test)]
+#[path = "book/tests.rs"]
+mod tests;

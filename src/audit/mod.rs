@@ -1,0 +1,200 @@
+//! The audit log: who did what, when, in which session, and what became of it.
+//!
+//! ```text
+//! event (typed, bounded)  →  allowance: at most so many per session and hour
+//!                         →  chain: one line of JSON, numbered, sealed with the hash of itself and of the line before
+//!                         →  sink: appended to the file, all of it or nothing; turned over when the file is large
+//! ```
+//!
+//! `record` returns when the line is with the kernel: whoever is told "recorded" is believed even after a `kill -9`. What a
+//! power cut may take is decided by [`Sync`]. There is no queue between caller and file, so nothing accepted can be lost in one, and a
+//! sink that fails is known to the very call that must be refused.
+//!
+//! `verify` finds what was changed, cut, moved or put in. It needs nothing but the files and, to find a cut end, a head that was noted
+//! elsewhere: the log on standard error names one at every start, turn-over and end.
+//!
+//! A leaf: it knows nothing of sessions, MCP or HTTP. It never holds code, output, file contents or tokens, only digests.
+
+mod allowance;
+mod book;
+mod chain;
+mod event;
+mod sink;
+mod text;
+pub mod verify;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use book::Book;
+pub use chain::{Head, LARGEST_LINE};
+pub use event::{
+    Answer, Approval, AuthenticationRefused, Decision, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome,
+    Packages, QuotaRefused, ServerReloaded, ServerStarted, ServerStopped, SessionCreated, SessionEnded, ToolCall,
+    UpstreamCall,
+};
+pub use text::{List, Text, plain_json};
+
+/// How an audit log is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AuditSettings {
+    pub sync: Sync,
+    pub failure: OnFailure,
+    /// Bytes after which a file is put aside and the chain goes on in the next.
+    pub turn_over_at: u64,
+    /// Records of one session (or of one principal outside of sessions) in an hour; more are counted and not written.
+    pub records_per_hour: u64,
+}
+
+impl Default for AuditSettings {
+    fn default() -> AuditSettings {
+        AuditSettings {
+            sync: Sync::Interval,
+            failure: OnFailure::Refuse,
+            turn_over_at: 64 << 20,
+            records_per_hour: 10_000,
+        }
+    }
+}
+
+/// When records are forced onto the disk. A killed server loses nothing either way; a machine without power may.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sync {
+    /// Before `record` returns. Calls at the same time share one order to the disk.
+    Always,
+    /// Once a second.
+    Interval,
+}
+
+/// What happens to new work while records cannot be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnFailure {
+    /// It is refused: `record` answers with an error.
+    Refuse,
+    /// It goes on, and the log says afterwards how many records are missing.
+    Continue,
+}
+
+/// Why an audit log could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum AuditError {
+    #[error("could not open the audit log {}", path.display())]
+    Open {
+        path: PathBuf,
+        #[source]
+        cause: io::Error,
+    },
+    #[error("the audit log {} cannot be trusted: {why}", path.display())]
+    Untrusted { path: PathBuf, why: &'static str },
+    #[error("the audit log {} is being written by another process", path.display())]
+    InUse { path: PathBuf },
+    #[error(
+        "the audit log {} is damaged at its end: {why}. Look at it with \"cellblock audit verify\", then move it away",
+        path.display()
+    )]
+    Damaged { path: PathBuf, why: String },
+}
+
+/// An event could not be recorded, so what it is about must not happen.
+#[derive(Debug, thiserror::Error)]
+#[error("the audit log cannot be written")]
+pub struct AuditUnavailable {
+    #[source]
+    pub cause: io::Error,
+}
+
+/// How often the log looks after itself: forces records onto the disk, sums up what was suppressed, tries a failed sink again.
+const TICK: Duration = Duration::from_secs(1);
+
+/// An open audit log, or none. Clones write to the same one; the last of them closes it.
+#[derive(Clone)]
+pub struct Audit(Option<Arc<Open>>);
+
+struct Open {
+    book: Book,
+    /// Its end tells the thread to end.
+    _thread: SyncSender<()>,
+}
+
+impl std::fmt::Debug for Audit {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(if self.0.is_some() { "Audit(on)" } else { "Audit(off)" })
+    }
+}
+
+impl Audit {
+    /// Records nothing, at no cost.
+    pub fn off() -> Audit {
+        Audit(None)
+    }
+
+    /// Opens the log at `path`, or begins one, and goes on with its chain.
+    ///
+    /// The last record of a log that exists must be whole; a line that was torn by a crash is set aside, and a record says so. A file
+    /// that others can write is refused, and so is one that another process writes.
+    pub fn open(path: &Path, settings: AuditSettings) -> Result<Audit, AuditError> {
+        let (sink, found) = sink::FileSink::open(path)?;
+        let book = Book::new(Box::new(sink), found, settings);
+        book.begin().map_err(|unavailable| AuditError::Open { path: path.to_owned(), cause: unavailable.cause })?;
+        let head = book.head();
+        tracing::info!(sequence = head.sequence, hash = head.hash, "audit log opened");
+        Ok(Audit::over(book))
+    }
+
+    fn over(book: Book) -> Audit {
+        let (sender, receiver) = sync_channel::<()>(1);
+        let open = Arc::new(Open { book, _thread: sender });
+        let watched = Arc::downgrade(&open);
+        let look_after = move || {
+            while receiver.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
+                let Some(open) = watched.upgrade() else { return };
+                open.book.tick(Instant::now());
+            }
+        };
+        // Without its thread the log still holds every record; only the kernel decides when they reach the disk.
+        if let Err(error) = std::thread::Builder::new().name("audit".to_owned()).spawn(look_after) {
+            tracing::error!(%error, "the audit log has no thread to look after it");
+        }
+        Audit(Some(open))
+    }
+
+    /// Records an event, in the order of calls. An error means that the event must not happen.
+    ///
+    /// With [`Sync::Always`] it waits for the disk; on a runtime of many threads other tasks go on meanwhile.
+    pub fn record(&self, event: Event) -> Result<(), AuditUnavailable> {
+        let Some(open) = &self.0 else { return Ok(()) };
+        open.book.record(event, Instant::now())
+    }
+
+    /// Records what has happened already and cannot be refused any more. A failure shows in [`Audit::failing`] and in the log.
+    pub fn note(&self, event: Event) {
+        // The book has told the log on standard error, once, and counts what is missing.
+        let _ = self.record(event);
+    }
+
+    /// Tells whether events are recorded at all.
+    pub fn is_on(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Returns why records cannot be written at present.
+    pub fn failing(&self) -> Option<String> {
+        self.0.as_ref().and_then(|open| open.book.failing())
+    }
+
+    /// Returns the number and hash of the last record.
+    pub fn head(&self) -> Option<Head> {
+        self.0.as_ref().map(|open| open.book.head())
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.book.close();
+        let head = self.book.head();
+        tracing::info!(sequence = head.sequence, hash = head.hash, "audit log closed");
+    }
+}

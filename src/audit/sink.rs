@@ -1,0 +1,343 @@
+//! Where lines go: a file that only we write, and that takes a line whole or not at all.
+//!
+//! ```text
+//! audit.jsonl                   the present file
+//! audit.jsonl.000000000001      files that were turned over, named by the number of their first record
+//! audit.jsonl.torn-…            half a line that a crash had left
+//! audit.jsonl.lock              held for as long as the log is open
+//! ```
+//!
+//! Order matters when a file is turned over. (1) The next file is written under another name, its first record in it and on the disk.
+//! (2) The present file gets its number as a second name. (3) The next file takes the present name. After a crash in between, the
+//! present file is still the present one; the next one is dropped, in which no caller's record can be yet, and step 2 finds its work done.
+//! If the present file is gone or empty, the chain goes on after the newest numbered one.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags, flock, openat};
+
+use super::AuditError;
+use super::chain::{Flaw, Head, LARGEST_LINE, Link, check};
+use super::event::{Digest, TornLine};
+
+/// Forces what was written onto the disk.
+pub(super) type Syncing = Arc<dyn Fn() -> io::Result<()> + Send + Sync>;
+
+/// Takes lines.
+pub(super) trait Sink: Send {
+    /// Appends a line. After an error nothing of it is in the log, or will be gone before the next line is.
+    fn append(&mut self, line: &[u8]) -> io::Result<()>;
+
+    /// Returns the bytes in the present file.
+    fn length(&self) -> u64;
+
+    /// Puts the present file away under the number of its first record, and begins the next with `line`. After an error the present file
+    /// is still the present one.
+    fn turn_over(&mut self, first_sequence: u64, line: &[u8]) -> io::Result<()>;
+
+    /// Returns the name that `turn_over` gives the present file.
+    fn name_when_turned_over(&self, first_sequence: u64) -> String;
+
+    /// Returns how to force everything appended so far onto the disk.
+    fn syncing(&self) -> Syncing;
+
+    /// Finds out whether the file is still where it was, with everything in it.
+    fn look(&self) -> io::Result<()>;
+}
+
+/// What a log that is opened begins with.
+#[derive(Debug, PartialEq)]
+pub(super) struct Found {
+    /// The last record so far.
+    pub head: Head,
+    pub start: Start,
+    pub torn: Option<TornLine>,
+}
+
+#[derive(Debug, PartialEq)]
+pub(super) enum Start {
+    /// There was no log.
+    New,
+    /// The present file has records, from this one on.
+    Within { first_sequence: u64 },
+    /// The present file is empty, and a file of this name was turned over before it.
+    After { name: String },
+}
+
+/// The sink that is a file.
+pub(super) struct FileSink {
+    path: PathBuf,
+    file: Arc<File>,
+    length: u64,
+    /// Something lies behind `length` that must go before the next line.
+    is_torn: bool,
+    _lock: File,
+}
+
+impl FileSink {
+    /// Opens the file, or makes one, checks who can write it, and finds the end of its chain.
+    pub(super) fn open(path: &Path) -> Result<(FileSink, Found), AuditError> {
+        let failed = |cause: io::Error| AuditError::Open { path: path.to_owned(), cause };
+        check_folder(path)?;
+        let lock = open_private(&beside(path, ".lock"), OFlags::CREATE).map_err(failed)?;
+        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(AuditError::InUse { path: path.to_owned() }),
+            Err(error) => return Err(failed(error.into())),
+        }
+        let mut file = open_private(path, OFlags::CREATE | OFlags::APPEND).map_err(failed)?;
+        check_file(path, &file)?;
+        match fs::remove_file(beside(path, ".next")) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+            _ => {}
+        }
+        let damaged = |why: String| AuditError::Damaged { path: path.to_owned(), why };
+        let mut end = read_end(&mut file).map_err(failed)?;
+        let (head, start) = match end.last.take() {
+            Some(last) => {
+                let first = read_first(&mut file).map_err(failed)?;
+                let first_sequence =
+                    first.map_err(|flaw| damaged(format!("its first line is no record: {flaw}")))?.head.sequence;
+                let last = last.map_err(|flaw| damaged(format!("its last line is no record: {flaw}")))?;
+                (last.head, Start::Within { first_sequence })
+            }
+            None if end.length > 0 => return Err(damaged("it holds no line of the length of a record".to_owned())),
+            None => what_was_before(path)?,
+        };
+        let torn = if end.torn.is_empty() {
+            None
+        } else {
+            Some(set_aside(path, &file, head.sequence + 1, end.length, &end.torn).map_err(failed)?)
+        };
+        let sink =
+            FileSink { path: path.to_owned(), file: Arc::new(file), length: end.length, is_torn: false, _lock: lock };
+        Ok((sink, Found { head, start, torn }))
+    }
+
+    fn mend(&mut self) -> io::Result<()> {
+        if self.is_torn {
+            self.file.set_len(self.length)?;
+            self.is_torn = false;
+        }
+        Ok(())
+    }
+}
+
+impl Sink for FileSink {
+    fn append(&mut self, line: &[u8]) -> io::Result<()> {
+        self.mend()?;
+        if let Err(error) = (&*self.file).write_all(line) {
+            self.is_torn = true;
+            // If this fails too, it is tried again before the next line.
+            let _ = self.mend();
+            return Err(error);
+        }
+        self.length += line.len() as u64;
+        Ok(())
+    }
+
+    fn length(&self) -> u64 {
+        self.length
+    }
+
+    fn turn_over(&mut self, first_sequence: u64, line: &[u8]) -> io::Result<()> {
+        self.mend()?;
+        self.file.sync_data()?;
+        let next_path = beside(&self.path, ".next");
+        let next = open_private(&next_path, OFlags::CREATE | OFlags::EXCL | OFlags::APPEND)?;
+        let put_in_place = || {
+            (&next).write_all(line)?;
+            next.sync_data()?;
+            let archive = self.path.with_file_name(self.name_when_turned_over(first_sequence));
+            // A link refuses to replace what has that name; a renaming would not.
+            match fs::hard_link(&self.path, &archive) {
+                Err(error) if !is_same_file(&self.file, &archive) => return Err(error),
+                _ => {}
+            }
+            fs::rename(&next_path, &self.path)?;
+            File::open(folder_of(&self.path))?.sync_all()
+        };
+        if let Err(error) = put_in_place() {
+            let _ = fs::remove_file(&next_path);
+            return Err(error);
+        }
+        self.file = Arc::new(next);
+        self.length = line.len() as u64;
+        Ok(())
+    }
+
+    fn name_when_turned_over(&self, first_sequence: u64) -> String {
+        archive_name(&self.path, first_sequence)
+    }
+
+    fn syncing(&self) -> Syncing {
+        let file = self.file.clone();
+        Arc::new(move || file.sync_data())
+    }
+
+    fn look(&self) -> io::Result<()> {
+        if !is_same_file(&self.file, &self.path) {
+            return Err(io::Error::other("the file is not in its place any more"));
+        }
+        if self.file.metadata()?.len() < self.length {
+            return Err(io::Error::other("somebody has cut the file"));
+        }
+        Ok(())
+    }
+}
+
+fn is_same_file(file: &File, path: &Path) -> bool {
+    let (Ok(ours), Ok(there)) = (file.metadata(), fs::symlink_metadata(path)) else { return false };
+    (ours.dev(), ours.ino()) == (there.dev(), there.ino())
+}
+
+/// Opens a file for reading and writing; one that is made belongs to us alone. A link in its place is refused.
+fn open_private(path: &Path, extra: OFlags) -> io::Result<File> {
+    // Without NONBLOCK, a pipe in its place would keep us waiting.
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | extra;
+    Ok(File::from(openat(CWD, path, flags, Mode::RUSR | Mode::WUSR)?))
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn beside(path: &Path, ending: &str) -> PathBuf {
+    let mut name = OsString::from(path.as_os_str());
+    name.push(ending);
+    PathBuf::from(name)
+}
+
+const OTHERS_WRITE: u32 = 0o022;
+const STICKY: u32 = 0o1000;
+
+/// Whoever can write the folder can replace the file.
+fn check_folder(path: &Path) -> Result<(), AuditError> {
+    let folder = folder_of(path);
+    let about = fs::metadata(folder).map_err(|cause| AuditError::Open { path: path.to_owned(), cause })?;
+    let why = if !about.is_dir() {
+        "it is not in a folder"
+    } else if about.mode() & OTHERS_WRITE != 0 && about.mode() & STICKY == 0 {
+        "others can write its folder"
+    } else if about.uid() != 0 && about.uid() != rustix::process::geteuid().as_raw() {
+        "its folder belongs to somebody else"
+    } else {
+        return Ok(());
+    };
+    Err(AuditError::Untrusted { path: path.to_owned(), why })
+}
+
+fn check_file(path: &Path, file: &File) -> Result<(), AuditError> {
+    let about = file.metadata().map_err(|cause| AuditError::Open { path: path.to_owned(), cause })?;
+    let why = if !about.is_file() {
+        "it is not a regular file"
+    } else if about.mode() & OTHERS_WRITE != 0 {
+        "others can write it"
+    } else if about.uid() != rustix::process::geteuid().as_raw() {
+        "it belongs to somebody else"
+    } else {
+        return Ok(());
+    };
+    Err(AuditError::Untrusted { path: path.to_owned(), why })
+}
+
+/// The end of a file.
+struct End {
+    /// Bytes up to the end of the last whole line.
+    length: u64,
+    /// The last whole line, if one of a record's length is there.
+    last: Option<Result<Link, Flaw>>,
+    /// What follows it.
+    torn: Vec<u8>,
+}
+
+fn read_end(file: &mut File) -> io::Result<End> {
+    let size = file.metadata()?.len();
+    // A whole line and a torn one.
+    let from = size.saturating_sub(2 * LARGEST_LINE as u64);
+    file.seek(SeekFrom::Start(from))?;
+    let mut bytes = Vec::new();
+    Read::by_ref(file).take(2 * LARGEST_LINE as u64).read_to_end(&mut bytes)?;
+    let Some(line_end) = bytes.iter().rposition(|byte| *byte == b'\n') else {
+        // Only the very first line of a file can be torn without another before it.
+        let is_first = from == 0 && bytes.len() < LARGEST_LINE;
+        let (length, torn) = if is_first { (0, bytes) } else { (size, Vec::new()) };
+        return Ok(End { length, last: None, torn });
+    };
+    let torn = bytes.split_off(line_end + 1);
+    bytes.pop();
+    let line_start = bytes.iter().rposition(|byte| *byte == b'\n').map(|at| at + 1);
+    let last = match line_start {
+        Some(start) => check(&bytes[start..]),
+        None if from == 0 => check(&bytes),
+        None => Err(Flaw::TooLong),
+    };
+    Ok(End { length: size - torn.len() as u64, last: Some(last), torn })
+}
+
+fn read_first(file: &mut File) -> io::Result<Result<Link, Flaw>> {
+    file.seek(SeekFrom::Start(0))?;
+    let mut bytes = Vec::new();
+    Read::by_ref(file).take(LARGEST_LINE as u64).read_to_end(&mut bytes)?;
+    Ok(check(bytes.split(|byte| *byte == b'\n').next().unwrap_or_default()))
+}
+
+/// Digits in the name of a file that was turned over: enough for a million records a second for ten days, and it still sorts after that.
+const DIGITS: usize = 12;
+
+fn archive_name(path: &Path, first_sequence: u64) -> String {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    format!("{name}.{first_sequence:0DIGITS$}")
+}
+
+/// Finds what precedes an empty file: the newest file that was turned over, or nothing.
+fn what_was_before(path: &Path) -> Result<(Head, Start), AuditError> {
+    let failed = |cause: io::Error| AuditError::Open { path: path.to_owned(), cause };
+    let mut newest: Option<(u64, String)> = None;
+    for entry in fs::read_dir(folder_of(path)).map_err(failed)? {
+        let Ok(name) = entry.map_err(failed)?.file_name().into_string() else { continue };
+        let number = name.rsplit('.').next().and_then(|number| number.parse().ok());
+        let Some(number) = number.filter(|number| archive_name(path, *number) == name) else { continue };
+        if newest.as_ref().is_none_or(|(known, _)| *known < number) {
+            newest = Some((number, name));
+        }
+    }
+    let Some((_, name)) = newest else { return Ok((Head::beginning(), Start::New)) };
+    let before = path.with_file_name(&name);
+    let damaged = |why: &str| AuditError::Damaged { path: before.clone(), why: why.to_owned() };
+    let mut file = open_private(&before, OFlags::empty()).map_err(failed)?;
+    check_file(&before, &file)?;
+    let end = read_end(&mut file).map_err(failed)?;
+    match end.last {
+        Some(Ok(last)) if end.torn.is_empty() => Ok((last.head, Start::After { name })),
+        Some(Err(flaw)) => Err(damaged(&format!("its last line is no record: {flaw}"))),
+        _ => Err(damaged("its last line is not whole")),
+    }
+}
+
+/// Moves half a line out of the log into a file of its own: it may be all that is known of what happened last.
+fn set_aside(path: &Path, file: &File, sequence: u64, length: u64, torn: &[u8]) -> io::Result<TornLine> {
+    // After several crashes at the same record there are several of them.
+    let free = |attempt: u32| {
+        let aside = beside(path, &format!(".torn-{sequence:0DIGITS$}-{attempt}"));
+        open_private(&aside, OFlags::CREATE | OFlags::EXCL).map(|file| (aside, file))
+    };
+    let mut attempt = 1;
+    let (aside, mut kept) = loop {
+        match free(attempt) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && attempt < 1000 => attempt += 1,
+            made => break made?,
+        }
+    };
+    kept.write_all(torn)?;
+    kept.sync_data()?;
+    file.set_len(length)?;
+    file.sync_data()?;
+    let name = aside.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    Ok(TornLine { bytes: torn.len() as u64, digest: Digest::of(torn), set_aside: name.into() })
+}

@@ -1,0 +1,174 @@
+//! Why somebody was not let in, and how that is said over HTTP.
+//!
+//! All faults of a token look the same to whoever sent it: telling them apart would help only somebody who tries tokens. The log has the
+//! kind of fault.
+
+use hyper::StatusCode;
+use hyper::header::HeaderValue;
+use serde_json::{Value, json};
+
+use super::caller::{Caller, Scope, Scopes};
+
+/// A request that is not answered, because of who sent it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Denied {
+    /// There is no bearer token.
+    #[error("there is no bearer token")]
+    NoToken,
+    /// There is one, and it is not good.
+    #[error("the bearer token is not good")]
+    BadToken,
+    /// The token may be good, but the keys to check it with could not be had. It is never let in unchecked.
+    #[error("the keys to check tokens with cannot be had")]
+    Unavailable,
+    /// The caller is known, but may not do this.
+    #[error("the scope {} is missing", needed.name())]
+    MissingScope {
+        needed: Scope,
+        /// What the caller has, so that a new token can be asked for that has both.
+        held: Scopes,
+    },
+}
+
+/// Tells whether `caller` may do something that needs `scope`.
+pub fn require(caller: &Caller, scope: Scope) -> Result<(), Denied> {
+    if caller.scopes.allow(scope) {
+        return Ok(());
+    }
+    Err(Denied::MissingScope { needed: scope, held: caller.scopes })
+}
+
+impl Denied {
+    /// The status of the answer.
+    pub fn status(&self) -> StatusCode {
+        match self {
+            Denied::NoToken | Denied::BadToken => StatusCode::UNAUTHORIZED,
+            Denied::MissingScope { .. } => StatusCode::FORBIDDEN,
+            Denied::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
+        }
+    }
+
+    /// The body of the answer.
+    pub fn body(&self) -> Value {
+        json!({"error": self.error(), "error_description": self.description()})
+    }
+
+    /// The value of `WWW-Authenticate`: what went wrong, which scopes to ask for and where to read who gives tokens out. There is none where a
+    /// new token would change nothing.
+    pub fn challenge(&self, metadata_url: &str) -> Option<HeaderValue> {
+        let scopes = match self {
+            Denied::NoToken | Denied::BadToken => Scope::Execute.name().to_owned(),
+            Denied::MissingScope { needed, held } => wanted(*needed, *held),
+            Denied::Unavailable => return None,
+        };
+        let text = format!(
+            "Bearer error=\"{}\", error_description=\"{}\", scope=\"{scopes}\", resource_metadata=\"{}\"",
+            self.error(),
+            self.description(),
+            quotable(metadata_url)
+        );
+        HeaderValue::from_str(&text).ok()
+    }
+
+    fn error(&self) -> &'static str {
+        match self {
+            Denied::NoToken | Denied::BadToken => "invalid_token",
+            Denied::MissingScope { .. } => "insufficient_scope",
+            Denied::Unavailable => "temporarily_unavailable",
+        }
+    }
+
+    fn description(&self) -> String {
+        match self {
+            Denied::NoToken | Denied::BadToken => "Authentication required".to_owned(),
+            Denied::MissingScope { needed, .. } => format!("Required scope: {}", needed.name()),
+            Denied::Unavailable => "Tokens cannot be checked at the moment; try again later".to_owned(),
+        }
+    }
+}
+
+/// Everything a new token should carry: one that only had the missing scope would lose the others.
+fn wanted(needed: Scope, held: Scopes) -> String {
+    let names: Vec<&str> =
+        Scope::ALL.into_iter().filter(|scope| *scope == needed || held.contain(*scope)).map(Scope::name).collect();
+    names.join(" ")
+}
+
+/// Leaves out what would end the quoted text. An address that is written correctly holds none of it.
+fn quotable(url: &str) -> String {
+    url.chars().filter(|letter| letter.is_ascii_graphic() && !matches!(letter, '"' | '\\')).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const METADATA: &str = "https://cellblock.example.com/.well-known/oauth-protected-resource/mcp";
+
+    fn caller(scopes: &[Scope]) -> Caller {
+        Caller { principal: "somebody".to_owned(), scopes: scopes.iter().copied().collect(), expires: None }
+    }
+
+    fn challenge(denied: Denied) -> String {
+        denied.challenge(METADATA).unwrap().to_str().unwrap().to_owned()
+    }
+
+    #[test]
+    fn a_missing_and_a_bad_token_get_the_same_answer() {
+        for denied in [Denied::NoToken, Denied::BadToken] {
+            assert_eq!(denied.status(), 401);
+            assert_eq!(
+                denied.body(),
+                json!({"error": "invalid_token", "error_description": "Authentication required"})
+            );
+            assert_eq!(
+                challenge(denied),
+                format!(
+                    "Bearer error=\"invalid_token\", error_description=\"Authentication required\", \
+                     scope=\"python:execute\", resource_metadata=\"{METADATA}\""
+                )
+            );
+        }
+    }
+
+    #[test]
+    fn a_missing_scope_is_named_together_with_those_that_are_held() {
+        let denied = require(&caller(&[Scope::Execute]), Scope::Install).unwrap_err();
+        assert_eq!(denied.status(), 403);
+        assert_eq!(
+            denied.body(),
+            json!({"error": "insufficient_scope", "error_description": "Required scope: packages:install"})
+        );
+        let challenge = challenge(denied);
+        assert!(challenge.starts_with("Bearer error=\"insufficient_scope\", "), "{challenge}");
+        assert!(challenge.contains("scope=\"python:execute packages:install\""), "{challenge}");
+        assert!(challenge.contains(METADATA), "{challenge}");
+        require(&caller(&[Scope::Execute, Scope::Install]), Scope::Install).unwrap(); // control
+    }
+
+    #[test]
+    fn each_scope_allows_itself_and_what_it_implies() {
+        for held in Scope::ALL {
+            for needed in Scope::ALL {
+                let implied =
+                    held == needed || held == Scope::Admin || (held == Scope::Execute && needed == Scope::Read);
+                assert_eq!(require(&caller(&[held]), needed).is_ok(), implied, "{held:?} for {needed:?}");
+            }
+        }
+        assert!(Scope::ALL.into_iter().all(|needed| require(&caller(&[]), needed).is_err()));
+    }
+
+    #[test]
+    fn keys_that_cannot_be_had_are_no_fault_of_the_caller() {
+        assert_eq!(Denied::Unavailable.status(), 503);
+        assert_eq!(Denied::Unavailable.body()["error"], "temporarily_unavailable");
+        assert!(Denied::Unavailable.challenge(METADATA).is_none());
+    }
+
+    #[test]
+    fn an_address_cannot_break_out_of_its_quotes() {
+        let challenge = Denied::NoToken.challenge("https://a\", error=\"\r\nX: y\\").unwrap();
+        let text = challenge.to_str().unwrap();
+        assert!(text.ends_with("resource_metadata=\"https://a,error=X:y\""), "{text}");
+    }
+}

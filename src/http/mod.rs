@@ -1,0 +1,19 @@
+//! HTTP: connections, and who may come in.
+//!
+//! ```text
+//! connection (bounded, TLS) → guard (Host, Origin) → route → token → scope → what answers
+//! ```
+//!
+//! `connections` accepts and bounds, `guard` decides by names, `routes` has the one table of paths, `files` moves files of sessions.
+//! What a message means is not known here: `/mcp` hands requests to `mcp::http`.
+//!
+//! Nothing is taken from a header that a proxy may have written: who is calling comes from the token alone.
+
+pub mod connections;
+pub mod guard;
+pub mod routes;
+pub mod tls;
+
+pub use connections::{Peer, Reception};
+pub use guard::{Allowed, AllowedHost, Origin};
+pub use routes::Routes;

@@ -1,0 +1,246 @@
+//! The one table of paths, and what stands before each.
+//!
+//! | path | who |
+//! |---|---|
+//! | `/mcp` | a caller; what the message needs, `mcp::http` says |
+//! | `/sessions/{id}/files`, `/sessions/{id}/files/{path}` | a caller with `sessions:read`; `python:execute` to write |
+//! | `/metrics` | a caller with `admin` |
+//! | `/.well-known/oauth-protected-resource…` | everybody: it says where tokens come from |
+//! | `/healthz`, `/readyz` | everybody: they say nothing about anybody |
+//!
+//! Names and origins are checked before all of them.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::IntoResponse;
+use axum::routing::{any, get};
+use rmcp::ServerHandler;
+use serde_json::Value;
+
+use super::connections::Peer;
+use super::guard::Allowed;
+use crate::audit::{Audit, AuthenticationRefused, Event};
+use crate::auth::{Authenticator, Caller, Denied, Scope, require};
+use crate::mcp::http::Endpoint;
+use crate::telemetry::{Health, Metrics};
+
+/// Where the document about tokens is; the path of the endpoint may follow.
+const METADATA: &str = "/.well-known/oauth-protected-resource";
+
+/// The endpoint's path.
+pub const ENDPOINT: &str = "/mcp";
+
+/// How long a browser may remember which origins are listed.
+const PREFLIGHT_AGE: HeaderValue = HeaderValue::from_static("600");
+
+/// Who may call.
+#[derive(Clone)]
+pub enum Access {
+    /// Everybody is the same caller. Only for addresses that nobody else can reach.
+    Open,
+    Tokens(Authenticator),
+}
+
+/// Everything that routes need.
+pub struct Routes<H> {
+    pub endpoint: Endpoint<H>,
+    pub allowed: Allowed,
+    pub access: Access,
+    /// The address by which callers know this server, without a path: `https://cells.example.com`.
+    pub public_url: String,
+    /// Routes of other rooms that need a caller, each with what it checks itself.
+    pub more: Router,
+    pub health: Health,
+    pub metrics: Metrics,
+    pub audit: Audit,
+}
+
+#[derive(Clone)]
+struct Doors {
+    allowed: Arc<Allowed>,
+    access: Access,
+    metadata_url: Arc<str>,
+    metrics: Metrics,
+    audit: Audit,
+}
+
+impl<H: ServerHandler + Clone + Send + Sync + 'static> Routes<H> {
+    /// Makes the router.
+    pub fn router(self) -> Router {
+        let Routes { endpoint, allowed, access, public_url, more, health, metrics, audit } = self;
+        let doors = Doors {
+            allowed: Arc::new(allowed),
+            access: access.clone(),
+            metadata_url: format!("{public_url}{METADATA}{ENDPOINT}").into(),
+            metrics: metrics.clone(),
+            audit,
+        };
+        let closed = Router::new()
+            .route(ENDPOINT, any(move |request: Request| async move { endpoint.answer(request).await }))
+            .route("/metrics", get(move |request: Request| async move { figures(&request, &metrics) }))
+            .merge(more)
+            .layer(middleware::from_fn_with_state(doors.clone(), identified));
+        let resource = format!("{public_url}{ENDPOINT}");
+        let metadata = move || {
+            let document = match &access {
+                Access::Open => None,
+                Access::Tokens(authenticator) => Some(authenticator.metadata(&resource)),
+            };
+            async move {
+                document
+                    .map_or_else(|| StatusCode::NOT_FOUND.into_response(), |document| json(StatusCode::OK, &document))
+            }
+        };
+        Router::new()
+            .route(METADATA, get(metadata.clone()))
+            .route(&format!("{METADATA}{ENDPOINT}"), get(metadata))
+            .route("/healthz", get(|| async { "ok\n" }))
+            .route("/readyz", get(move || async move { readiness(health.ready()) }))
+            .merge(closed)
+            .fallback(|| async { (StatusCode::NOT_FOUND, "there is nothing here; MCP is at /mcp\n") })
+            .layer(middleware::from_fn_with_state(doors, guarded))
+    }
+}
+
+impl Doors {
+    /// Records somebody who may not come in, without a word of what they brought.
+    fn turned_away(&self, denied: &Denied, peer: Option<Peer>) {
+        self.metrics.authenticated("refused");
+        let peer = peer.map(|Peer(address)| address.ip().to_string().into());
+        let reason = denied.to_string();
+        let details = AuthenticationRefused { reason: reason.clone().into(), peer };
+        self.audit.note(Event::new(details).denied(reason));
+    }
+}
+
+/// Checks names and origins, and tells browsers of listed origins that they may read the answer.
+async fn guarded(State(doors): State<Doors>, request: Request, next: Next) -> Response<Body> {
+    if let Err(refusal) = doors.allowed.check(request.uri(), request.headers()) {
+        tracing::warn!(%refusal, "a request was refused by its names");
+        doors.metrics.request("refused", refusal.status().as_u16());
+        return (refusal.status(), format!("{refusal}\n")).into_response();
+    }
+    let route = route_of(request.uri().path());
+    let origin = doors.allowed.listed_origin(request.headers()).cloned();
+    let mut response = match &origin {
+        Some(_) if is_preflight(&request) => preflight(),
+        _ => next.run(request).await,
+    };
+    doors.metrics.request(route, response.status().as_u16());
+    let headers = response.headers_mut();
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    if let Some(origin) = origin {
+        headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+        headers.insert(
+            header::ACCESS_CONTROL_EXPOSE_HEADERS,
+            HeaderValue::from_static("mcp-session-id, www-authenticate"),
+        );
+        headers.append(header::VARY, HeaderValue::from_static("origin"));
+    }
+    response
+}
+
+/// The name of a route in figures. Whatever callers make up has one name together.
+fn route_of(path: &str) -> &'static str {
+    match path {
+        ENDPOINT => ENDPOINT,
+        "/metrics" => "/metrics",
+        "/healthz" => "/healthz",
+        "/readyz" => "/readyz",
+        path if path.starts_with("/sessions/") => "/sessions",
+        path if path.starts_with(METADATA) => METADATA,
+        _ => "other",
+    }
+}
+
+fn is_preflight(request: &Request) -> bool {
+    request.method() == Method::OPTIONS && request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
+}
+
+fn preflight() -> Response<Body> {
+    const HEADERS: HeaderValue = HeaderValue::from_static(
+        "authorization, content-type, accept, last-event-id, mcp-session-id, mcp-protocol-version, mcp-method, mcp-name, \
+         mcp-param-session-id, content-range, range, if-range, if-none-match",
+    );
+    let headers: [(HeaderName, HeaderValue); 3] = [
+        (header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST, PUT, DELETE")),
+        (header::ACCESS_CONTROL_ALLOW_HEADERS, HEADERS),
+        (header::ACCESS_CONTROL_MAX_AGE, PREFLIGHT_AGE),
+    ];
+    (StatusCode::NO_CONTENT, headers).into_response()
+}
+
+/// Finds out who is calling, or says where to get a token.
+async fn identified(State(doors): State<Doors>, mut request: Request, next: Next) -> Response<Body> {
+    let peer = request.extensions().get::<Peer>().copied();
+    let caller = match identify(&doors.access, request.headers()).await {
+        Ok(caller) => caller,
+        Err(denied) => {
+            tracing::warn!(status = denied.status().as_u16(), "a request without a good token was refused");
+            doors.turned_away(&denied, peer);
+            return challenged(json(denied.status(), &denied.body()), &denied, &doors.metadata_url);
+        }
+    };
+    doors.metrics.authenticated("accepted");
+    // Nothing behind this needs it, and what is not there cannot be passed on.
+    request.headers_mut().remove(header::AUTHORIZATION);
+    request.extensions_mut().insert(caller);
+    let response = next.run(request).await;
+    match response.extensions().get::<Denied>().cloned() {
+        Some(denied) => {
+            doors.turned_away(&denied, peer);
+            challenged(response, &denied, &doors.metadata_url)
+        }
+        None => response,
+    }
+}
+
+async fn identify(access: &Access, headers: &HeaderMap) -> Result<Caller, Denied> {
+    match access {
+        Access::Open => Ok(Caller::local()),
+        Access::Tokens(authenticator) => authenticator.authenticate(headers).await,
+    }
+}
+
+fn challenged(mut response: Response<Body>, denied: &Denied, metadata_url: &str) -> Response<Body> {
+    if let Some(challenge) = denied.challenge(metadata_url) {
+        response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge);
+    }
+    response
+}
+
+/// Answers that a caller lacks a right. The challenge is added on the way out.
+pub(crate) fn forbidden(denied: Denied) -> Response<Body> {
+    let mut response = json(denied.status(), &denied.body());
+    response.extensions_mut().insert(denied);
+    response
+}
+
+fn figures(request: &Request, metrics: &Metrics) -> Response<Body> {
+    let Some(caller) = request.extensions().get::<Caller>() else {
+        return StatusCode::INTERNAL_SERVER_ERROR.into_response();
+    };
+    match require(caller, Scope::Admin) {
+        Ok(()) => {
+            let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+            ([(header::CONTENT_TYPE, kind)], metrics.render()).into_response()
+        }
+        Err(denied) => forbidden(denied),
+    }
+}
+
+fn readiness(ready: Result<(), Vec<String>>) -> Response<Body> {
+    match ready {
+        Ok(()) => "ready\n".into_response(),
+        Err(reasons) => (StatusCode::SERVICE_UNAVAILABLE, reasons.join("\n") + "\n").into_response(),
+    }
+}
+
+pub(crate) fn json(status: StatusCode, value: &Value) -> Response<Body> {
+    (status, [(header::CONTENT_TYPE, "application/json")], value.to_string()).into_response()
+}

@@ -1,0 +1,408 @@
+//! Calls of tools: each is carried out against the sessions, and what came of it is rendered.
+//!
+//! A caller waits for code at most as long as the operator allows. What takes longer goes on, and `check_execution`, or a task for clients
+//! that know tasks, tells how. A cancelled call is interrupted; one whose answer nobody waits for any more is not.
+
+use std::error::Error;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use rmcp::RoleServer;
+use rmcp::model::{CallToolResponse, CallToolResult, JsonObject, ProgressNotificationParam};
+use rmcp::service::RequestContext;
+use tokio::io::AsyncWriteExt;
+
+use super::arguments::{Call, Source, Target};
+use super::desk::Job;
+use super::host_files::{Capped, HostFileError, HostFiles, Overwrite};
+use super::progress::Reporter;
+use super::tools::ToolName;
+use super::{Server, Shared, compare, render, tasks};
+use crate::session::{
+    Checked, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, SessionId, Which,
+};
+
+/// Calls of one owner carried out at once. Each may hold an output in memory; a client with more than this under way has lost count.
+pub(super) const MOST_CALLS: usize = 256;
+
+/// How long an installation takes at most, as far as its progress is told.
+const INSTALL_TIME: Duration = Duration::from_secs(300);
+
+/// The largest file that a result holds. A model reads less, and larger files have a route of their own.
+const LARGEST_INLINE: u64 = 1024 * 1024;
+
+/// Why a call was given up by this room.
+#[derive(Debug, thiserror::Error)]
+enum GivenUp {
+    #[error(
+        "{MOST_CALLS} of your calls are being carried out. Nothing was executed. Try again when one of them has been answered"
+    )]
+    Busy,
+    #[error("the call was cancelled; what it had begun may have taken effect")]
+    Cancelled,
+    #[error(
+        "work that was begun earlier in `{0}` is still under way, and this took too long to wait for it. It was interrupted; see `check_execution`"
+    )]
+    DeskTaken(SessionId),
+}
+
+/// A copy between host and sandbox that failed outside the session.
+#[derive(Debug, thiserror::Error)]
+#[error("the file could not be written completely, and what was written has been removed")]
+struct WriteFailed(#[source] std::io::Error);
+
+impl Server {
+    /// Carries out one call of a tool.
+    pub(super) async fn carry_out(
+        &self,
+        owner: &Principal,
+        tool: ToolName,
+        arguments: JsonObject,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResponse {
+        let call = match self.shared.catalogue.parse(tool, arguments) {
+            Ok(call) => call,
+            Err(bad) => return render::refused(&bad).into(),
+        };
+        let Some(_place) = self.shared.calls.take(owner) else { return render::refused(&GivenUp::Busy).into() };
+        match call {
+            // Execution listens for cancellation itself, because it has an outcome to tell.
+            Call::Execute { session, code, timeout, max_output_chars } => {
+                self.execute(owner, &session, ExecuteRequest { code, timeout, max_output_chars }, context).await
+            }
+            other => self.carry_out_short(owner, other, context).await.into(),
+        }
+    }
+
+    /// Carries out whatever never becomes a task.
+    async fn carry_out_short(
+        &self,
+        owner: &Principal,
+        call: Call,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResult {
+        let sessions = &self.shared.sessions;
+        match call {
+            Call::Execute { .. } => unreachable!("it is carried out above"),
+            Call::Check { session, wait, interrupt } => self.check(owner, &session, wait, interrupt, context).await,
+            Call::Install { session, requirements } => self.install(owner, session, requirements, context).await,
+            Call::Reset { session } => {
+                let done = or_cancelled(context, sessions.reset(owner, &session)).await;
+                answer(done, |report| render::reset(&session, &report))
+            }
+            Call::Undo { session, cells } => {
+                let done = or_cancelled(context, sessions.undo(owner, &session, cells)).await;
+                answer(done, |report| render::undone(&session, &report))
+            }
+            Call::Checkpoints { session } => match sessions.checkpoints(owner, &session).await {
+                Ok(checkpoints) => render::checkpoints(&session, &checkpoints),
+                Err(refused) => render::refused(&refused),
+            },
+            Call::Fork { session, names } => {
+                let done = or_cancelled(context, sessions.fork(owner, &session, names)).await;
+                answer(done, |report| render::forked(&session, &report))
+            }
+            Call::Explore { session, variants, timeout, keep, replace } => {
+                let max_output_chars = self.shared.most_compared_chars;
+                let request = ExploreRequest { variants, timeout, max_output_chars, keep, replace };
+                self.explore(owner, session, request, context).await
+            }
+            Call::Upload { session, relpath, source, overwrite } => {
+                let done = or_cancelled(context, self.upload(owner, &session, &relpath, source, overwrite)).await;
+                answer(done, |bytes| render::transfer(&session, relpath.as_str(), bytes, render::Direction::In))
+            }
+            Call::Download { session, relpath, target: Target::Local { path, overwrite } } => {
+                let overwrite = if overwrite { Overwrite::Allowed } else { Overwrite::Refused };
+                let done =
+                    or_cancelled(context, self.download(owner, &session, &relpath, path.clone(), overwrite)).await;
+                let direction = render::Direction::Out { local_path: &path };
+                answer(done, |bytes| render::transfer(&session, relpath.as_str(), bytes, direction))
+            }
+            Call::Download { session, relpath, target: Target::Inline } => {
+                let mut bytes = Vec::new();
+                let read = sessions.read_file(owner, &session, &relpath, LARGEST_INLINE, &mut bytes);
+                let done = or_cancelled(context, read).await;
+                answer(done, |_| render::inline_file(&session, &relpath, &bytes))
+            }
+            Call::List => render::sessions(&sessions.list(owner).await),
+            Call::Close { session } => {
+                let done = or_cancelled(context, sessions.close(owner, &session)).await;
+                answer(done, |()| render::closed(&session, self.shared.work_folder))
+            }
+        }
+    }
+
+    async fn execute(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        request: ExecuteRequest,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResponse {
+        let Shared { sessions, max_wait, draining, .. } = &*self.shared;
+        let (news, max_chars) = (News::default(), request.max_output_chars);
+        let reporter = Reporter::new(sessions.preparation(), request.timeout, &news);
+        let knows_tasks = tasks::are_known_to(context);
+        let wait = if knows_tasks { tasks::PATIENCE.min(*max_wait) } else { *max_wait };
+        let execution = sessions.execute(owner, session, request, Some(wait), context.ct.clone(), news);
+        let executed = tokio::select! {
+            executed = with_progress(execution, reporter, context) => executed,
+            // The code goes on; whoever asks the next server hears how.
+            () = draining.cancelled() => match self.look(owner, session, max_chars).await {
+                Some(underway) => Ok(underway),
+                None => return render::refused(&crate::session::Refused::ShuttingDown).into(),
+            },
+        };
+        match executed {
+            Ok(Executed::Finished(outcome)) => self.told(owner, session, &outcome).await.into(),
+            Ok(Executed::Underway(underway)) if knows_tasks => tasks::created(&underway, context).into(),
+            Ok(Executed::Underway(underway)) => render::underway(&underway).into(),
+            Err(refused) => render::refused(&refused).into(),
+        }
+    }
+
+    /// Looks at what a session runs, without waiting.
+    async fn look(&self, owner: &Principal, session: &SessionId, max_chars: usize) -> Option<Executed> {
+        let which = Which::Of(session.clone());
+        match self.shared.sessions.check(owner, &which, Duration::ZERO, max_chars, News::default()).await {
+            Ok(Checked::Underway(underway)) => Some(Executed::Underway(underway)),
+            Ok(Checked::Finished { outcome, .. }) => Some(Executed::Finished(outcome)),
+            Ok(Checked::Nothing) | Err(_) => None,
+        }
+    }
+
+    /// Renders an outcome and remembers where the whole of a cut output can be read.
+    pub(super) async fn told(&self, owner: &Principal, session: &SessionId, outcome: &Outcome) -> CallToolResult {
+        let Shared { sessions, cut_outputs, .. } = &*self.shared;
+        if outcome.output.cut_chars > 0 {
+            let mut outputs = cut_outputs.lock().unwrap_or_else(PoisonError::into_inner);
+            outputs.remember(owner, session, outcome.execution);
+        }
+        // A session that was closed meanwhile has nothing to undo.
+        let can_undo = sessions.checkpoints(owner, session).await.map_or(0, |left| render::most_undone(&left));
+        render::execution(session, outcome, can_undo)
+    }
+
+    async fn check(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        wait: Duration,
+        interrupt: bool,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResult {
+        let Shared { sessions, desk, most_compared_chars, .. } = &*self.shared;
+        if let Some(mut job) = desk.get(owner, session) {
+            if interrupt {
+                job.cancel.cancel();
+            }
+            return match job.result(wait).await {
+                Some(result) => {
+                    desk.clear(owner, session);
+                    result
+                }
+                None => render::at_work(session, job.begun.elapsed(), &job.news.borrow()),
+            };
+        }
+        let which = Which::Of(session.clone());
+        if interrupt && let Err(refused) = sessions.stop(owner, &which).await {
+            return render::refused(&refused);
+        }
+        let news = News::default();
+        let reporter = Reporter::new(sessions.preparation(), wait, &news);
+        let checking = sessions.check(owner, &which, wait, *most_compared_chars, news);
+        match with_progress(checking, reporter, context).await {
+            Ok(Checked::Finished { session, outcome, again }) => {
+                let result = self.told(owner, &session, &outcome).await;
+                if again { render::told_again(result) } else { result }
+            }
+            Ok(Checked::Underway(underway)) => render::underway(&underway),
+            Ok(Checked::Nothing) => render::nothing_to_check(session),
+            Err(refused) => render::refused(&refused),
+        }
+    }
+
+    async fn install(
+        &self,
+        owner: &Principal,
+        session: SessionId,
+        requirements: Vec<String>,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResult {
+        let sessions = Arc::clone(&self.shared.sessions);
+        let news = News::default();
+        let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
+        let (whose, which, told) = (owner.clone(), session.clone(), news.clone());
+        let job = Job::begin(&news, |cancel| async move {
+            match sessions.install(&whose, &which, requirements, cancel, told).await {
+                Ok(report) => render::installed(&which, &report),
+                Err(refused) => render::refused(&refused),
+            }
+        })
+        .await;
+        self.patiently(owner, session, job, reporter, context).await
+    }
+
+    async fn explore(
+        &self,
+        owner: &Principal,
+        session: SessionId,
+        request: ExploreRequest,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResult {
+        let sessions = Arc::clone(&self.shared.sessions);
+        let most_chars = self.shared.most_compared_chars;
+        let news = News::default();
+        let reporter = Reporter::new(sessions.preparation(), request.timeout, &news);
+        let (whose, which, told) = (owner.clone(), session.clone(), news.clone());
+        let job = Job::begin(&news, |cancel| async move {
+            match sessions.explore(&whose, &which, request, cancel, told).await {
+                Ok(report) => compare::comparison(&which, &report, most_chars),
+                Err(refused) => render::refused(&refused),
+            }
+        })
+        .await;
+        self.patiently(owner, session, job, reporter, context).await
+    }
+
+    /// Waits for work as long as a caller waits at most, then puts it on the desk.
+    async fn patiently(
+        &self,
+        owner: &Principal,
+        session: SessionId,
+        job: Job,
+        reporter: Reporter,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResult {
+        let mut waited_for = job.clone();
+        let work = async {
+            tokio::select! {
+                result = waited_for.result(self.shared.max_wait) => result,
+                () = context.ct.cancelled() => {
+                    job.cancel.cancel();
+                    job.clone().result(self.shared.max_wait).await
+                }
+            }
+        };
+        if let Some(result) = with_progress(Box::pin(work), reporter, context).await {
+            return result;
+        }
+        let (begun, news) = (job.begun, job.news.clone());
+        match self.shared.desk.put(owner, &session, job) {
+            Ok(()) => render::at_work(&session, begun.elapsed(), &news.borrow()),
+            Err(job) => {
+                job.cancel.cancel();
+                render::refused(&GivenUp::DeskTaken(session))
+            }
+        }
+    }
+
+    async fn upload(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        relpath: &InsidePath,
+        source: Source,
+        overwrite: bool,
+    ) -> Result<u64, Box<dyn Error + Send + Sync>> {
+        let Shared { sessions, files, .. } = &*self.shared;
+        match source {
+            Source::Local(path) => {
+                let file = on_a_thread(files, move |files| files.open(&path)).await?;
+                let mut source = Capped::new(tokio::fs::File::from_std(file), files.largest());
+                Ok(sessions.write_file(owner, session, relpath, &mut source, overwrite).await?)
+            }
+            Source::Content(bytes) => {
+                Ok(sessions.write_file(owner, session, relpath, &mut bytes.as_slice(), overwrite).await?)
+            }
+        }
+    }
+
+    /// Copies to the host. Whatever goes wrong on the way, dropping the destination removes what was written.
+    async fn download(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        relpath: &InsidePath,
+        local_path: String,
+        overwrite: Overwrite,
+    ) -> Result<u64, Box<dyn Error + Send + Sync>> {
+        let Shared { sessions, files, .. } = &*self.shared;
+        let mut destination = on_a_thread(files, move |files| files.create(&local_path, overwrite)).await?;
+        let mut sink = tokio::fs::File::from_std(destination.take_file());
+        let bytes = sessions.read_file(owner, session, relpath, files.largest(), &mut sink).await?;
+        // The file's writes happen on another thread; only the flush tells whether they all succeeded.
+        sink.flush().await.map_err(WriteFailed)?;
+        drop(sink);
+        on_a_thread(files, move |_| destination.keep()).await?;
+        Ok(bytes)
+    }
+}
+
+/// Carries a call out and tells its caller how far it has come, if the caller wants to know.
+async fn with_progress<T>(
+    mut call: Pin<Box<dyn Future<Output = T> + Send + '_>>,
+    mut reporter: Reporter,
+    context: &RequestContext<RoleServer>,
+) -> T {
+    let Some(token) = context.meta.get_progress_token() else { return call.await };
+    loop {
+        let report = tokio::select! {
+            biased;
+            done = &mut call => return done,
+            report = reporter.next() => report,
+        };
+        let parameters = ProgressNotificationParam::new(token.clone(), report.progress).with_message(report.message);
+        // A report is sent to its end before the call is looked at again, so that none can follow the answer.
+        tokio::select! {
+            sent = context.peer.notify_progress(parameters) => {
+                if let Err(error) = sent {
+                    tracing::debug!(%error, "a progress notification was not sent");
+                }
+            }
+            () = context.ct.cancelled() => return call.await,
+        }
+    }
+}
+
+/// Waits for `work` unless the caller gives up first. Work that is dropped cleans up after itself.
+async fn or_cancelled<T, E>(
+    context: &RequestContext<RoleServer>,
+    work: impl Future<Output = Result<T, E>>,
+) -> Result<T, Box<dyn Error + Send + Sync>>
+where
+    E: Into<Box<dyn Error + Send + Sync>>,
+{
+    tokio::select! {
+        done = work => done.map_err(Into::into),
+        () = context.ct.cancelled() => Err(GivenUp::Cancelled.into()),
+    }
+}
+
+fn answer<T>(
+    done: Result<T, Box<dyn Error + Send + Sync>>,
+    render: impl FnOnce(T) -> CallToolResult,
+) -> CallToolResult {
+    match done {
+        Ok(value) => render(value),
+        Err(error) => render::refused(&*error),
+    }
+}
+
+/// Runs file work where it may wait: a path can lie on a slow or absent network disk.
+async fn on_a_thread<T: Send + 'static>(
+    files: &HostFiles,
+    work: impl FnOnce(HostFiles) -> Result<T, HostFileError> + Send + 'static,
+) -> Result<T, HostFileError> {
+    let files = files.clone();
+    match tokio::task::spawn_blocking(move || work(files)).await {
+        Ok(done) => done,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            // The runtime is ending and took the work away; nobody waits for an answer any more.
+            Err(_) => std::future::pending().await,
+        },
+    }
+}

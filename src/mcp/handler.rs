@@ -1,0 +1,212 @@
+//! What each message of the protocol means: the library calls these, and they call the rest of the room.
+
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+use rmcp::model::{
+    CacheScope, CallToolRequestParams, CallToolResponse, CancelTaskParams, CompleteRequestMethod,
+    CompleteRequestParams, CompleteResult, CustomRequest, CustomResult, DiscoverResult, ErrorData, GetTaskParams,
+    GetTaskResult, ListPromptsRequestMethod, ListPromptsResult, ListResourceTemplatesResult, ListResourcesResult,
+    ListToolsResult, MetaObject, PaginatedRequestParams, ProtocolVersion, ReadResourceRequestParams,
+    ReadResourceResponse, ServerCapabilities, ServerConfig, Tool,
+};
+use rmcp::service::RequestContext;
+use rmcp::{RoleServer, ServerHandler};
+use serde_json::json;
+
+use super::tools::{Catalogue, ToolName};
+use super::turns::Turn;
+use super::{Server, Shared, custom_request_error, resources};
+use crate::session::Principal;
+
+/// How long clients may keep what cannot change while the server runs. Short enough that a new version is soon seen.
+const FIXED_FOR: Duration = Duration::from_secs(300);
+
+impl ServerHandler for Server {
+    fn get_info(&self) -> ServerConfig {
+        let undo = if self.shared.can_undo { "undo brings the state before the last cell back, " } else { "" };
+        ServerConfig::new(ServerCapabilities::builder().enable_tools().enable_resources().enable_tasks().build())
+            .with_server_info(Server::implementation())
+            .with_instructions(format!(
+                "Runs Python in private Linux sandboxes {reach}. execute_ipython_cell keeps variables and \
+                 files between calls with the same session_id. The first call may wait while Python is prepared. \
+                 When Python died or a session ended, the result says what is lost; {undo}reset starts anew. \
+                 fork_session copies a live session; explore runs variants of code in copies and compares them.",
+                reach = self.shared.reach,
+            ))
+    }
+
+    async fn discover(&self, _context: RequestContext<RoleServer>) -> Result<DiscoverResult, ErrorData> {
+        let versions = self.supported_protocol_versions().into_owned();
+        Ok(DiscoverResult::from_server_info(versions, self.get_info())
+            .with_ttl_ms(FIXED_FOR.as_millis() as u64)
+            .with_cache_scope(CacheScope::Private))
+    }
+
+    async fn list_tools(
+        &self,
+        request: Option<PaginatedRequestParams>,
+        context: RequestContext<RoleServer>,
+    ) -> Result<ListToolsResult, ErrorData> {
+        refuse_cursor(request)?;
+        let mut result = ListToolsResult::with_all_items(self.shared.catalogue.all().to_vec());
+        if let Some(meta) = modern_meta(&context) {
+            result = result.with_ttl_ms(FIXED_FOR.as_millis() as u64).with_cache_scope(CacheScope::Private);
+            result.meta = Some(meta);
+        }
+        Ok(result)
+    }
+
+    fn get_tool(&self, name: &str) -> Option<Tool> {
+        ToolName::from_name(name).map(|tool| self.shared.catalogue.get(tool).clone())
+    }
+
+    async fn call_tool(
+        &self,
+        request: CallToolRequestParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<CallToolResponse, ErrorData> {
+        let Some(tool) = ToolName::from_name(&request.name) else {
+            return Err(unknown_tool(&request.name, &self.shared.catalogue));
+        };
+        let started = Instant::now();
+        let owner = &Principal(self.caller(&context)?.principal);
+        let call = self.carry_out(owner, tool, request.arguments.unwrap_or_default(), &context);
+        let response = match context.extensions.get::<Turn>() {
+            Some(turn) => turn.run(tool.extent(), call).await,
+            None => call.await,
+        };
+        let failed = matches!(&response, CallToolResponse::Complete(result) if result.is_error == Some(true));
+        tracing::info!(tool = tool.as_str(), failed, elapsed_ms = started.elapsed().as_millis(), "tool call answered");
+        Ok(match response {
+            CallToolResponse::Complete(result) => result.with_meta(modern_meta(&context)).into(),
+            other => other,
+        })
+    }
+
+    async fn list_resources(
+        &self,
+        request: Option<PaginatedRequestParams>,
+        context: RequestContext<RoleServer>,
+    ) -> Result<ListResourcesResult, ErrorData> {
+        refuse_cursor(request)?;
+        let owner = &Principal(self.caller(&context)?.principal);
+        let Shared { sessions, cut_outputs, .. } = &*self.shared;
+        let cut = cut_outputs.lock().unwrap_or_else(PoisonError::into_inner).of(owner);
+        let mut listed = Vec::new();
+        for (session, execution) in cut {
+            if let Some(size) = sessions.output_size(owner, &session, execution).await {
+                listed.push(resources::listed(&session, execution, size));
+            }
+        }
+        let mut result = ListResourcesResult::with_all_items(listed);
+        if let Some(meta) = modern_meta(&context) {
+            // Every execution may change this list.
+            result = result.with_ttl_ms(0).with_cache_scope(CacheScope::Private);
+            result.meta = Some(meta);
+        }
+        Ok(result)
+    }
+
+    async fn list_resource_templates(
+        &self,
+        request: Option<PaginatedRequestParams>,
+        context: RequestContext<RoleServer>,
+    ) -> Result<ListResourceTemplatesResult, ErrorData> {
+        refuse_cursor(request)?;
+        let mut result = ListResourceTemplatesResult::with_all_items(resources::templates());
+        if let Some(meta) = modern_meta(&context) {
+            result = result.with_ttl_ms(FIXED_FOR.as_millis() as u64).with_cache_scope(CacheScope::Private);
+            result.meta = Some(meta);
+        }
+        Ok(result)
+    }
+
+    async fn read_resource(
+        &self,
+        request: ReadResourceRequestParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<ReadResourceResponse, ErrorData> {
+        let owner = &Principal(self.caller(&context)?.principal);
+        let mut result = self.read_output(owner, &request.uri).await?;
+        if let Some(meta) = modern_meta(&context) {
+            // The output of a finished execution never changes, but it can go.
+            result = result.with_ttl_ms(FIXED_FOR.as_millis() as u64).with_cache_scope(CacheScope::Private);
+            result.meta = Some(meta);
+        }
+        Ok(result.into())
+    }
+
+    async fn get_task(
+        &self,
+        request: GetTaskParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<GetTaskResult, ErrorData> {
+        let owner = &Principal(self.caller(&context)?.principal);
+        let mut result = self.task(owner, &request.task_id).await?;
+        result.meta = modern_meta(&context);
+        Ok(result)
+    }
+
+    async fn cancel_task(
+        &self,
+        request: CancelTaskParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<(), ErrorData> {
+        let owner = &Principal(self.caller(&context)?.principal);
+        self.stop_task(owner, &request.task_id).await
+    }
+
+    // The library answers these with empty lists; what is not declared must not answer.
+
+    async fn list_prompts(
+        &self,
+        _request: Option<PaginatedRequestParams>,
+        _context: RequestContext<RoleServer>,
+    ) -> Result<ListPromptsResult, ErrorData> {
+        Err(ErrorData::method_not_found::<ListPromptsRequestMethod>())
+    }
+
+    async fn complete(
+        &self,
+        _request: CompleteRequestParams,
+        _context: RequestContext<RoleServer>,
+    ) -> Result<CompleteResult, ErrorData> {
+        Err(ErrorData::method_not_found::<CompleteRequestMethod>())
+    }
+
+    async fn on_custom_request(
+        &self,
+        request: CustomRequest,
+        _context: RequestContext<RoleServer>,
+    ) -> Result<CustomResult, ErrorData> {
+        Err(custom_request_error(&request))
+    }
+}
+
+fn unknown_tool(name: &str, catalogue: &Catalogue) -> ErrorData {
+    let shown: String = name.chars().take(128).collect();
+    let text = match catalogue.nearest(name) {
+        Some(nearest) => format!("there is no tool \"{shown}\"; did you mean \"{nearest}\"?"),
+        None => format!("there is no tool \"{shown}\""),
+    };
+    ErrorData::invalid_params(text, None)
+}
+
+/// All lists fit on one page, so no cursor of ours exists.
+fn refuse_cursor(request: Option<PaginatedRequestParams>) -> Result<(), ErrorData> {
+    match request.and_then(|request| request.cursor) {
+        Some(_) => Err(ErrorData::invalid_params("there is no such page: every list here has one page", None)),
+        None => Ok(()),
+    }
+}
+
+/// Returns the metadata every result of the 2026-07-28 protocol should carry, and nothing for older ones.
+fn modern_meta(context: &RequestContext<RoleServer>) -> Option<MetaObject> {
+    let version = context.protocol_version()?;
+    (version.as_str() >= ProtocolVersion::V_2026_07_28.as_str()).then(|| {
+        let mut meta = MetaObject::new();
+        meta.insert("io.modelcontextprotocol/serverInfo".to_owned(), json!(Server::implementation()));
+        meta
+    })
+}

@@ -1,0 +1,93 @@
+//! Cells as tasks, for clients that know the extension.
+//!
+//! A task is an execution that goes on, and its id is the execution's handle: unguessable, bound to its owner, and known to whoever keeps
+//! the sessions. So nothing is kept here, and tasks outlive this process with their sessions.
+
+use std::time::{Duration, SystemTime};
+
+use chrono::{DateTime, SecondsFormat, Utc};
+use rmcp::RoleServer;
+use rmcp::model::{
+    CallToolResponse, CreateTaskResult, DetailedTask, ErrorData, GetTaskResult, JsonObject, ProtocolVersion, Task,
+    TaskPayload, TaskStatus,
+};
+use rmcp::service::RequestContext;
+use serde_json::{Value, json};
+
+use super::Server;
+use crate::session::{Checked, ExecutionHandle, News, Principal, Status, Underway, Which};
+
+/// How long a call waits before it becomes a task. Most cells are over by then, and a plain result is one message.
+pub(super) const PATIENCE: Duration = Duration::from_secs(2);
+
+/// How often a client should look.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Tells whether a caller can be answered with a task: the request itself says so, and in the revision that has them.
+pub(super) fn are_known_to(context: &RequestContext<RoleServer>) -> bool {
+    let is_modern =
+        context.protocol_version().is_some_and(|version| version.as_str() >= ProtocolVersion::V_2026_07_28.as_str());
+    is_modern && context.client_capabilities().is_some_and(|capabilities| capabilities.supports_tasks())
+}
+
+/// Answers a call with the task that it has become.
+pub(super) fn created(underway: &Underway, _context: &RequestContext<RoleServer>) -> CallToolResponse {
+    CallToolResponse::Task(CreateTaskResult::new(task(&underway.handle, TaskStatus::Working, Some(underway))))
+}
+
+impl Server {
+    /// Tells how a task goes on.
+    pub(super) async fn task(&self, owner: &Principal, id: &str) -> Result<GetTaskResult, ErrorData> {
+        let handle = known(id)?;
+        let which = Which::This(handle.clone());
+        let max_chars = self.shared.most_compared_chars;
+        let checked = self.shared.sessions.check(owner, &which, Duration::ZERO, max_chars, News::default()).await;
+        let (underway, payload) = match checked {
+            Ok(Checked::Underway(underway)) => (Some(underway), TaskPayload::Working),
+            Ok(Checked::Finished { outcome, .. }) if matches!(outcome.status, Status::Cancelled { .. }) => {
+                (None, TaskPayload::Cancelled)
+            }
+            Ok(Checked::Finished { session, outcome, .. }) => {
+                let result = self.told(owner, &session, &outcome).await;
+                let result = match json!(result) {
+                    Value::Object(result) => result,
+                    _ => JsonObject::new(),
+                };
+                (None, TaskPayload::Completed { result })
+            }
+            Ok(Checked::Nothing) | Err(_) => return Err(unknown()),
+        };
+        let task = task(&handle, payload.status(), underway.as_ref());
+        Ok(GetTaskResult::new(DetailedTask::new(task, payload)))
+    }
+
+    /// Interrupts a task. It ends by itself soon after.
+    pub(super) async fn stop_task(&self, owner: &Principal, id: &str) -> Result<(), ErrorData> {
+        let which = Which::This(known(id)?);
+        self.shared.sessions.stop(owner, &which).await.map_err(|_| unknown())
+    }
+}
+
+fn task(handle: &ExecutionHandle, status: TaskStatus, underway: Option<&Underway>) -> Task {
+    let now = SystemTime::now();
+    let created = underway.and_then(|underway| now.checked_sub(underway.elapsed)).unwrap_or(now);
+    let task = Task::new(handle.as_str(), status, stamp(created), stamp(now))
+        .with_poll_interval_ms(POLL_INTERVAL.as_millis() as u64);
+    match underway.map(|underway| underway.text.lines().next_back().unwrap_or_default()) {
+        Some(line) if !line.is_empty() => task.with_status_message(line.chars().take(200).collect::<String>()),
+        _ => task,
+    }
+}
+
+fn stamp(time: SystemTime) -> String {
+    DateTime::<Utc>::from(time).to_rfc3339_opts(SecondsFormat::Millis, true)
+}
+
+fn known(id: &str) -> Result<ExecutionHandle, ErrorData> {
+    id.parse().map_err(|_| unknown())
+}
+
+/// The same words whether a task never was, is forgotten, or is somebody else's.
+fn unknown() -> ErrorData {
+    ErrorData::invalid_params("there is no such task", None)
+}

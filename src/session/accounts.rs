@@ -1,0 +1,516 @@
+//! What each principal uses, and the quotas on it.
+//!
+//! Counts of the last minute and processor time of the last window are kept in slots, so that an account has a fixed size whatever its owner does.
+//! Processor time, memory and files are read from the kernel through the gauges of the owner's sandboxes: when somebody asks, at most once a second,
+//! and a last time before a sandbox is destroyed. Nothing here is taken from what runs inside.
+//!
+//! Memory counts as it is used and not as it is allowed: every session is allowed the same, so a sum of limits would only count sessions again. A
+//! session that runs can therefore exceed the quota, by at most its own limit; nothing is killed for a quota.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+
+use super::{Principal, Refused};
+use crate::sandbox::Gauge;
+
+/// Slots that a window is divided into. What was counted leaves the window by slots, up to one slot later than it should.
+const SLOTS: u32 = 60;
+const MINUTE: Duration = Duration::from_secs(60);
+/// How old a reading of the gauges may be.
+const FRESH_FOR: Duration = Duration::from_secs(1);
+/// Accounts that are kept before those are looked for in which nothing is counted.
+const MANY_ACCOUNTS: usize = 1000;
+
+/// What one principal may use. `None` is no limit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Quotas {
+    /// Sessions that exist at once.
+    pub sessions: Option<usize>,
+    /// Bytes of memory that all its sandboxes hold together. Above it, nothing new begins.
+    pub memory: Option<u64>,
+    /// Processor time within `processor_window`.
+    pub processor_time: Option<Duration>,
+    pub processor_window: Duration,
+    pub cells_per_minute: Option<u32>,
+    /// Sandboxes begun per minute: new sessions, forks and variants.
+    pub starts_per_minute: Option<u32>,
+    /// Bytes of files in sessions' own folders, of kept outputs and of unfinished uploads. Above it, no session or file is added.
+    pub stored: Option<u64>,
+}
+
+impl Default for Quotas {
+    fn default() -> Quotas {
+        Quotas {
+            sessions: None,
+            memory: None,
+            processor_time: None,
+            processor_window: Duration::from_secs(3600),
+            cells_per_minute: None,
+            starts_per_minute: None,
+            stored: None,
+        }
+    }
+}
+
+/// One of the quotas.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Quota {
+    Sessions,
+    /// In bytes.
+    Memory,
+    /// In seconds.
+    ProcessorTime,
+    CellsPerMinute,
+    StartsPerMinute,
+    /// In bytes.
+    Stored,
+}
+
+impl Quota {
+    /// The word used in structured results.
+    pub fn name(self) -> &'static str {
+        match self {
+            Quota::Sessions => "sessions",
+            Quota::Memory => "memory",
+            Quota::ProcessorTime => "cpu_seconds",
+            Quota::CellsPerMinute => "cells_per_minute",
+            Quota::StartsPerMinute => "starts_per_minute",
+            Quota::Stored => "stored_bytes",
+        }
+    }
+}
+
+/// What one principal uses now.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Usage {
+    pub sessions: usize,
+    pub memory: u64,
+    /// In the last window.
+    pub processor_time: Duration,
+    /// In the last minute.
+    pub cells: u64,
+    pub starts: u64,
+    pub stored: u64,
+}
+
+/// The accounts of all principals.
+pub(super) struct Accounts {
+    quotas: Quotas,
+    epoch: Instant,
+    accounts: Mutex<HashMap<Principal, Account>>,
+}
+
+struct Account {
+    cells: Window,
+    starts: Window,
+    /// In microseconds.
+    processor_time: Window,
+    gauges: HashMap<u64, Reading>,
+    read: Option<Instant>,
+}
+
+/// The last reading of a gauge.
+struct Reading {
+    gauge: Arc<dyn Gauge>,
+    processor_time: Duration,
+    memory: u64,
+    stored: u64,
+}
+
+impl Accounts {
+    pub(super) fn new(quotas: Quotas) -> Accounts {
+        Accounts { quotas, epoch: Instant::now(), accounts: Mutex::default() }
+    }
+
+    /// Counts a sandbox against its owner from now on, until the guard is dropped.
+    pub(super) fn follow(self: &Arc<Accounts>, owner: &Principal, number: u64, gauge: Arc<dyn Gauge>) -> Metered {
+        // What was used before it was this owner's does not count.
+        let reading = Reading { processor_time: gauge.processor_time(), memory: 0, stored: 0, gauge };
+        self.with(owner, |account, _| account.gauges.insert(number, reading));
+        Metered { accounts: self.clone(), owner: owner.clone(), number }
+    }
+
+    /// Reads the gauges of an owner, if a quota needs it and the last reading is old.
+    pub(super) fn refresh(&self, owner: &Principal) {
+        let Quotas { memory, processor_time, stored, .. } = &self.quotas;
+        if memory.is_some() || processor_time.is_some() || stored.is_some() {
+            self.read(owner);
+        }
+    }
+
+    fn read(&self, owner: &Principal) {
+        let now = Instant::now();
+        let gauges = self.with(owner, |account, _| {
+            let is_fresh = account.read.is_some_and(|read| now - read < FRESH_FOR);
+            if is_fresh {
+                return Vec::new();
+            }
+            account.read = Some(now);
+            account.gauges.iter().map(|(number, reading)| (*number, reading.gauge.clone())).collect()
+        });
+        // The kernel is asked without holding anybody up.
+        for (number, gauge) in gauges {
+            let (processor_time, memory, stored) = (gauge.processor_time(), gauge.memory(), gauge.stored());
+            self.with(owner, |account, at| account.take_reading(number, processor_time, memory, stored, at));
+        }
+    }
+
+    /// Checks that so many more sandboxes may begin, of which `lasting` become sessions beside the `live` ones. Counts nothing.
+    pub(super) fn check_starts(&self, owner: &Principal, terms: Starts) -> Result<(), Refused> {
+        self.with(owner, |account, at| self.may_start(account, at, &terms))
+    }
+
+    /// Checks the same, and counts them.
+    pub(super) fn count_starts(&self, owner: &Principal, terms: Starts) -> Result<(), Refused> {
+        self.with(owner, |account, at| {
+            self.may_start(account, at, &terms)?;
+            account.starts.add(at, terms.sandboxes as u64);
+            Ok(())
+        })
+    }
+
+    /// Checks that cells may be submitted. Counts nothing.
+    pub(super) fn check_cells(&self, owner: &Principal, cells: u64) -> Result<(), Refused> {
+        self.with(owner, |account, at| self.may_run(account, at, cells))
+    }
+
+    /// Checks the same, and counts them.
+    pub(super) fn count_cells(&self, owner: &Principal, cells: u64) -> Result<(), Refused> {
+        self.with(owner, |account, at| {
+            self.may_run(account, at, cells)?;
+            account.cells.add(at, cells);
+            Ok(())
+        })
+    }
+
+    /// Checks that so many bytes may be added to those that are kept outside of sandboxes.
+    pub(super) fn check_stored(&self, owner: &Principal, kept: u64, more: u64) -> Result<(), Refused> {
+        self.with(owner, |account, _| self.may_store(account, kept, more))
+    }
+
+    /// Returns how many more bytes an owner may store.
+    pub(super) fn room_to_store(&self, owner: &Principal, kept: u64) -> u64 {
+        let Some(limit) = self.quotas.stored else { return u64::MAX };
+        self.with(owner, |account, _| limit.saturating_sub(account.stored() + kept))
+    }
+
+    /// Tells what an owner uses. What the caller knows better is left empty.
+    pub(super) fn usage(&self, owner: &Principal) -> Usage {
+        self.read(owner);
+        self.with(owner, |account, at| Usage {
+            sessions: 0,
+            memory: account.memory(),
+            processor_time: Duration::from_micros(account.processor_time.sum(at)),
+            cells: account.cells.sum(at),
+            starts: account.starts.sum(at),
+            stored: account.stored(),
+        })
+    }
+
+    fn may_start(&self, account: &mut Account, at: Duration, terms: &Starts) -> Result<(), Refused> {
+        if let Some(limit) = self.quotas.sessions
+            && terms.live + terms.lasting > limit
+        {
+            return Err(refused(Quota::Sessions, limit as u64, terms.live as u64, None));
+        }
+        if let Some(limit) = self.quotas.starts_per_minute {
+            let room = account.starts.room(at, terms.sandboxes as u64, u64::from(limit));
+            room.map_err(|full| full.refused(Quota::StartsPerMinute))?;
+        }
+        self.may_use_processor(account, at)?;
+        self.may_use_memory(account)?;
+        self.may_store(account, terms.kept, 1)
+    }
+
+    fn may_run(&self, account: &mut Account, at: Duration, cells: u64) -> Result<(), Refused> {
+        self.may_use_processor(account, at)?;
+        self.may_use_memory(account)?;
+        let Some(limit) = self.quotas.cells_per_minute else { return Ok(()) };
+        account.cells.room(at, cells, u64::from(limit)).map_err(|full| full.refused(Quota::CellsPerMinute))
+    }
+
+    fn may_use_processor(&self, account: &mut Account, at: Duration) -> Result<(), Refused> {
+        let Some(limit) = self.quotas.processor_time else { return Ok(()) };
+        let room = account.processor_time.room(at, 1, micros(limit));
+        room.map_err(|full| {
+            let used = Duration::from_micros(full.used).as_secs();
+            refused(Quota::ProcessorTime, limit.as_secs(), used, full.retry_after)
+        })
+    }
+
+    fn may_use_memory(&self, account: &Account) -> Result<(), Refused> {
+        match self.quotas.memory {
+            Some(limit) if account.memory() >= limit => Err(refused(Quota::Memory, limit, account.memory(), None)),
+            _ => Ok(()),
+        }
+    }
+
+    fn may_store(&self, account: &Account, kept: u64, more: u64) -> Result<(), Refused> {
+        let used = account.stored() + kept;
+        match self.quotas.stored {
+            Some(limit) if used.saturating_add(more) > limit => Err(refused(Quota::Stored, limit, used, None)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Does something with an account, and the time since the first one.
+    fn with<T>(&self, owner: &Principal, act: impl FnOnce(&mut Account, Duration) -> T) -> T {
+        let at = self.epoch.elapsed();
+        let mut accounts = self.accounts();
+        if accounts.len() >= MANY_ACCOUNTS && !accounts.contains_key(owner) {
+            accounts.retain(|_, account| account.counts_something(at));
+        }
+        let account = accounts.entry(owner.clone()).or_insert_with(|| Account {
+            cells: Window::new(MINUTE),
+            starts: Window::new(MINUTE),
+            processor_time: Window::new(self.quotas.processor_window),
+            gauges: HashMap::new(),
+            read: None,
+        });
+        act(account, at)
+    }
+
+    fn accounts(&self) -> MutexGuard<'_, HashMap<Principal, Account>> {
+        self.accounts.lock().expect("nothing panics while it holds the accounts")
+    }
+}
+
+/// What is to begin.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Starts {
+    pub(super) sandboxes: usize,
+    /// Those of them that become sessions.
+    pub(super) lasting: usize,
+    /// Sessions that exist already.
+    pub(super) live: usize,
+    /// Bytes that are kept outside of sandboxes.
+    pub(super) kept: u64,
+}
+
+impl Account {
+    fn take_reading(&mut self, number: u64, processor_time: Duration, memory: u64, stored: u64, at: Duration) {
+        let Some(reading) = self.gauges.get_mut(&number) else { return };
+        self.processor_time.add(at, micros(processor_time.saturating_sub(reading.processor_time)));
+        reading.processor_time = reading.processor_time.max(processor_time);
+        (reading.memory, reading.stored) = (memory, stored);
+    }
+
+    fn memory(&self) -> u64 {
+        self.gauges.values().map(|reading| reading.memory).sum()
+    }
+
+    fn stored(&self) -> u64 {
+        self.gauges.values().map(|reading| reading.stored).sum()
+    }
+
+    fn counts_something(&mut self, at: Duration) -> bool {
+        let windows = [&mut self.cells, &mut self.starts, &mut self.processor_time];
+        !self.gauges.is_empty() || windows.into_iter().any(|window| window.sum(at) > 0)
+    }
+}
+
+/// Counts a sandbox against its owner as long as it is held.
+pub(super) struct Metered {
+    accounts: Arc<Accounts>,
+    owner: Principal,
+    number: u64,
+}
+
+impl Drop for Metered {
+    fn drop(&mut self) {
+        let Metered { accounts, owner, number } = self;
+        let gauge = accounts.with(owner, |account, _| account.gauges.get(number).map(|reading| reading.gauge.clone()));
+        let Some(gauge) = gauge else { return };
+        let last = gauge.processor_time();
+        accounts.with(owner, |account, at| {
+            account.take_reading(*number, last, 0, 0, at);
+            account.gauges.remove(number);
+        });
+    }
+}
+
+/// Amounts of the recent past.
+#[derive(Debug, Clone)]
+struct Window {
+    width: Duration,
+    /// Slots in which something was counted, with their numbers, the oldest first.
+    slots: VecDeque<(u64, u64)>,
+}
+
+/// A window that has no room for more.
+#[derive(Debug, PartialEq, Eq)]
+struct Full {
+    limit: u64,
+    used: u64,
+    retry_after: Option<Duration>,
+}
+
+impl Full {
+    fn refused(self, quota: Quota) -> Refused {
+        refused(quota, self.limit, self.used, self.retry_after)
+    }
+}
+
+impl Window {
+    fn new(width: Duration) -> Window {
+        Window { width, slots: VecDeque::new() }
+    }
+
+    fn slot_width(&self) -> Duration {
+        (self.width / SLOTS).max(Duration::from_millis(1))
+    }
+
+    fn add(&mut self, at: Duration, amount: u64) {
+        if amount == 0 {
+            return;
+        }
+        let number = (at.as_millis() / self.slot_width().as_millis()) as u64;
+        match self.slots.back_mut() {
+            Some((last, sum)) if *last == number => *sum += amount,
+            _ => self.slots.push_back((number, amount)),
+        }
+    }
+
+    /// When a slot is no longer a part of the window: when its end is as old as the window is wide.
+    fn leaves(&self, number: u64) -> Duration {
+        self.slot_width() * u32::try_from(number + 1).unwrap_or(u32::MAX) + self.width
+    }
+
+    fn sum(&mut self, at: Duration) -> u64 {
+        while self.slots.front().is_some_and(|(number, _)| self.leaves(*number) <= at) {
+            self.slots.pop_front();
+        }
+        self.slots.iter().map(|(_, sum)| sum).sum()
+    }
+
+    /// Checks that there is room for `more`. Says when there will be, if ever.
+    fn room(&mut self, at: Duration, more: u64, limit: u64) -> Result<(), Full> {
+        let used = self.sum(at);
+        if used.saturating_add(more) <= limit {
+            return Ok(());
+        }
+        let mut left = used;
+        let when = self.slots.iter().find_map(|(number, sum)| {
+            left -= sum;
+            (left.saturating_add(more) <= limit).then(|| self.leaves(*number).saturating_sub(at))
+        });
+        Err(Full { limit, used, retry_after: when })
+    }
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+fn refused(which: Quota, limit: u64, used: u64, retry_after: Option<Duration>) -> Refused {
+    Refused::Quota { which, limit, used, retry_after }
+}
+
+/// Says which quota is used up and what helps.
+pub(super) struct Told<'a> {
+    pub(super) which: &'a Quota,
+    pub(super) limit: u64,
+    pub(super) used: u64,
+    pub(super) retry_after: Option<Duration>,
+}
+
+impl fmt::Display for Told<'_> {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Told { which, limit, used, retry_after } = self;
+        let mebibytes = |bytes: u64| bytes.div_ceil(1024 * 1024);
+        let what = match which {
+            Quota::Sessions => format!("you have {used} sessions, and {limit} are allowed"),
+            Quota::Memory => {
+                format!(
+                    "your sessions hold {} MiB of memory, and {} are allowed",
+                    mebibytes(*used),
+                    limit / (1024 * 1024)
+                )
+            }
+            Quota::ProcessorTime => {
+                format!("your cells have used {used} s of processor time, and {limit} s are allowed")
+            }
+            Quota::CellsPerMinute => format!("you have run {used} cells in the last minute, and {limit} are allowed"),
+            Quota::StartsPerMinute => {
+                format!("you have started {used} sandboxes in the last minute, and {limit} are allowed")
+            }
+            Quota::Stored => {
+                format!(
+                    "{} MiB of your files and outputs are stored, and {} are allowed",
+                    mebibytes(*used),
+                    limit / (1024 * 1024)
+                )
+            }
+        };
+        write!(formatter, "nothing was done, because a quota is used up: {what}. ")?;
+        match (which, retry_after) {
+            (_, Some(wait)) => write!(formatter, "Try again in {} s", wait.as_secs() + 1),
+            (Quota::Sessions, None) => {
+                formatter.write_str("Close a session with `close_session`, or go on in an existing one")
+            }
+            (Quota::Memory, None) => {
+                formatter.write_str("Close a session with `close_session`, or free the memory of one with `reset`")
+            }
+            (Quota::Stored, None) => {
+                formatter.write_str("Delete files in your sessions, or close a session with `close_session`")
+            }
+            (_, None) => formatter.write_str("Ask for fewer at once"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn a_window_forgets_and_says_when_there_is_room_again() {
+        let mut window = Window::new(MINUTE);
+        window.add(SECOND, 2);
+        window.add(10 * SECOND, 1);
+        assert_eq!(window.sum(11 * SECOND), 3);
+        assert_eq!(window.room(11 * SECOND, 1, 4), Ok(()));
+        let full = |used, seconds: u32| Err(Full { limit: 3, used, retry_after: Some(seconds * SECOND) });
+        assert_eq!(window.room(11 * SECOND, 1, 3), full(3, 51));
+        assert_eq!(window.room(11 * SECOND, 3, 3), full(3, 60));
+        assert_eq!(window.room(11 * SECOND, 4, 3), Err(Full { limit: 3, used: 3, retry_after: None }));
+        assert_eq!((window.sum(62 * SECOND), window.sum(71 * SECOND)), (1, 0));
+    }
+
+    proptest! {
+        #[test]
+        fn a_window_never_lets_more_through_than_its_limit(
+            steps in prop::collection::vec(0u64..5_000, 1..300), limit in 1u64..20,
+        ) {
+            let mut window = Window::new(MINUTE);
+            let mut at = Duration::ZERO;
+            let mut passed: Vec<Duration> = Vec::new();
+            for step in steps {
+                at += Duration::from_millis(step);
+                match window.room(at, 1, limit) {
+                    Ok(()) => {
+                        window.add(at, 1);
+                        passed.push(at);
+                        let recent = passed.iter().filter(|passed| at - **passed < MINUTE).count() as u64;
+                        prop_assert!(recent <= limit);
+                        prop_assert!(window.slots.len() <= SLOTS as usize + 2);
+                    }
+                    Err(full) => {
+                        let wait = full.retry_after.expect("one has room in an empty window");
+                        prop_assert!(wait <= MINUTE + 2 * SECOND);
+                        prop_assert_eq!(window.clone().room(at + wait, 1, limit), Ok(()), "the promise is kept");
+                    }
+                }
+            }
+        }
+    }
+}

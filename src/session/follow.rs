@@ -1,0 +1,250 @@
+//! Running code and following it: calls that wait for an execution to its end, for a while, or come back to it later.
+//!
+//! An execution belongs to its session and not to the call that began it. A call only listens, so that it may end, be dropped or be repeated
+//! without a consequence for the code; a cancelled token and `stop` are the two ways to interrupt it.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::docket::{Collected, Ending, Execution, Stage};
+use super::driver::{Command, Job};
+use super::manager::{Entry, Silence};
+use super::output::Glance;
+use super::{
+    Checked, ExecuteRequest, Executed, LARGEST_CODE, News, Outcome, Principal, Refused, SessionId, Sessions, Underway,
+    Which,
+};
+
+impl Sessions {
+    /// Runs code to its end, creating the session if its id is new. A cancelled token interrupts the code.
+    ///
+    /// Dropping the future does not stop the code.
+    pub async fn execute(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ExecuteRequest,
+        cancel: CancellationToken,
+    ) -> Result<Outcome, Refused> {
+        let (entry, execution) = self.submit_code(owner, id, request, &cancel)?;
+        let ending = to_the_end(&entry, &execution, &cancel).await;
+        answer_at_once(&entry, &execution, &ending)
+    }
+
+    /// Runs code as `execute` does, and waits for at most `wait`; the code goes on after that. `news` hears the latest line of output.
+    pub async fn begin(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ExecuteRequest,
+        wait: Option<Duration>,
+        cancel: CancellationToken,
+        news: News,
+    ) -> Result<Executed, Refused> {
+        let max_chars = request.max_output_chars;
+        let (entry, execution) = self.submit_code(owner, id, request, &cancel)?;
+        match ended(&entry, &execution, wait, Some(&cancel), &news).await {
+            Some(ending) => {
+                answer_at_once(&entry, &execution, &ending).map(|outcome| Executed::Finished(Box::new(outcome)))
+            }
+            None => Ok(Executed::Underway(underway(id, &entry, &execution, max_chars).await)),
+        }
+    }
+
+    /// Tells how an execution goes on, after `wait` or when it has ended. One that ended without having run is a refusal.
+    pub async fn check(
+        &self,
+        owner: &Principal,
+        which: &Which,
+        wait: Duration,
+        max_chars: usize,
+        news: News,
+    ) -> Result<Checked, Refused> {
+        let (id, entry) = self.locate(owner, which)?;
+        let execution = match which {
+            Which::Of(_) => entry.shared.docket.first(),
+            Which::This(handle) => entry.shared.docket.find(handle),
+        };
+        let Some(execution) = execution else { return Ok(Checked::Nothing) };
+        entry.shared.touch();
+        let Some(ending) = ended(&entry, &execution, Some(wait), None, &news).await else {
+            return Ok(Checked::Underway(underway(&id, &entry, &execution, max_chars).await));
+        };
+        let Collected { ending, again } = entry.shared.docket.collect(&execution, &ending);
+        Ok(Checked::Finished { session: id, outcome: Box::new(ending?), again })
+    }
+
+    /// Interrupts an execution that runs, or takes it out of the queue. One that is over stays as it is.
+    pub async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused> {
+        let (_, entry) = self.locate(owner, which)?;
+        let execution = match which {
+            Which::Of(_) => entry.shared.docket.first_under_way(),
+            Which::This(handle) => entry.shared.docket.find(handle),
+        };
+        if let Some(execution) = execution {
+            // A driver that is gone has ended it already.
+            let _ = entry.commands.send(Command::Cancel(execution.request)).await;
+        }
+        Ok(())
+    }
+
+    fn submit_code(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ExecuteRequest,
+        cancel: &CancellationToken,
+    ) -> Result<(Entry, Arc<Execution>), Refused> {
+        if request.code.len() > LARGEST_CODE {
+            return Err(Refused::CodeTooLarge { size: request.code.len() });
+        }
+        if cancel.is_cancelled() {
+            return Err(Refused::CancelledWhileWaiting);
+        }
+        self.check_cell(owner)?;
+        let entry = self.find_or_create(owner, id)?;
+        self.count_cell(owner)?;
+        let execution = self.enter(&entry, request).map_err(|silence| self.explained(owner, id, silence))?;
+        Ok((entry, execution))
+    }
+
+    /// Puts code on a session's docket and submits it.
+    fn enter(&self, entry: &Entry, request: ExecuteRequest) -> Result<Arc<Execution>, Silence> {
+        let number = self.next_number();
+        let (execution, teller) = entry.shared.docket.enter(number);
+        match self.submit_as(entry, number, Job::Execute { request, teller }) {
+            Ok(()) => Ok(execution),
+            Err(silence) => {
+                entry.shared.docket.withdraw(&execution);
+                Err(silence)
+            }
+        }
+    }
+
+    /// Runs code in a session that only the caller sees.
+    pub(super) async fn execute_in(
+        &self,
+        entry: &Entry,
+        request: ExecuteRequest,
+        cancel: &CancellationToken,
+    ) -> Result<Outcome, Refused> {
+        let execution = self.enter(entry, request).map_err(|_| Refused::ClosedWhileWaiting)?;
+        let ending = to_the_end(entry, &execution, cancel).await;
+        answer_at_once(entry, &execution, &ending)
+    }
+}
+
+/// Waits for the end of an execution for at most `wait`. A cancelled token is passed on, and the end is awaited all the same.
+async fn ended(
+    entry: &Entry,
+    execution: &Execution,
+    wait: Option<Duration>,
+    cancel: Option<&CancellationToken>,
+    news: &News,
+) -> Option<Arc<Ending>> {
+    let patience = async {
+        match wait.and_then(|wait| Instant::now().checked_add(wait)) {
+            Some(until) => tokio::time::sleep_until(until).await,
+            None => std::future::pending().await,
+        }
+    };
+    let cancelled = async {
+        match cancel {
+            Some(cancel) => pass_on(entry, execution, cancel).await,
+            None => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        biased;
+        ending = heard_out(execution, news) => Some(ending),
+        never = cancelled => match never {},
+        () = patience => None,
+    }
+}
+
+/// Waits for the end of an execution however long it takes.
+async fn to_the_end(entry: &Entry, execution: &Execution, cancel: &CancellationToken) -> Arc<Ending> {
+    tokio::select! {
+        biased;
+        ending = execution.ended() => ending,
+        never = pass_on(entry, execution, cancel) => match never {},
+    }
+}
+
+/// Has an execution interrupted when the token is cancelled. Its end is awaited all the same.
+async fn pass_on(entry: &Entry, execution: &Execution, cancel: &CancellationToken) -> Infallible {
+    cancel.cancelled().await;
+    // A driver that is gone has ended it already.
+    let _ = entry.commands.send(Command::Cancel(execution.request)).await;
+    std::future::pending().await
+}
+
+/// Listens until the end, and tells on `news` what there is to hear.
+async fn heard_out(execution: &Execution, news: &News) -> Arc<Ending> {
+    let (mut stage, mut lines) = (execution.follow(), execution.lines());
+    loop {
+        let told = match &*stage.borrow_and_update() {
+            Stage::Ended(ending) => return ending.clone(),
+            Stage::Waiting { ahead, held } => waiting_news(*ahead, *held),
+            Stage::Running { .. } => lines.borrow_and_update().clone(),
+        };
+        news.send_if_modified(|known| {
+            let is_new = !told.is_empty() && *known != told;
+            if is_new {
+                *known = told;
+            }
+            is_new
+        });
+        // The execution holds both senders, and the caller holds the execution.
+        tokio::select! {
+            _ = stage.changed() => {}
+            _ = lines.changed() => {}
+        }
+    }
+}
+
+fn waiting_news(ahead: usize, held: bool) -> String {
+    match ahead {
+        0 if held => "waiting: the server runs as many cells as it may".to_owned(),
+        0 => String::new(),
+        1 => "waiting: 1 execution is ahead".to_owned(),
+        _ => format!("waiting: {ahead} executions are ahead"),
+    }
+}
+
+/// Gives the end to the call that began the execution. One that never ran is not worth remembering then.
+fn answer_at_once(entry: &Entry, execution: &Arc<Execution>, ending: &Ending) -> Result<Outcome, Refused> {
+    if let Err(refused) = ending {
+        entry.shared.docket.withdraw(execution);
+        return Err(refused.clone());
+    }
+    entry.shared.docket.collect(execution, ending).ending
+}
+
+/// Describes an execution that goes on, with what it printed since it was last described.
+async fn underway(id: &SessionId, entry: &Entry, execution: &Execution, max_chars: usize) -> Underway {
+    let (reply, answer) = oneshot::channel();
+    let look = Command::Look { request: execution.request, max_chars, reply };
+    let glance = match entry.commands.send(look).await {
+        Ok(()) => answer.await.ok().flatten().unwrap_or_default(),
+        Err(_) => Glance::default(),
+    };
+    let (ahead, since) = match execution.stage() {
+        Stage::Waiting { ahead, .. } => (ahead, execution.entered),
+        Stage::Running { since } => (0, since),
+        Stage::Ended(_) => (0, execution.entered),
+    };
+    Underway {
+        handle: execution.handle.clone(),
+        session: id.clone(),
+        ahead,
+        elapsed: since.elapsed(),
+        text: glance.text,
+        omitted: glance.omitted,
+    }
+}

@@ -1,0 +1,308 @@
+//! How executions are followed that outlive the call which began them, shown with the fake backend and a paused clock.
+
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::behaviour::{Setting, id, owner, request, setting, setting_with, text, without_undo};
+use super::*;
+use crate::sandbox::Preparation;
+use crate::sandbox::fake::FakeBackend;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn nobody() -> News {
+    News::new(String::new())
+}
+
+impl Setting {
+    /// Begins a cell and waits for it at most `wait`.
+    async fn start(&self, session: &str, code: &str, wait: Duration) -> Result<Executed, Refused> {
+        let request = ExecuteRequest { timeout: Duration::from_secs(1000), ..request(code) };
+        self.sessions.begin(&owner(), &id(session), request, Some(wait), CancellationToken::new(), nobody()).await
+    }
+
+    /// Begins a cell that goes on after `wait`.
+    async fn leave_running(&self, session: &str, code: &str, wait: Duration) -> Underway {
+        match self.start(session, code, wait).await.unwrap() {
+            Executed::Underway(underway) => underway,
+            Executed::Finished(outcome) => panic!("it has finished: {outcome:?}"),
+        }
+    }
+
+    async fn check_for(&self, which: &Which, wait: Duration) -> Result<Checked, Refused> {
+        self.sessions.check(&owner(), which, wait, 1000, nobody()).await
+    }
+
+    async fn underway(&self, which: &Which, wait: Duration) -> Underway {
+        match self.check_for(which, wait).await.unwrap() {
+            Checked::Underway(underway) => underway,
+            other => panic!("it is not under way: {other:?}"),
+        }
+    }
+
+    async fn finished(&self, which: &Which, wait: Duration) -> (Outcome, bool) {
+        match self.check_for(which, wait).await.unwrap() {
+            Checked::Finished { outcome, again, .. } => (*outcome, again),
+            other => panic!("it has not finished: {other:?}"),
+        }
+    }
+}
+
+fn of(session: &str) -> Which {
+    Which::Of(id(session))
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_long_cell_is_followed_to_its_end_and_can_be_asked_for_again() {
+    let setting = setting();
+    let before = Instant::now();
+    let underway = setting.leave_running("a", "print one\nsleep 5\nprint two\nsleep 5\nprint three", 2 * SECOND).await;
+    assert_eq!((underway.text.as_str(), underway.omitted, underway.ahead), ("one\n", 0, 0));
+    assert_eq!((before.elapsed(), underway.elapsed), (2 * SECOND, 2 * SECOND));
+    assert_eq!(underway.session, id("a"));
+    let this = Which::This(underway.handle);
+    let later = setting.underway(&this, 4 * SECOND).await;
+    assert_eq!((later.text.as_str(), later.elapsed), ("two\n", 6 * SECOND));
+    assert_eq!(setting.underway(&of("a"), Duration::ZERO).await.text, "");
+    let (outcome, again) = setting.finished(&of("a"), 100 * SECOND).await;
+    assert_eq!((text(&outcome).as_str(), again, before.elapsed()), ("one\ntwo\nthree\n", false, 10 * SECOND));
+    for which in [this, of("a")] {
+        let (same, again) = setting.finished(&which, 100 * SECOND).await;
+        assert_eq!((same.execution, again), (outcome.execution, true));
+    }
+    assert_eq!(before.elapsed(), 10 * SECOND);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cell_that_ends_in_time_is_answered_at_once() {
+    let setting = setting();
+    let Executed::Finished(outcome) = setting.start("a", "print done", 10 * SECOND).await.unwrap() else { panic!() };
+    assert_eq!(text(&outcome), "done\n");
+    let (same, again) = setting.finished(&of("a"), SECOND).await;
+    assert_eq!((same.execution, again), (outcome.execution, true));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_session_that_has_run_nothing_has_nothing_to_tell() {
+    let setting = setting();
+    assert!(matches!(setting.check_for(&of("a"), SECOND).await, Err(Refused::Unknown { .. })));
+    setting.upload("a", "data", b"x", false).await.unwrap();
+    assert!(matches!(setting.check_for(&of("a"), SECOND).await, Ok(Checked::Nothing)));
+    setting.sessions.stop(&owner(), &of("a")).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn code_goes_on_when_its_caller_goes_away() {
+    let setting = setting();
+    let call = setting.start("a", "set x 1\nsleep 5\nprint here", 100 * SECOND);
+    assert!(tokio::time::timeout(SECOND, call).await.is_err());
+    let (outcome, again) = setting.finished(&of("a"), 10 * SECOND).await;
+    assert_eq!((text(&outcome).as_str(), again), ("here\n", false));
+    assert_eq!(text(&setting.ok("a", "get x").await), "1\n");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cancelled_token_interrupts_the_code() {
+    let setting = setting();
+    let cancel = CancellationToken::new();
+    let sessions = setting.sessions.clone();
+    let token = cancel.clone();
+    let call = tokio::spawn(async move {
+        sessions.begin(&owner(), &id("a"), request("sleep 9"), Some(100 * SECOND), token, nobody()).await
+    });
+    setting.wait_until(|info| info.state == "running").await;
+    cancel.cancel();
+    let Executed::Finished(outcome) = call.await.unwrap().unwrap() else { panic!() };
+    assert_eq!(outcome.status, Status::Cancelled { state: StateAfter::Kept });
+}
+
+#[tokio::test(start_paused = true)]
+async fn texts_are_told_once_and_the_newest_first() {
+    let setting = setting();
+    let request = ExecuteRequest { max_output_chars: 14, ..request("flood 3\nsleep 2\nflood 100\nsleep 2") };
+    let (owner, session, cancel) = (owner(), id("a"), CancellationToken::new());
+    let begun = setting.sessions.begin(&owner, &session, request, Some(SECOND), cancel, nobody()).await;
+    let Executed::Underway(first) = begun.unwrap() else { panic!() };
+    assert_eq!((first.text.as_str(), first.omitted), ("line 1\nline 2\n", 7));
+    let checked = setting.sessions.check(&owner, &of("a"), 2 * SECOND, 10, nobody()).await.unwrap();
+    let Checked::Underway(second) = checked else { panic!() };
+    assert_eq!((second.text.as_str(), second.omitted), ("8\nline 99\n", 780));
+}
+
+#[tokio::test(start_paused = true)]
+async fn executions_wait_in_line_and_are_heard_of_in_their_order() {
+    let setting = setting();
+    let first = setting.leave_running("a", "sleep 5\nprint first", SECOND).await;
+    let second = setting.leave_running("a", "sleep 5\nprint second", SECOND).await;
+    let third = setting.leave_running("a", "print third", SECOND).await;
+    assert_eq!((first.ahead, second.ahead, third.ahead), (0, 1, 2));
+    assert_eq!((third.text.as_str(), third.elapsed), ("", SECOND));
+    let (outcome, _) = setting.finished(&Which::This(third.handle), 100 * SECOND).await;
+    assert_eq!(text(&outcome), "third\n");
+    for expected in ["first\n", "second\n"] {
+        let (outcome, again) = setting.finished(&of("a"), SECOND).await;
+        assert_eq!((text(&outcome).as_str(), again), (expected, false));
+    }
+    let (outcome, again) = setting.finished(&of("a"), SECOND).await;
+    assert_eq!((text(&outcome).as_str(), again), ("second\n", true));
+}
+
+#[tokio::test(start_paused = true)]
+async fn stopping_interrupts_what_runs_and_takes_what_waits_out_of_the_queue() {
+    let setting = setting();
+    let running = setting.leave_running("a", "print begun\nsleep 100", SECOND).await;
+    let waiting = setting.leave_running("a", "set x 2", SECOND).await;
+    let waiting = Which::This(waiting.handle);
+    setting.sessions.stop(&owner(), &waiting).await.unwrap();
+    assert!(matches!(setting.check_for(&waiting, SECOND).await, Err(Refused::CancelledWhileWaiting)));
+    assert!(matches!(setting.check_for(&waiting, SECOND).await, Err(Refused::CancelledWhileWaiting)));
+    setting.sessions.stop(&owner(), &of("a")).await.unwrap();
+    let (outcome, _) = setting.finished(&Which::This(running.handle.clone()), SECOND).await;
+    assert_eq!(outcome.status, Status::Cancelled { state: StateAfter::Kept });
+    // What is over stays as it is.
+    setting.sessions.stop(&owner(), &Which::This(running.handle)).await.unwrap();
+    assert!(matches!(setting.ok("a", "get x").await.status, Status::Raised(_)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_who_ask_at_once_are_both_answered_and_told_each_text_once() {
+    let setting = setting();
+    setting.leave_running("a", "sleep 2\nprint x\nsleep 2\nprint y", SECOND).await;
+    let which = of("a");
+    let (one, other) = tokio::join!(setting.underway(&which, 2 * SECOND), setting.underway(&which, 2 * SECOND));
+    assert_eq!([one.text, other.text].concat(), "x\n");
+    let (one, other) = tokio::join!(setting.finished(&which, 9 * SECOND), setting.finished(&which, 9 * SECOND));
+    assert_eq!(one.0.execution, other.0.execution);
+    assert!(one.1 != other.1, "exactly one of them is the first to hear it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn whoever_waits_hears_of_a_reset_a_close_and_a_death() {
+    let setting = setting();
+    for (session, code, ending) in
+        [("reset", "sleep 100", "reset"), ("close", "sleep 100", "closed"), ("death", "sleep 5\nexit 3", "died")]
+    {
+        let running = setting.leave_running(session, &format!("print begun\n{code}"), SECOND).await;
+        let waiting = setting.leave_running(session, "print never", Duration::ZERO).await;
+        let (running, waiting) = (Which::This(running.handle), Which::This(waiting.handle));
+        let act = async {
+            match session {
+                "reset" => drop(setting.sessions.reset(&owner(), &id(session)).await.unwrap()),
+                "close" => setting.sessions.close(&owner(), &id(session)).await.unwrap(),
+                _ => {}
+            }
+        };
+        let checks =
+            async { tokio::join!(setting.finished(&running, 100 * SECOND), setting.check_for(&waiting, 100 * SECOND)) };
+        let (((outcome, again), refused), ()) = tokio::join!(checks, act);
+        assert_eq!((outcome.status.name(), text(&outcome).as_str(), again), (ending, "begun\n", false));
+        match (session, refused) {
+            ("reset", Err(Refused::ResetWhileWaiting)) => {}
+            ("close", Err(Refused::ClosedWhileWaiting)) => {}
+            ("death", Err(Refused::Ended { .. })) => {}
+            (_, other) => panic!("{session}: {other:?}"),
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_nobody_collected_outlives_reset_and_death() {
+    let setting = setting();
+    for end in ["reset", "exit"] {
+        setting.leave_running(end, "sleep 2\nprint kept", SECOND).await;
+        tokio::time::sleep(2 * SECOND).await;
+        match end {
+            "reset" => drop(setting.sessions.reset(&owner(), &id(end)).await.unwrap()),
+            _ => drop(setting.leave_running(end, "sleep 1\nexit 1", Duration::ZERO).await),
+        }
+        tokio::time::sleep(2 * SECOND).await;
+        let (outcome, again) = setting.finished(&of(end), SECOND).await;
+        assert_eq!((text(&outcome).as_str(), again), ("kept\n", false));
+    }
+    assert_eq!(setting.finished(&of("exit"), SECOND).await.0.status.name(), "died");
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_oldest_endings_give_way_and_the_next_answer_says_so() {
+    let setting = setting();
+    for number in 0..18 {
+        setting.leave_running("a", &format!("print {number}\nsleep 1"), Duration::ZERO).await;
+    }
+    tokio::time::sleep(100 * SECOND).await;
+    let (outcome, _) = setting.finished(&of("a"), SECOND).await;
+    assert_eq!(text(&outcome), "2\n");
+    assert!(outcome.notes.iter().any(|note| note.contains("the outcomes of 2 executions")), "{:?}", outcome.notes);
+    let (outcome, _) = setting.finished(&of("a"), SECOND).await;
+    assert_eq!(text(&outcome), "3\n");
+    assert!(outcome.notes.iter().all(|note| !note.contains("given up")), "{:?}", outcome.notes);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handle_is_good_for_its_owner_alone() {
+    let setting = setting();
+    let underway = setting.leave_running("a", "sleep 100", SECOND).await;
+    let this = Which::This(underway.handle);
+    let stranger = Principal("somebody else".to_owned());
+    let unknown = Which::This("0".repeat(32).parse().unwrap());
+    let foreign = setting.sessions.check(&stranger, &this, SECOND, 10, nobody()).await.unwrap_err();
+    let strange = setting.sessions.check(&stranger, &unknown, SECOND, 10, nobody()).await.unwrap_err();
+    assert_eq!(foreign.to_string(), strange.to_string());
+    assert!(matches!(foreign, Refused::UnknownExecution));
+    assert!(matches!(setting.sessions.stop(&stranger, &this).await, Err(Refused::UnknownExecution)));
+    assert_eq!(setting.underway(&this, Duration::ZERO).await.session, id("a"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_running_cell_never_counts_as_idle_and_its_outcome_waits_as_long_as_any_session_does() {
+    let settings = SessionSettings { idle_timeout: 60 * SECOND, ..SessionSettings::default() };
+    let setting = setting_with(FakeBackend::new(), settings);
+    setting.leave_running("a", "sleep 500\nprint late", SECOND).await;
+    tokio::time::sleep(558 * SECOND).await;
+    let (outcome, _) = setting.finished(&of("a"), SECOND).await;
+    assert_eq!(text(&outcome), "late\n");
+    // Asking for it was a use of the session.
+    tokio::time::sleep(59 * SECOND).await;
+    setting.finished(&of("a"), SECOND).await;
+    tokio::time::sleep(61 * SECOND).await;
+    assert!(matches!(setting.check_for(&of("a"), SECOND).await, Err(Refused::Ended { .. })));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_start_that_fails_after_the_caller_left_can_be_asked_about() {
+    let setting = setting_with(FakeBackend::unprepared(), SessionSettings::default());
+    let underway = setting.leave_running("a", "print x", SECOND).await;
+    setting.backend.prepare(Preparation::Failed { why: "no network".to_owned() });
+    for which in [Which::This(underway.handle), of("a")] {
+        let refused = setting.check_for(&which, SECOND).await.unwrap_err();
+        assert!(refused.to_string().contains("no network"), "{refused}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_news_are_the_place_in_the_queue_and_then_the_latest_line() {
+    let setting = setting_with(FakeBackend::new(), without_undo());
+    setting.leave_running("a", "sleep 5", SECOND).await;
+    setting.leave_running("a", "sleep 5", SECOND).await;
+    let news = News::new(String::new());
+    let mut heard = news.subscribe();
+    let long = "y".repeat(300);
+    let code = format!("print \u{7}first\nsleep 1\nerr {long}\nsleep 1\nprint last\nprint  \nsleep 1");
+    let sessions = setting.sessions.clone();
+    let call = tokio::spawn(async move {
+        sessions.begin(&owner(), &id("a"), request(&code), None, CancellationToken::new(), news).await
+    });
+    let expected = ["waiting: 2 executions are ahead", "waiting: 1 execution is ahead", "first", &long[..200], "last"];
+    for expected in expected {
+        next(&mut heard, expected).await;
+    }
+    assert!(matches!(call.await.unwrap().unwrap(), Executed::Finished(_)));
+}
+
+/// Waits for the next news, which must be these.
+async fn next(heard: &mut watch::Receiver<String>, expected: &str) {
+    heard.changed().await.unwrap();
+    assert_eq!(heard.borrow_and_update().as_str(), expected);
+}

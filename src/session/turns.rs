@@ -1,0 +1,356 @@
+//! Whose cell runs next when more are wanted than may run at once.
+//!
+//! Principals take turns: the one whose turn it is starts the first of its waiting cells and goes to the end of the line. So a principal that floods
+//! the server delays the next cell of another one by one place for each principal that waits, however many cells the flood has. A place that is
+//! free never stays free while somebody waits.
+//!
+//! `Line` decides and knows no time and no tasks; `Turns` joins it with those who wait.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use super::Principal;
+
+/// Cells that may wait for a place in the whole server. Each session has at most one here; its others wait behind it in its own queue.
+const MOST_WAITING: usize = 4096;
+/// Cells of one principal that may wait.
+const MOST_WAITING_OF_ONE: usize = 256;
+/// The longest wait that is suggested to somebody who is turned away.
+const LONGEST_HINT: Duration = Duration::from_secs(60);
+
+/// The places in which cells run, and the line of those who wait for one.
+#[derive(Clone)]
+pub(super) struct Turns(Arc<Mutex<Hall>>);
+
+struct Hall {
+    line: Line,
+    next_ticket: u64,
+    waiting: HashMap<u64, oneshot::Sender<()>>,
+    /// About how long a place was held lately.
+    usual: Duration,
+}
+
+/// A place in which a cell may run, or a ticket for one. Dropped, it is given back.
+pub(super) struct Turn {
+    turns: Turns,
+    owner: Principal,
+    ticket: u64,
+    /// Fires when the place is there; `None` once it is.
+    came: Option<oneshot::Receiver<()>>,
+    since: Instant,
+}
+
+/// Too many wait already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Crowded {
+    pub(super) waiting: usize,
+    /// About how long it takes until there is room.
+    pub(super) retry_after: Duration,
+}
+
+impl Turns {
+    /// So many cells run at once; with zero there is no limit.
+    pub(super) fn new(places: usize) -> Turns {
+        let line = Line::new(if places == 0 { usize::MAX } else { places });
+        Turns(Arc::new(Mutex::new(Hall { line, next_ticket: 0, waiting: HashMap::new(), usual: Duration::ZERO })))
+    }
+
+    /// Asks for a place.
+    pub(super) fn ask(&self, owner: &Principal) -> Result<Turn, Crowded> {
+        let mut hall = self.hall();
+        if hall.line.is_crowded_for(owner) {
+            return Err(hall.crowded());
+        }
+        let ticket = hall.next_ticket;
+        hall.next_ticket += 1;
+        let came = if hall.line.arrive(owner, ticket) {
+            None
+        } else {
+            let (call, came) = oneshot::channel();
+            hall.waiting.insert(ticket, call);
+            Some(came)
+        };
+        drop(hall);
+        Ok(Turn { turns: self.clone(), owner: owner.clone(), ticket, came, since: Instant::now() })
+    }
+
+    /// Tells how many cells run and how many wait for a place.
+    pub(super) fn load(&self) -> (usize, usize) {
+        let hall = self.hall();
+        (hall.line.running, hall.line.waiting)
+    }
+
+    fn hall(&self) -> MutexGuard<'_, Hall> {
+        self.0.lock().expect("nothing panics while it holds the line")
+    }
+}
+
+impl Turn {
+    /// Tells whether the place is there.
+    pub(super) fn is_here(&self) -> bool {
+        self.came.is_none()
+    }
+
+    /// Waits for the place. Answers at once when it is there.
+    pub(super) async fn come(&mut self) {
+        if let Some(came) = &mut self.came {
+            // The line holds the other end until it calls.
+            let _ = came.await;
+            self.came = None;
+            self.since = Instant::now();
+        }
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let mut hall = self.turns.hall();
+        if hall.waiting.remove(&self.ticket).is_some() {
+            hall.line.leave(&self.owner, self.ticket);
+            return;
+        }
+        // It has a place, even if it was dropped before it noticed.
+        if self.came.is_none() {
+            hall.usual = (hall.usual * 7 + self.since.elapsed()) / 8;
+        }
+        if let Some(next) = hall.line.free()
+            && let Some(call) = hall.waiting.remove(&next)
+        {
+            // One that has gone meanwhile gives the place back when it is dropped.
+            let _ = call.send(());
+        }
+    }
+}
+
+impl Hall {
+    fn crowded(&self) -> Crowded {
+        let waiting = self.line.waiting;
+        let rounds = u32::try_from(waiting / self.line.places.max(1) + 1).unwrap_or(u32::MAX);
+        let hint = self.usual.saturating_mul(rounds).clamp(Duration::from_secs(1), LONGEST_HINT);
+        Crowded { waiting, retry_after: hint }
+    }
+}
+
+/// The line of principals that wait.
+#[derive(Debug)]
+struct Line {
+    places: usize,
+    running: usize,
+    waiting: usize,
+    /// Principals that wait, in the order of their turns.
+    order: VecDeque<Principal>,
+    tickets: HashMap<Principal, VecDeque<u64>>,
+}
+
+impl Line {
+    fn new(places: usize) -> Line {
+        Line { places, running: 0, waiting: 0, order: VecDeque::new(), tickets: HashMap::new() }
+    }
+
+    fn is_crowded_for(&self, owner: &Principal) -> bool {
+        let own = self.tickets.get(owner).map_or(0, VecDeque::len);
+        self.running >= self.places && (self.waiting >= MOST_WAITING || own >= MOST_WAITING_OF_ONE)
+    }
+
+    /// Takes a place, or gets in line. Returns whether there was a place.
+    fn arrive(&mut self, owner: &Principal, ticket: u64) -> bool {
+        if self.running < self.places {
+            self.running += 1;
+            return true;
+        }
+        let tickets = self.tickets.entry(owner.clone()).or_default();
+        if tickets.is_empty() {
+            self.order.push_back(owner.clone());
+        }
+        tickets.push_back(ticket);
+        self.waiting += 1;
+        false
+    }
+
+    /// Leaves the line.
+    fn leave(&mut self, owner: &Principal, ticket: u64) {
+        let Some(tickets) = self.tickets.get_mut(owner) else { return };
+        let before = tickets.len();
+        tickets.retain(|known| *known != ticket);
+        self.waiting -= before - tickets.len();
+        if tickets.is_empty() {
+            self.tickets.remove(owner);
+            self.order.retain(|known| known != owner);
+        }
+    }
+
+    /// Gives a place back. Returns the ticket that gets it, if somebody waits.
+    fn free(&mut self) -> Option<u64> {
+        let Some(owner) = self.order.pop_front() else {
+            self.running -= 1;
+            return None;
+        };
+        let tickets = self.tickets.get_mut(&owner).expect("whoever is in line has a ticket");
+        let ticket = tickets.pop_front().expect("whoever is in line has a ticket");
+        if tickets.is_empty() {
+            self.tickets.remove(&owner);
+        } else {
+            self.order.push_back(owner);
+        }
+        self.waiting -= 1;
+        Some(ticket)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn principal(number: usize) -> Principal {
+        Principal(format!("p{number}"))
+    }
+
+    #[test]
+    fn principals_take_turns_however_many_cells_one_of_them_wants() {
+        let (flood, other, third) = (principal(0), principal(1), principal(2));
+        let mut line = Line::new(1);
+        assert!(line.arrive(&flood, 0));
+        for ticket in 1..=5 {
+            assert!(!line.arrive(&flood, ticket));
+        }
+        line.arrive(&other, 10);
+        line.arrive(&third, 20);
+        line.arrive(&other, 11);
+        let order = (0..9).map(|_| line.free()).collect::<Vec<_>>();
+        let expected = [1, 10, 20, 2, 11, 3, 4, 5].map(Some);
+        assert_eq!(order[..8], expected);
+        assert_eq!((order[8], line.running, line.waiting), (None, 0, 0));
+    }
+
+    #[test]
+    fn who_leaves_the_line_is_not_called() {
+        let mut line = Line::new(1);
+        line.arrive(&principal(0), 0);
+        line.arrive(&principal(1), 1);
+        line.arrive(&principal(2), 2);
+        line.leave(&principal(1), 1);
+        line.leave(&principal(1), 1);
+        assert_eq!((line.free(), line.free(), line.running), (Some(2), None, 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_place_is_passed_on_and_never_lost() {
+        let turns = Turns::new(1);
+        let first = turns.ask(&principal(0)).unwrap();
+        let mut second = turns.ask(&principal(1)).unwrap();
+        let third = turns.ask(&principal(2)).unwrap();
+        let mut fourth = turns.ask(&principal(3)).unwrap();
+        assert!(first.is_here() && !second.is_here());
+        drop(first);
+        second.come().await;
+        drop(second);
+        // It was called and did not listen.
+        drop(third);
+        fourth.come().await;
+        assert_eq!(turns.load(), (1, 0));
+        drop(fourth);
+        assert_eq!(turns.load(), (0, 0));
+        assert!(turns.ask(&principal(0)).unwrap().is_here());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_line_that_is_too_long_turns_people_away_with_a_hint() {
+        let turns = Turns::new(1);
+        let place = turns.ask(&principal(0)).unwrap();
+        tokio::time::sleep(Duration::from_secs(8)).await;
+        drop(place);
+        let _place = turns.ask(&principal(0)).unwrap();
+        let waiting = (0..MOST_WAITING_OF_ONE).map(|_| turns.ask(&principal(0)).unwrap()).collect::<Vec<_>>();
+        let crowded = turns.ask(&principal(0)).err().unwrap();
+        assert_eq!(crowded, Crowded { waiting: MOST_WAITING_OF_ONE, retry_after: LONGEST_HINT });
+        // Somebody else still finds room.
+        let other = turns.ask(&principal(1)).unwrap();
+        drop((waiting, other));
+        assert!(turns.ask(&principal(0)).is_ok());
+    }
+
+    #[test]
+    fn without_a_limit_nobody_waits() {
+        let turns = Turns::new(0);
+        let all = (0..1000).map(|_| turns.ask(&principal(0)).unwrap()).collect::<Vec<_>>();
+        assert!(all.iter().all(Turn::is_here));
+        assert_eq!(turns.load(), (1000, 0));
+    }
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Arrive(usize),
+        /// One of those that wait leaves.
+        Leave(usize),
+        Free,
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            // The first principal floods.
+            3 => Just(Step::Arrive(0)),
+            2 => (0usize..5).prop_map(Step::Arrive),
+            1 => (0usize..50).prop_map(Step::Leave),
+            3 => Just(Step::Free),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn nobody_starves_and_no_place_stays_free(steps in prop::collection::vec(step(), 0..400), places in 1usize..6) {
+            let mut line = Line::new(places);
+            let mut waiting: Vec<(usize, u64)> = Vec::new();
+            let mut running = 0;
+            // For each principal that waits: who was called since it began to wait.
+            let mut called: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+            for (ticket, step) in steps.into_iter().enumerate() {
+                let ticket = ticket as u64;
+                match step {
+                    Step::Arrive(owner) => {
+                        if line.arrive(&principal(owner), ticket) {
+                            running += 1;
+                        } else {
+                            waiting.push((owner, ticket));
+                            called.entry(owner).or_default();
+                        }
+                    }
+                    Step::Leave(place) if place < waiting.len() => {
+                        let (owner, ticket) = waiting.remove(place);
+                        line.leave(&principal(owner), ticket);
+                        if waiting.iter().all(|(known, _)| *known != owner) {
+                            called.remove(&owner);
+                        }
+                    }
+                    Step::Free if running > 0 => match line.free() {
+                        None => running -= 1,
+                        Some(next) => {
+                            let place = waiting.iter().position(|(_, ticket)| *ticket == next).expect("it waits");
+                            let (owner, _) = waiting[place];
+                            prop_assert!(waiting[..place].iter().all(|(known, _)| *known != owner), "first come, first served");
+                            waiting.remove(place);
+                            called.remove(&owner);
+                            for others in called.values_mut() {
+                                prop_assert!(!others.contains(&owner), "somebody was called twice while another one waited");
+                                others.push(owner);
+                            }
+                            if waiting.iter().any(|(known, _)| *known == owner) {
+                                called.insert(owner, Vec::new());
+                            }
+                        }
+                    },
+                    Step::Leave(_) | Step::Free => {}
+                }
+                prop_assert_eq!((line.running, line.waiting), (running, waiting.len()));
+                prop_assert!(running == places || waiting.is_empty(), "a place is free although somebody waits");
+            }
+        }
+    }
+}

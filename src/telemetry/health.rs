@@ -1,0 +1,130 @@
+//! Whether the server can take work, and if not, why.
+//!
+//! Alive and ready are two questions. A process that answers at all is alive; restarting it would not make it readier. It is ready when
+//! nothing it needs is missing: each part that is not says so here, or is asked when somebody wants to know.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// What can keep the server from taking work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Part {
+    /// The environment and the warm interpreter.
+    Python,
+    /// The process that holds the sessions.
+    Keeper,
+    Audit,
+    /// Signing keys of the issuers.
+    Keys,
+    /// The server itself: it is ending.
+    Draining,
+}
+
+impl Part {
+    /// The word for it in answers.
+    pub fn name(self) -> &'static str {
+        match self {
+            Part::Python => "python",
+            Part::Keeper => "keeper",
+            Part::Audit => "audit",
+            Part::Keys => "keys",
+            Part::Draining => "draining",
+        }
+    }
+}
+
+type Question = Box<dyn Fn() -> Option<String> + Send + Sync>;
+
+/// The state of all parts. Clones are the same one.
+#[derive(Clone, Default)]
+pub struct Health(Arc<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    said: Mutex<BTreeMap<Part, String>>,
+    asked: Mutex<BTreeMap<Part, Question>>,
+}
+
+impl std::fmt::Debug for Health {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_tuple("Health").field(&self.ready()).finish()
+    }
+}
+
+impl Health {
+    /// Everything is ready until somebody says otherwise.
+    pub fn new() -> Health {
+        Health::default()
+    }
+
+    /// Says that a part is not ready, and why.
+    pub fn not_ready(&self, part: Part, why: impl Into<String>) {
+        self.said().insert(part, why.into());
+    }
+
+    /// Says that a part is ready.
+    pub fn ready_again(&self, part: Part) {
+        self.said().remove(&part);
+    }
+
+    /// Has a part asked whenever somebody wants to know. It answers why it is not ready, quickly and without waiting.
+    pub fn ask(&self, part: Part, question: impl Fn() -> Option<String> + Send + Sync + 'static) {
+        self.0.asked.lock().expect("nobody panics while holding the questions").insert(part, Box::new(question));
+    }
+
+    /// Says that the server takes no new work because it is ending. It does not become ready again.
+    pub fn drain(&self) {
+        self.not_ready(Part::Draining, "the server is ending");
+    }
+
+    /// Tells whether the server can take work, or everything that keeps it from that, each as `part: reason`.
+    pub fn ready(&self) -> Result<(), Vec<String>> {
+        let mut reasons = self.said().clone();
+        for (part, question) in self.0.asked.lock().expect("nobody panics while holding the questions").iter() {
+            if let Some(why) = question() {
+                reasons.insert(*part, why);
+            }
+        }
+        if reasons.is_empty() {
+            return Ok(());
+        }
+        Err(reasons.into_iter().map(|(part, why)| format!("{}: {why}", part.name())).collect())
+    }
+
+    fn said(&self) -> MutexGuard<'_, BTreeMap<Part, String>> {
+        self.0.said.lock().expect("nobody panics while holding the reasons")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn every_reason_is_named_until_it_is_gone() {
+        let health = Health::new();
+        assert_eq!(health.ready(), Ok(()));
+        health.not_ready(Part::Python, "preparing Python, step 2 of 5");
+        health.clone().not_ready(Part::Keeper, "it does not answer");
+        let reasons = ["python: preparing Python, step 2 of 5", "keeper: it does not answer"].map(str::to_owned);
+        assert_eq!(health.ready(), Err(reasons.to_vec()));
+        health.ready_again(Part::Python);
+        health.ready_again(Part::Keeper);
+        assert_eq!(health.ready(), Ok(()));
+        health.drain();
+        assert_eq!(health.ready(), Err(vec!["draining: the server is ending".to_owned()]));
+    }
+
+    #[test]
+    fn a_part_that_is_asked_answers_for_the_moment() {
+        let health = Health::new();
+        let failing = Arc::new(AtomicBool::new(true));
+        let state = failing.clone();
+        health.ask(Part::Audit, move || state.load(Ordering::SeqCst).then(|| "no space left".to_owned()));
+        assert_eq!(health.ready(), Err(vec!["audit: no space left".to_owned()]));
+        failing.store(false, Ordering::SeqCst);
+        assert_eq!(health.ready(), Ok(()));
+    }
+}

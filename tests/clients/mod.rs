@@ -1,0 +1,96 @@
+//! Clients of other makers, as they are installed from package indexes: each tells the same story to the built program.
+//!
+//! Every client lists tools, runs cells, gets a plot, and cancels a cell whose session must then be free. The scripts are beside this
+//! file; a client that knows both protocol eras goes through the story in each.
+
+mod inspector;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::stdio::protocol::real_uv;
+use crate::support::native::host_python;
+use crate::support::server::{data_dir, finished};
+use crate::support::{PROGRAM, npm, skipped};
+
+#[test]
+fn the_python_client_of_the_first_generation_works() {
+    python("python_v1.py", "mcp>=1.26,<2");
+}
+
+#[test]
+fn the_python_client_of_the_second_generation_works_in_both_eras() {
+    python("python_v2.py", "mcp>=2,<3");
+}
+
+#[test]
+fn the_typescript_client_of_the_first_generation_works() {
+    typescript("typescript_v1.mjs");
+}
+
+#[test]
+fn the_typescript_client_of_the_second_generation_works_in_both_eras() {
+    typescript("typescript_v2.mjs");
+}
+
+fn python(script: &str, requirement: &str) {
+    let Some(python) = installed(script, requirement) else {
+        return skipped("a package index");
+    };
+    tell(|| {
+        let mut command = Command::new(&python);
+        command.arg(scripts().join(script));
+        command
+    });
+}
+
+fn typescript(script: &str) {
+    let Some(folder) = npm::folder() else { return skipped("npm") };
+    // A script finds packages beside itself.
+    let copies = tempfile::tempdir_in(folder).unwrap();
+    for name in ["story.mjs", script] {
+        fs::copy(scripts().join(name), copies.path().join(name)).unwrap();
+    }
+    tell(|| {
+        let mut command = npm::node(folder);
+        command.arg(copies.path().join(script));
+        command
+    });
+}
+
+/// Lets a client tell its story over every transport.
+fn tell(client: impl Fn() -> Command) {
+    let mut command = client();
+    command.env("CELLBLOCK_DATA_DIR", data_dir()).env_remove("CELLBLOCK_CONFIG").args(["stdio", PROGRAM, "mcp"]);
+    let (status, output, errors) = finished(&mut command);
+    assert_eq!((status, output.trim()), (Some(0), "all passed"), "{errors}");
+}
+
+fn scripts() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients")
+}
+
+/// Returns the interpreter of an environment with the client in it, made once, or nothing when no index answers.
+fn installed(script: &str, requirement: &str) -> Option<PathBuf> {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("client-{}", script.trim_end_matches(".py")));
+    let (python, complete) = (folder.join("bin/python"), folder.join("complete"));
+    if complete.exists() {
+        return Some(python);
+    }
+    let uv = real_uv();
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new(&uv);
+        command.args(arguments).env_remove("VIRTUAL_ENV").current_dir("/");
+        finished(&mut command)
+    };
+    let (status, _, errors) =
+        run(&["venv", "--quiet", "--clear", "--python", host_python("minimal").to_str()?, folder.to_str()?]);
+    assert_eq!(status, Some(0), "{errors}");
+    let (status, _, _) = run(&["pip", "install", "--quiet", "--python", python.to_str()?, requirement]);
+    if status != Some(0) {
+        return None;
+    }
+    fs::write(complete, "").unwrap();
+    Some(python)
+}

