@@ -133,7 +133,7 @@ impl Sessions {
         let resident = |((owner, id), entry): (&Key, &Entry)| Resident {
             owner: owner.clone(),
             id: id.clone(),
-            running: entry.shared.facts().state == "running",
+            running: matches!(entry.shared.facts().state, "running" | "waiting"),
         };
         table.sessions.iter().map(resident).collect()
     }

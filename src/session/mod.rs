@@ -282,7 +282,7 @@ pub struct SessionInfo {
 pub struct Resident {
     pub owner: Principal,
     pub id: SessionId,
-    /// Code runs in it.
+    /// Code runs in it, or waits for its turn.
     pub running: bool,
 }
 
