@@ -7,7 +7,7 @@ use std::process::Command;
 use super::control::Flag;
 use super::protocol::real_uv;
 use crate::support::native::host_python;
-use crate::support::server::{data_dir, finished};
+use crate::support::server::{data_dir, finished, folders};
 use crate::support::{PROGRAM, skipped};
 
 #[test]
@@ -27,7 +27,7 @@ fn run_script(script: &str, requirement: &str) {
     let workspace = tempfile::tempdir().unwrap();
     let _begun = Flag::new(workspace.path(), "begun");
     let mut command = Command::new(python);
-    command.env("CELLBLOCK_DATA_DIR", data_dir()).env_remove("CELLBLOCK_CONFIG");
+    command.envs(folders(data_dir())).env_remove("CELLBLOCK_CONFIG");
     command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients").join(script)).arg(workspace.path());
     command.args([PROGRAM, "mcp", "--workspace"]).arg(workspace.path());
     let (status, output, errors) = finished(&mut command);
