@@ -9,7 +9,7 @@ use std::process::Command;
 use serde_json::Value;
 
 use crate::support::npm::{folder, node};
-use crate::support::server::{data_dir, finished};
+use crate::support::server::{data_dir, finished, folders};
 use crate::support::service::Service;
 use crate::support::{PROGRAM, skipped};
 
@@ -69,8 +69,10 @@ impl Way<'_> {
         command.args(["--protocol-era", era, "--connect-timeout", "60000"]).args(arguments);
         match self.service {
             None => {
-                let setting = format!("CELLBLOCK_DATA_DIR={}", data_dir().display());
-                command.args(["-e", &setting, "--", PROGRAM, "mcp"])
+                for (name, folder) in folders(data_dir()) {
+                    command.arg("-e").arg(format!("{name}={}", folder.display()));
+                }
+                command.args(["--", PROGRAM, "mcp"])
             }
             Some(service) => {
                 let header = format!("Authorization: Bearer {}", service.token);

@@ -60,10 +60,13 @@ pub(crate) fn program_below(data_dir: &Path) -> Command {
             command.env_remove(&name);
         }
     }
-    // Only the shared folder has one. A folder that does not exist holds no configuration file.
-    command.env("CELLBLOCK_DATA_DIR", data_dir).env("XDG_CONFIG_HOME", data_dir.join(CONFIGURATION));
-    command.stdin(Stdio::null());
+    command.envs(folders(data_dir)).stdin(Stdio::null());
     command
+}
+
+/// Returns the variables by which the program finds a data folder, and the configuration in there: only the shared folder has one.
+pub(crate) fn folders(data_dir: &Path) -> [(&'static str, PathBuf); 2] {
+    [("CELLBLOCK_DATA_DIR", data_dir.to_owned()), ("XDG_CONFIG_HOME", data_dir.join(CONFIGURATION))]
 }
 
 /// Does work that waits for somebody else, such as opening a FIFO, and fails when it takes too long.
