@@ -126,7 +126,7 @@ fn a_killed_server_leaves_its_sessions_and_its_running_cell_to_the_next() {
     let scene = Scene::new();
     let first = scene.server();
     assert_eq!(run(&first, "a", "x = 41; x"), "41");
-    scene.begin_long_cell(&first, "a", "y = x + 1");
+    scene.begin_long_cell(&first, "a", "y = x + 1\n'told to the next server'");
     let keeper = scene.process();
     kill(first.process_id());
     first.ended();
@@ -135,6 +135,8 @@ fn a_killed_server_leaves_its_sessions_and_its_running_cell_to_the_next() {
     assert_eq!(scene.process(), keeper, "the keeper is the same");
     assert_eq!(run(&second, "b", "'others are not held up'"), "'others are not held up'");
     scene.release();
+    let told = second.call("check_execution", json!({"session_id": "a", "wait": 30}));
+    assert!(told.text().contains("told to the next server"), "{}", told.text());
     assert_eq!(run(&second, "a", "x, y"), "(41, 42)");
     second.close_input();
     assert!(second.ended().success());
