@@ -1,48 +1,82 @@
 //! The Inspector, as a program on the command line: one connection for each call.
 //!
-//! It also judges schemas: with `--strict` a tool that some client could not use is an error.
+//! It also judges schemas: with `--strict` a tool that some client could not use is an error. It has no way to cancel but to be ended
+//! itself, which closes its connection.
 
 use std::path::Path;
+use std::process::Command;
 
 use serde_json::Value;
 
 use crate::support::npm::{folder, node};
 use crate::support::server::{data_dir, finished};
+use crate::support::service::Service;
 use crate::support::{PROGRAM, skipped};
 
+const ERAS: [&str; 2] = ["legacy", "modern"];
+const EXECUTE: [&str; 5] = ["--method", "tools/call", "--tool-name", "execute_ipython_cell", "--tool-arg"];
+
 #[test]
-fn the_inspector_finds_no_fault_with_the_tools_in_either_era() {
-    let Some(folder) = folder() else { return skipped("npm") };
-    for era in ["legacy", "modern"] {
-        let listed = inspect(folder, era, &["--method", "tools/list", "--strict"]);
+fn the_inspector_finds_no_fault_with_the_tools() {
+    for_each_way(|way, era| {
+        let listed = way.inspect(era, &["--method", "tools/list", "--strict"]);
         let tools = listed["tools"].as_array().expect("tools are listed");
         assert!(tools.iter().any(|tool| tool["name"] == "execute_ipython_cell"), "{listed}");
-    }
+    });
 }
 
 #[test]
-fn the_inspector_runs_cells_and_gets_a_plot_in_either_era() {
-    let Some(folder) = folder() else { return skipped("npm") };
-    let run = ["--method", "tools/call", "--tool-name", "execute_ipython_cell", "--tool-arg"];
-    for era in ["legacy", "modern"] {
-        let result = inspect(folder, era, &[&run[..], &["code=print(6 * 7)"]].concat());
+fn the_inspector_runs_cells_and_gets_a_plot() {
+    for_each_way(|way, era| {
+        let session = format!("session_id=inspector-{era}");
+        let result = way.inspect(era, &[&EXECUTE[..], &["code=print(6 * 7)", &session]].concat());
         assert_eq!(result["content"][0]["text"], "42", "{result}");
         let code = "code=import matplotlib.pyplot as plt; plt.plot([1, 2]); plt.show()";
-        let result = inspect(folder, era, &[&run[..], &[code]].concat());
+        let result = way.inspect(era, &[&EXECUTE[..], &[code, &session]].concat());
         let blocks = result["content"].as_array().expect("a result has content");
         assert!(blocks.iter().any(|block| block["type"] == "image"), "{result}");
+    });
+}
+
+/// How the Inspector reaches a server.
+struct Way<'a> {
+    folder: &'a Path,
+    /// Over HTTP, or else over the pipes of a server that it starts.
+    service: Option<&'a Service>,
+}
+
+/// Lets the Inspector work over each transport and in each era.
+fn for_each_way(work: impl Fn(&Way, &str)) {
+    let Some(folder) = folder() else { return skipped("npm") };
+    let service = Service::start(&[]);
+    for service in [None, Some(&service)] {
+        ERAS.into_iter().for_each(|era| work(&Way { folder, service }, era));
     }
 }
 
-/// Runs the Inspector against a server of its own and returns what it printed.
-#[track_caller]
-fn inspect(folder: &Path, era: &str, arguments: &[&str]) -> Value {
-    let mut command = node(folder);
-    command.arg("node_modules/@modelcontextprotocol/inspector/clients/launcher/build/index.js").arg("--cli");
-    command.args(["--protocol-era", era, "--connect-timeout", "60000"]).args(arguments);
-    let setting = format!("CELLBLOCK_DATA_DIR={}", data_dir().display());
-    command.args(["-e", &setting, "--", PROGRAM, "mcp"]);
-    let (status, output, errors) = finished(&mut command);
-    assert_eq!(status, Some(0), "{era}: {output}{errors}");
-    serde_json::from_str(&output).unwrap_or_else(|error| panic!("{error}: {output}"))
+impl Way<'_> {
+    /// Runs the Inspector and returns what it printed.
+    #[track_caller]
+    fn inspect(&self, era: &str, arguments: &[&str]) -> Value {
+        let (status, output, errors) = finished(&mut self.command(era, arguments));
+        assert_eq!(status, Some(0), "{era}: {output}{errors}");
+        serde_json::from_str(&output).unwrap_or_else(|error| panic!("{error}: {output}"))
+    }
+
+    fn command(&self, era: &str, arguments: &[&str]) -> Command {
+        let mut command = node(self.folder);
+        command.arg("node_modules/@modelcontextprotocol/inspector/clients/launcher/build/index.js").arg("--cli");
+        command.args(["--protocol-era", era, "--connect-timeout", "60000"]).args(arguments);
+        match self.service {
+            None => {
+                let setting = format!("CELLBLOCK_DATA_DIR={}", data_dir().display());
+                command.args(["-e", &setting, "--", PROGRAM, "mcp"])
+            }
+            Some(service) => {
+                let header = format!("Authorization: Bearer {}", service.token);
+                command.args(["--transport", "http", "--server-url", &service.url(), "--header", &header])
+            }
+        };
+        command
+    }
 }

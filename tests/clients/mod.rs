@@ -12,6 +12,7 @@ use std::process::Command;
 use crate::stdio::protocol::real_uv;
 use crate::support::native::host_python;
 use crate::support::server::{data_dir, finished};
+use crate::support::service::Service;
 use crate::support::{PROGRAM, npm, skipped};
 
 #[test]
@@ -61,9 +62,16 @@ fn typescript(script: &str) {
 
 /// Lets a client tell its story over every transport.
 fn tell(client: impl Fn() -> Command) {
-    let mut command = client();
-    command.env("CELLBLOCK_DATA_DIR", data_dir()).env_remove("CELLBLOCK_CONFIG").args(["stdio", PROGRAM, "mcp"]);
-    let (status, output, errors) = finished(&mut command);
+    let mut over_pipes = client();
+    over_pipes.env("CELLBLOCK_DATA_DIR", data_dir()).env_remove("CELLBLOCK_CONFIG").args(["stdio", PROGRAM, "mcp"]);
+    check_told(&mut over_pipes);
+    let service = Service::start(&[]);
+    let mut over_http = client();
+    check_told(over_http.env("CELLBLOCK_TOKEN", &service.token).args(["http", &service.url()]));
+}
+
+fn check_told(client: &mut Command) {
+    let (status, output, errors) = finished(client);
     assert_eq!((status, output.trim()), (Some(0), "all passed"), "{errors}");
 }
 

@@ -6,8 +6,14 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
+use crate::support::service::Service;
+
 /// A connection whose bytes are written by hand.
-pub(super) struct Raw(TcpStream);
+pub(super) struct Raw {
+    stream: TcpStream,
+    /// A line for the head of every call, if any.
+    authorization: String,
+}
 
 /// An answer: its status and what followed the head.
 #[derive(Debug)]
@@ -18,22 +24,30 @@ pub(super) struct Answer {
 
 impl Raw {
     pub(super) async fn connect(address: SocketAddr) -> Raw {
-        Raw(TcpStream::connect(address).await.unwrap())
+        Raw { stream: TcpStream::connect(address).await.unwrap(), authorization: String::new() }
+    }
+
+    /// Connects to a service whose callers need a token.
+    pub(super) async fn with_token(service: &Service) -> Raw {
+        let authorization = format!("authorization: Bearer {}\r\n", service.token);
+        Raw { authorization, ..Raw::connect(service.address).await }
     }
 
     pub(super) async fn write(&mut self, bytes: impl AsRef<[u8]>) {
-        self.0.write_all(bytes.as_ref()).await.unwrap();
+        self.stream.write_all(bytes.as_ref()).await.unwrap();
     }
 
     /// Writes as much as the other side takes; tells whether that was all.
     pub(super) async fn write_if_it_can(&mut self, bytes: impl AsRef<[u8]>) -> bool {
-        self.0.write_all(bytes.as_ref()).await.is_ok()
+        self.stream.write_all(bytes.as_ref()).await.is_ok()
     }
 
     /// Calls a tool as clients do since 2026-07-28.
     pub(super) async fn call(&mut self, tool: &str, arguments: Value) {
+        let session = arguments["session_id"].as_str().map(|id| format!("mcp-param-session-id: {id}\r\n"));
         let body = call(tool, arguments);
-        self.write(head(tool, &format!("content-length: {}\r\n", body.len())) + &body).await;
+        let more = format!("content-length: {}\r\n{}", body.len(), self.authorization) + &session.unwrap_or_default();
+        self.write(head(tool, &more) + &body).await;
     }
 
     /// Waits for one answer with a known length.
@@ -42,14 +56,16 @@ impl Raw {
         let end = loop {
             match read.windows(4).position(|window| window == b"\r\n\r\n") {
                 Some(end) => break end + 4,
-                None => assert_ne!(self.0.read_buf(&mut read).await.unwrap(), 0, "{}", String::from_utf8_lossy(&read)),
+                None => {
+                    assert_ne!(self.stream.read_buf(&mut read).await.unwrap(), 0, "{}", String::from_utf8_lossy(&read))
+                }
             }
         };
         let head = String::from_utf8_lossy(&read[..end]).to_ascii_lowercase();
         let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")?.parse().ok());
         let length: usize = length.unwrap_or_else(|| panic!("an answer without a length: {head}"));
         while read.len() < end + length {
-            assert_ne!(self.0.read_buf(&mut read).await.unwrap(), 0, "the answer was cut");
+            assert_ne!(self.stream.read_buf(&mut read).await.unwrap(), 0, "the answer was cut");
         }
         let status = head.split(' ').nth(1).and_then(|word| word.parse().ok()).expect("an answer has a status");
         Answer { status, body: String::from_utf8_lossy(&read[end..]).into_owned() }
@@ -59,7 +75,7 @@ impl Raw {
     pub(super) async fn end(&mut self) -> String {
         let mut read = Vec::new();
         // A connection can also end by a reset.
-        let _ = self.0.read_to_end(&mut read).await;
+        let _ = self.stream.read_to_end(&mut read).await;
         String::from_utf8_lossy(&read).into_owned()
     }
 }

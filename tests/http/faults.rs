@@ -71,7 +71,7 @@ async fn check_served(stack: &Stack) {
 
 /// Waits until every connection is gone.
 async fn check_all_gone(stack: &Stack) {
-    while stack.open.count() > 0 {
+    while stack.open() > 0 {
         tokio::task::yield_now().await;
     }
 }

@@ -5,6 +5,7 @@
 pub(crate) mod native;
 pub(crate) mod npm;
 pub(crate) mod server;
+pub(crate) mod service;
 pub(crate) mod stack;
 
 use std::io::Write;

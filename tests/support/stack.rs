@@ -3,15 +3,17 @@
 //! Sessions, tokens and the command line are left out: what is tested is everything between the socket and a handler.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use cellblock::audit::Audit;
 use cellblock::http::routes::Access;
-use cellblock::http::{Allowed, Open, Routes, connections};
+use cellblock::http::{Allowed, Reception, Routes, connections};
 use cellblock::mcp::http::Endpoint;
+use cellblock::telemetry::{Health, Metrics};
 use rmcp::ServerHandler;
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 /// After how long a connection of an older client is forgotten. No test lasts so long.
@@ -20,8 +22,7 @@ const IDLE: Duration = Duration::from_secs(300);
 /// A stack that serves until its runtime ends.
 pub(crate) struct Stack {
     pub(crate) address: SocketAddr,
-    /// How many connections are open.
-    pub(crate) open: Open,
+    metrics: Metrics,
 }
 
 impl Stack {
@@ -32,17 +33,27 @@ impl Stack {
     {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
-        let (end, open) = (CancellationToken::new(), Open::default());
+        let (end, health) = (CancellationToken::new(), Health::new());
+        let metrics = Metrics::new(&health);
         let routes = Routes {
             endpoint: Endpoint::new(handler, |_| None, IDLE, end.clone()),
             allowed: Allowed::new(address, Vec::new(), Vec::new()),
             access: Access::Open,
             public_url: format!("http://{address}"),
             more: Router::new(),
-            ready: Arc::new(|| Ok(())),
-            metrics: Arc::new(String::new),
+            health,
+            metrics: metrics.clone(),
+            audit: Audit::off(),
         };
-        tokio::spawn(connections::serve(listener, None, routes.router(), most, open.clone(), end, IDLE));
-        Stack { address, open }
+        let (_, reception) = watch::channel(Reception { routes: routes.router(), tls: None });
+        tokio::spawn(connections::serve(listener, reception, most, metrics.clone(), end, IDLE));
+        Stack { address, metrics }
+    }
+
+    /// How many connections are open.
+    pub(crate) fn open(&self) -> usize {
+        let figures = self.metrics.render();
+        let line = figures.lines().find_map(|line| line.strip_prefix("cellblock_http_connections "));
+        line.and_then(|count| count.parse().ok()).unwrap_or_else(|| panic!("it is not in {figures}"))
     }
 }
