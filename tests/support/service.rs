@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
 
@@ -18,7 +18,7 @@ const BEGINNING: usize = 64;
 pub(crate) struct Service {
     child: Child,
     pub(crate) address: SocketAddr,
-    /// Lets its bearer do everything.
+    /// Lets its bearer do everything. Empty where nobody needs one.
     pub(crate) token: String,
     log: Option<JoinHandle<String>>,
 }
@@ -26,7 +26,28 @@ pub(crate) struct Service {
 impl Service {
     /// Starts a service on a free port of this machine, in development mode, with sessions that end with it.
     pub(crate) fn start(more: &[&str]) -> Service {
+        Service::spawn(program(), more, address_and_token)
+    }
+
+    /// Starts such a service for everybody on this machine: for clients that know of no tokens.
+    pub(crate) fn without_tokens(more: &[&str]) -> Service {
         let mut command = program();
+        command.env("CELLBLOCK_AUTH", "off");
+        Service::spawn(command, more, |told| {
+            loop {
+                let line = told.recv_timeout(PATIENCE).ok()?;
+                if let Some(address) = address(&line) {
+                    return Some((address, String::new()));
+                }
+            }
+        })
+    }
+
+    fn spawn(
+        mut command: Command,
+        more: &[&str],
+        beginning: impl FnOnce(&Receiver<String>) -> Option<(SocketAddr, String)>,
+    ) -> Service {
         command.args(["serve", "--listen", "127.0.0.1:0", "--keep-sessions", "off"]).args(more);
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("the program can be run");
         let log = BufReader::new(child.stderr.take().expect("it is a pipe"));
@@ -41,7 +62,7 @@ impl Service {
             }
             all
         });
-        match address_and_token(&told) {
+        match beginning(&told) {
             Some((address, token)) => Service { child, address, token, log: Some(log) },
             None => {
                 let _ = child.kill();
@@ -88,13 +109,17 @@ impl Drop for Service {
     }
 }
 
+/// The address in a line of the log, if it tells one.
+fn address(line: &str) -> Option<SocketAddr> {
+    line.split("url=\"http://").nth(1)?.split('/').next()?.parse().ok()
+}
+
 /// Reads both from the log: the port is the kernel's choice, and the token is in a file.
 fn address_and_token(told: &Receiver<String>) -> Option<(SocketAddr, String)> {
     let (mut address, mut token) = (None, None);
     while address.is_none() || token.is_none() {
         let line = told.recv_timeout(PATIENCE).ok()?;
-        let value = |start: &str| line.split(start).nth(1)?.split(['"', '/']).next();
-        address = address.or_else(|| value("url=\"http://")?.parse().ok());
+        address = address.or_else(|| self::address(&line));
         let file = line.split(' ').next_back()?.split('=').nth(1).filter(|path| path.ends_with("/dev_token.txt"));
         token = token.or_else(|| fs::read_to_string(file?).ok());
     }
