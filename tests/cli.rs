@@ -7,6 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use cellblock::environment::{self, EnvironmentSpec, Input};
 use serde_json::Value;
 
 use crate::support::server::{data_dir, finished, program, program_below};
@@ -148,6 +149,22 @@ fn a_lock_makes_the_same_environment_again_and_files_say_what_is_in_one() {
     let (status, _, errors) = run(&["env", "build", "third", "--locked", &open]);
     assert_eq!(status, Some(2));
     assert!(errors.contains("\"idna>=3.6\" is not an exact version"), "{errors}");
+}
+
+/// Tests run with fewer packages; this is what users get.
+#[test]
+fn the_packages_of_the_default_environment_go_together() {
+    let [default, _] = EnvironmentSpec::built_in();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("requirements.txt");
+    fs::write(&file, default.packages.join("\n")).unwrap();
+    let input = Input::Requirements(vec![file]);
+    let resolved =
+        crate::support::native::run(environment::resolve(&input, Some(&default.python), data_dir(), &|_| ()));
+    let chosen = resolved.unwrap().0.text();
+    for package in &default.packages {
+        assert!(chosen.lines().any(|line| line.starts_with(&format!("{package}=="))), "{package} is missing: {chosen}");
+    }
 }
 
 #[test]

@@ -7,7 +7,10 @@ use std::time::Duration;
 
 use cellblock::sandbox::Exit;
 use cellblock::sandbox::fake::FakeBackend;
-use cellblock::session::{Outcome, Part, Principal, Refused, SessionSettings, Sessions, StateAfter, Status, Stream};
+use cellblock::session::{
+    Checked, ExecuteRequest, Executed, FileNote, News, Outcome, Part, Principal, Refused, SessionSettings, Sessions,
+    StateAfter, Status, Stream, Which,
+};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -23,6 +26,8 @@ enum Step {
     Raise(&'static str),
     /// Waits, and can be interrupted.
     Sleep,
+    /// Waits for half a second.
+    Pause,
     IgnoreInterrupts,
     Exit(i32),
 }
@@ -85,6 +90,7 @@ fn in_python(step: &Step) -> String {
         Step::Get(name) => format!("print({name})"),
         Step::Raise(text) => format!("raise ValueError({text:?})"),
         Step::Sleep => "import time; time.sleep(600)".to_owned(),
+        Step::Pause => "import time; time.sleep(0.5)".to_owned(),
         Step::IgnoreInterrupts => {
             "import time\nwhile True:\n    try:\n        time.sleep(600)\n    except KeyboardInterrupt:\n        pass"
                 .to_owned()
@@ -102,6 +108,7 @@ fn in_fake(step: &Step) -> String {
         Step::Get(name) => format!("get {name}"),
         Step::Raise(text) => format!("raise {text}"),
         Step::Sleep => "sleep 600".to_owned(),
+        Step::Pause => "sleep 0.5".to_owned(),
         Step::IgnoreInterrupts => "ignore-interrupt".to_owned(),
         Step::Exit(code) => format!("exit {code}"),
     }
@@ -231,6 +238,38 @@ on_every_backend! {
         assert_eq!(session.get("x").await, "kept\n");
     }
 
+    async fn a_long_cell_is_followed_to_its_end(backend) {
+        let session = backend.session();
+        let code = backend.code(&[Step::Print("one"), Step::Pause, Step::Pause, Step::Print("two")]);
+        let request = ExecuteRequest { code, timeout: PATIENCE, max_output_chars: 1000 };
+        let (owner, id) = (Principal::local(), session.session.id.clone());
+        session.run(&[Step::Set("x", "warm")]).await;
+        let (wait, cancel) = (Some(Duration::from_millis(300)), CancellationToken::new());
+        let begun = backend.sessions.begin(&owner, &id, request, wait, cancel, News::default()).await.unwrap();
+        let Executed::Underway(underway) = begun else { panic!("{begun:?}") };
+        assert_eq!((underway.text.as_str(), underway.ahead), ("one\n", 0));
+        let which = Which::This(underway.handle);
+        for told_before in [false, true] {
+            let checked = backend.sessions.check(&owner, &which, PATIENCE, 1000, News::default()).await.unwrap();
+            let Checked::Finished { outcome, again, .. } = checked else { panic!("{checked:?}") };
+            assert_eq!((native::printed(&outcome).as_str(), again), ("one\ntwo\n", told_before));
+        }
+    }
+
+    async fn a_file_is_listed_and_read_in_parts(backend) {
+        let session = backend.session();
+        session.session.upload("folder/data.bin", b"0123456789").await.unwrap();
+        let (owner, id) = (Principal::local(), &session.session.id);
+        let list = backend.sessions.list_files(&owner, id).await.unwrap();
+        assert_eq!(list.files, [FileNote { path: "folder/data.bin".to_owned(), size: 10 }]);
+        let path = list.files[0].path.parse().unwrap();
+        let mut bytes = Vec::new();
+        let first = backend.sessions.read_file_range(&owner, id, &path, 0, Some(4), &mut bytes).await.unwrap();
+        let second = backend.sessions.read_file_range(&owner, id, &path, 4, None, &mut bytes).await.unwrap();
+        assert_eq!((bytes.as_slice(), first.total, first.sent, second.sent), (&b"0123456789"[..], 10, 4, 6));
+        assert!(!first.version.is_empty() && first.version == second.version);
+    }
+
     async fn a_reset_loses_variables_and_keeps_files(backend) {
         let session = backend.session();
         session.run(&[Step::Set("x", "gone")]).await;
@@ -340,4 +379,26 @@ on_every_backend! {
             assert_eq!(parts(&outcome), [(Stream::Stdout, "out".to_owned()), (Stream::Stderr, "err".to_owned())]);
         }
     }
+}
+
+#[test]
+fn the_kernel_tells_what_a_session_uses() {
+    native::run(async {
+        let sessions = native::shared().sessions.clone();
+        // Somebody of its own, so that nothing else counts.
+        let (owner, id) = (Principal("counted".to_owned()), "counted".parse().unwrap());
+        let burn = "import time\nbegun = time.process_time()\nwhile time.process_time() - begun < 0.4: pass\n\
+                    open('data', 'wb').write(bytes(5_000_000))";
+        let request = ExecuteRequest { code: burn.to_owned(), timeout: PATIENCE, max_output_chars: 1000 };
+        let outcome = sessions.execute(&owner, &id, request, CancellationToken::new()).await.unwrap();
+        assert_eq!(outcome.status, Status::Completed);
+        let usage = sessions.usage(&owner);
+        assert!(usage.processor_time >= Duration::from_millis(400), "{usage:?}");
+        assert!(usage.processor_time < outcome.duration * 4 + Duration::from_secs(1), "{usage:?}");
+        assert!(usage.stored >= 5_000_000 && usage.memory >= usage.stored, "{usage:?}");
+        assert_eq!((usage.sessions, usage.cells, usage.starts), (1, 1, 1));
+        sessions.close(&owner, &id).await.unwrap();
+        let after = sessions.usage(&owner);
+        assert!(after.processor_time >= usage.processor_time && after.memory == 0, "{after:?}");
+    });
 }

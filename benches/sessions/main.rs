@@ -54,7 +54,7 @@ struct Peers {
 
 type Row = fn(&Peers) -> anyhow::Result<()>;
 
-const ROWS: [(&str, Row); 15] = [
+const ROWS: [(&str, Row); 16] = [
     ("initialize", process_start_to_initialize),
     ("new-session", new_session_to_first_result),
     ("cell", cell_round_trip),

@@ -17,6 +17,8 @@ from typing import Any
 # The most entries (of any kind) and levels that are looked at after each cell. Beyond, changes are not followed.
 MOST_FOLLOWED = 1000
 DEEPEST_FOLLOWED = 16
+# The most entries (of any kind) that are looked at for a list of files.
+MOST_LISTED = 100_000
 # The most entries in each list of a report.
 MOST_ENTRIES = 50
 
@@ -52,17 +54,8 @@ class FileRefused(Exception):
 
 def read_pieces(root: str, path: str, limit: int | None) -> Iterator[bytes]:
     """Yields the bytes of a regular file, or raises FileRefused, at the latest when more than `limit` bytes came."""
-    folder, name = _open_parent(root, path, create=False)
+    file, status = _open_file(root, path)
     try:
-        # Without O_NONBLOCK, opening a FIFO would wait for somebody to write to it.
-        with _refusals(path):
-            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-    finally:
-        os.close(folder)
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise FileRefused("not_a_file", f"{path} is not a regular file")
         read = 0
         if limit is not None and status.st_size > limit:
             raise FileRefused("too_large", f"{path} has {status.st_size} bytes; the limit is {limit}")
@@ -77,6 +70,61 @@ def read_pieces(root: str, path: str, limit: int | None) -> Iterator[bytes]:
             yield piece
     finally:
         os.close(file)
+
+
+class Part:
+    """A part of a regular file: its bytes, and what the whole file is at that moment."""
+
+    def __init__(self, root: str, path: str, offset: int, length: int) -> None:
+        self._path = path
+        self._offset = offset
+        self._left = length
+        self._file, status = _open_file(root, path)
+        self.total = status.st_size
+        self.version = _version(status)
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yields the bytes, or raises FileRefused, also when the file is another one at the end. Closes the file."""
+        try:
+            with _refusals(self._path):
+                while self._left > 0 and (piece := os.pread(self._file, min(_PIECE, self._left), self._offset)):
+                    yield piece
+                    self._offset += len(piece)
+                    self._left -= len(piece)
+                if _version(os.fstat(self._file)) != self.version:
+                    raise FileRefused("other", f"{self._path} changed while it was read")
+        finally:
+            os.close(self._file)
+
+
+def listing(root: str, limit: int) -> tuple[list[dict[str, Any]], int]:
+    """Returns the first `limit` files below `root` in the order of their paths, and how many more were seen.
+
+    Folders that `look` passes over are passed over here too, and so is what lies beyond the most that is looked at.
+    """
+    found: list[tuple[str, int]] = []
+    unseen = 0
+    entries_left = MOST_LISTED
+    folders = [(root, "", 0)]
+    while folders:
+        folder, prefix, depth = folders.pop()
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    entries_left -= 1
+                    if entries_left < 0:
+                        unseen += 1
+                        break
+                    name = entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        if not name.startswith(".") and name != "__pycache__" and depth < DEEPEST_FOLLOWED:
+                            folders.append((entry.path, f"{prefix}{name}/", depth + 1))
+                    elif entry.is_file(follow_symlinks=False) and not name.startswith(_TEMPORARY):
+                        found.append((prefix + name, entry.stat(follow_symlinks=False).st_size))
+        except OSError:
+            continue  # As in `look`.
+    found.sort()
+    return [{"path": path, "size": size} for path, size in found[:limit]], max(0, len(found) - limit) + unseen
 
 
 class Upload:
@@ -193,6 +241,27 @@ def report(before: FolderState | None, after: FolderState | None) -> dict[str, A
         "deleted": deleted[:MOST_ENTRIES],
         "omitted": sum(max(0, len(paths) - MOST_ENTRIES) for paths in (created, changed, deleted)),
     }
+
+
+def _open_file(root: str, path: str) -> tuple[int, os.stat_result]:
+    """Opens a regular file for reading. Returns its descriptor and what it is."""
+    folder, name = _open_parent(root, path, create=False)
+    try:
+        # Without O_NONBLOCK, opening a FIFO would wait for somebody to write to it.
+        with _refusals(path):
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    finally:
+        os.close(folder)
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(file)
+        raise FileRefused("not_a_file", f"{path} is not a regular file")
+    return file, status
+
+
+def _version(status: os.stat_result) -> str:
+    """Returns a text that is another one when the file has changed. Two changes within one tick of the clock count as one."""
+    return f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
 
 
 def _open_parent(root: str, path: str, create: bool) -> tuple[int, str]:

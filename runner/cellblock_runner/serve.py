@@ -193,6 +193,11 @@ class Session:
         try:
             if kind == "branch":
                 self._branch(number, header)
+            elif kind == "list_files":
+                entries, omitted = files.listing(self._workdir, header.get("limit", 0))
+                self._channel.send({"type": "file_list", "id": number, "entries": entries, "omitted": omitted})
+            elif kind == "read_file" and "offset" in header:
+                self._read_part(number, header.get("path", ""), header["offset"], header.get("length", 0))
             elif kind == "read_file":
                 self._read_file(number, header.get("path", ""), header.get("limit"))
             elif kind == "write_begin":
@@ -363,6 +368,15 @@ class Session:
             self._channel.send({"type": "file_data", "id": number}, piece)
             size += len(piece)
         self._channel.send({"type": "file_end", "id": number, "size": size})
+
+    def _read_part(self, number: Any, path: str, offset: int, length: int) -> None:
+        part = files.Part(self._workdir, path, offset, length)
+        size = 0
+        for piece in part.pieces():
+            self._channel.send({"type": "file_data", "id": number}, piece)
+            size += len(piece)
+        end = {"type": "file_end", "id": number, "size": size, "total": part.total, "version": part.version}
+        self._channel.send(end)
 
 
 def _emptied(workdir: str) -> Header:

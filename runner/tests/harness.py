@@ -22,7 +22,7 @@ from .merger import Event, Frame, Merger, Text
 RUNNER = Path(__file__).resolve().parent.parent
 
 # The frames that end a request.
-_LAST_WORDS = ("file_end", "written", "failed", "branched", "packages_added")
+_LAST_WORDS = ("file_list", "file_end", "written", "failed", "branched", "packages_added")
 
 # Nothing in these tests takes this long. A test that waits longer has found a bug.
 PATIENCE = 20

@@ -41,6 +41,41 @@ class FileRequests(unittest.TestCase):
         self.assertEqual(stat.S_IMODE(os.stat(self.path("new/folder/data.bin")).st_mode), 0o644)
         self.assert_no_temporaries()
 
+    def part(self, path: str, offset: int, length: int) -> tuple[bytes, Frame]:
+        frames = self.runner.request({"type": "read_file", "id": 7000, "path": path, "offset": offset, "length": length})
+        return b"".join(frame.payload for frame in frames[:-1]), frames[-1]
+
+    def test_a_part_of_a_file(self) -> None:
+        data = bytes(range(256)) * 10_000
+        self.write("data", data)
+        for offset, length in [(0, 5), (1000, 2_000_000), (len(data) - 3, 100), (len(data), 1), (len(data) + 5, 1), (9, 0)]:
+            read, end = self.part("data", offset, length)
+            self.assertEqual(read, data[offset : offset + length])
+            self.assertEqual((end.header["type"], end.header["size"], end.header["total"]), ("file_end", len(read), len(data)))
+        self.assert_failed(self.part("missing", 0, 1)[1], "missing")
+        os.mkfifo(self.path("fifo"))
+        self.assert_failed(self.part("fifo", 0, 1)[1], "not_a_file")
+
+    def test_the_version_of_a_file_changes_with_it(self) -> None:
+        self.write("data", b"old")
+        first = self.part("data", 0, 1)[1].header["version"]
+        self.assertEqual(self.part("data", 1, 1)[1].header["version"], first)
+        os.utime(self.path("data"), ns=(0, 1))
+        self.assertNotEqual(self.part("data", 0, 1)[1].header["version"], first)
+
+    def test_files_are_listed_in_order_without_what_is_hidden(self) -> None:
+        for name in ["b", "a/z", "a/y/x", ".git/config", "a/__pycache__/m.pyc", ".hidden"]:
+            self.write(name, name.encode())
+        os.symlink("b", self.path("link"))
+        os.mkfifo(self.path("fifo"))
+
+        def listed(limit: int) -> tuple[list[str], int]:
+            (frame,) = self.runner.request({"type": "list_files", "id": 7001, "limit": limit})
+            return [entry["path"] for entry in frame.header["entries"]], frame.header["omitted"]
+
+        self.assertEqual(listed(100), ([".hidden", "a/y/x", "a/z", "b"], 0))
+        self.assertEqual(listed(2), ([".hidden", "a/y/x"], 2))
+
     def test_an_empty_file(self) -> None:
         self.assertEqual(self.runner.upload("empty").header["size"], 0)
         self.assertEqual(self.runner.download("./empty")[0], b"")

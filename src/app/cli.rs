@@ -154,6 +154,9 @@ struct ServiceArguments {
     /// Where to listen: an address and a port, or a port on this machine [default: 127.0.0.1:8000]
     #[arg(long, value_name = "ADDRESS:PORT")]
     listen: Option<String>,
+    /// Who may call, if the configuration file does not say: development (the holder of a token of our own) or off [default: development]
+    #[arg(long, value_name = "WORD")]
+    auth: Option<String>,
     /// The address by which clients know this server, such as https://cells.example.com
     #[arg(long, value_name = "URL")]
     public_url: Option<String>,
@@ -523,6 +526,7 @@ impl ServiceArguments {
     fn add_to(&self, flags: Flags) -> Flags {
         flags
             .single(Key::Listen, self.listen.clone())
+            .single(Key::Auth, self.auth.clone())
             .single(Key::PublicUrl, self.public_url.clone())
             .repeated(Key::AllowedHosts, self.allowed_hosts.clone())
             .repeated(Key::AllowedOrigins, self.allowed_origins.clone())

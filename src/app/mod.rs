@@ -56,6 +56,7 @@ pub fn main() -> ExitCode {
 }
 
 fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
+    let flags = arguments.flags();
     // A keeper takes everything from the server that starts it, before there is a second thread.
     let inheritance = match arguments.command {
         Command::Keeper(KeeperCommand::Hold) => Some(keeper::inherit()?),
@@ -63,7 +64,7 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     };
     let settings = match &inheritance {
         Some(inheritance) => config::load_handed_over(inheritance.settings.clone())?,
-        None => config::load(arguments.general.config.as_deref(), arguments.flags())?,
+        None => config::load(arguments.general.config.as_deref(), flags.clone())?,
     };
     // What goes wrong in the other commands is their answer, not a line in a log.
     let serves =
@@ -85,7 +86,10 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     let status = runtime.block_on(async {
         match arguments.command {
             Command::Mcp(_) => stdio::serve(settings).await,
-            Command::Serve(_) => service::serve(settings).await,
+            Command::Serve(_) => {
+                let again = || config::load(arguments.general.config.as_deref(), flags.clone());
+                service::serve(settings, again).await
+            }
             Command::Run(run) => run::execute(&run, settings).await,
             Command::Doctor(doctor) => doctor::execute(&doctor, &settings).await,
             Command::Audit(command) => audit_command::execute(command, &mut std::io::stdout()),
@@ -360,6 +364,7 @@ fn sessions(
             undo,
             explore_parallel: settings.explore_parallel,
             max_running: settings.max_running,
+            quotas: (&settings.quotas).into(),
             memory_limit: Some(settings.limits.memory),
             packages: Source(packages.map(|packages| packages as Arc<dyn Installer>)),
             ..SessionSettings::default()

@@ -22,9 +22,9 @@ use crate::audit::{
 use crate::sandbox::{Preparation, Rules};
 use crate::session::install::InstallReport;
 use crate::session::{
-    self, Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, ForkNames,
-    ForkReport, InsidePath, News, Principal, Refused, ResetReport, SessionAccess, SessionId, SessionInfo, Slice,
-    Status, UndoReport, Which,
+    self, Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList,
+    FileRange, ForkNames, ForkReport, InsidePath, News, Principal, Refused, ResetReport, SessionAccess, SessionId,
+    SessionInfo, Slice, Status, UndoReport, UploadPart, Uploaded, Which,
 };
 use crate::telemetry::{self, Metrics};
 
@@ -348,6 +348,53 @@ impl SessionAccess for Recorded {
         }
         self.call(owner, Some(id), "download_file", begun, &done);
         done
+    }
+
+    async fn read_file_range(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        offset: u64,
+        length: Option<u64>,
+        sink: &mut (dyn AsyncWrite + Send + Unpin),
+    ) -> Result<FileRange, Refused> {
+        self.may_begin()?;
+        let done = self.sessions.read_file_range(owner, id, path, offset, length, sink).await;
+        // A look at the size alone moves nothing.
+        match &done {
+            Ok(range) if range.sent > 0 => self.moved(owner, id, path, Direction::OutOf, range.sent),
+            Ok(_) => {}
+            Err(refused) => self.refused(owner, Some(id), refused),
+        }
+        done
+    }
+
+    async fn list_files(&self, owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
+        self.sessions.list_files(owner, id).await
+    }
+
+    async fn upload(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        part: UploadPart,
+        source: &mut (dyn AsyncRead + Send + Unpin),
+    ) -> Result<Uploaded, Refused> {
+        self.may_begin()?;
+        let begun = Instant::now();
+        let done = self.sessions.upload(owner, id, path, part, source).await;
+        if let Ok(Uploaded { size, finished: true }) = done {
+            self.met(owner, id, None);
+            self.moved(owner, id, path, Direction::Into, size);
+        }
+        self.call(owner, Some(id), "upload_file", begun, &done);
+        done
+    }
+
+    async fn uploaded(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64> {
+        self.sessions.uploaded(owner, id, path).await
     }
 
     async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {

@@ -4,16 +4,17 @@
 //! names and tokens → routes → MCP endpoint, files → sessions, in a keeper or here
 //! ```
 //!
-//! Asked to end, it takes no new connections, tells those who wait for code that it goes on, and leaves.
+//! Told to read its settings again (SIGHUP), it takes over what can change while it runs. Asked to end, it takes no new connections, tells those who wait for code that it goes on, and leaves.
 
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use axum::Router;
 use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -21,59 +22,56 @@ use tracing::{info, warn};
 use super::keeper::{Home, KeepByDefault};
 use super::recorded::Recorded;
 use super::{asked_to_end, mcp_settings, open_audit};
-use crate::audit::{Event, ServerStarted, ServerStopped};
+use crate::audit::{Audit, Event, ServerReloaded, ServerStarted, ServerStopped};
 use crate::auth::Authenticator;
-use crate::config::Settings;
+use crate::config::{ConfigError, Settings};
 use crate::http::routes::{Access, Routes};
-use crate::http::{Allowed, Reception, connections, tls};
-use crate::mcp::http::Endpoint;
+use crate::http::{Allowed, Reception, connections, files, tls};
+use crate::mcp::http::{Endpoint, Keeping};
 use crate::mcp::{self, Front, HostFiles};
-use crate::telemetry::{Health, Metrics};
+use crate::sandbox::Preparation;
+use crate::telemetry::{Health, Metrics, Part};
 
 /// How long requests under way may take after the server was asked to end.
 const GRACE: Duration = Duration::from_secs(10);
 
 /// Serves until a signal asks to end.
-pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
-    let service = &settings.service;
-    let authenticator = Authenticator::from_settings(&settings.auth).await?;
-    authenticator.may_listen(service.listen.ip())?;
-    let tls = service.tls.as_ref().map(|files| tls::acceptor(&files.certificates, &files.key)).transpose()?;
+pub(super) async fn serve(
+    settings: Settings,
+    read_again: impl Fn() -> Result<Settings, ConfigError>,
+) -> anyhow::Result<ExitCode> {
     let audit = open_audit(&settings)?;
     audit.record(Event::new(ServerStarted { version: env!("CARGO_PKG_VERSION").into(), serving: "http".into() }))?;
-    let listener =
-        TcpListener::bind(service.listen).await.with_context(|| format!("could not listen at {}", service.listen))?;
+    let authenticator = Authenticator::from_settings(&settings.auth).await?;
+    authenticator.may_listen(settings.service.listen.ip())?;
+    let listen = settings.service.listen;
+    let listener = TcpListener::bind(listen).await.with_context(|| format!("could not listen at {listen}"))?;
     let address = listener.local_addr().context("the listening address cannot be read")?;
     let home = Home::of(&settings, KeepByDefault::Yes, "serve").await?;
 
     let health = Health::new();
+    watch_parts(&health, &home, &audit);
     let (metrics, end) = (Metrics::new(&health), CancellationToken::new());
+    let sessions = Arc::new(Recorded::new(home.sessions(), audit.clone(), metrics.clone()));
     let no_files = HostFiles::new(&[], 0).context("no folder is no trouble")?;
-    let server = mcp::Server::new(
-        Arc::new(Recorded::new(home.sessions(), audit.clone(), metrics.clone())),
-        no_files,
-        mcp_settings(&settings, Front::Http),
-    );
-    let public_url = service.public_url.clone().unwrap_or_else(|| own_url(address, tls.is_some()));
-    let routes = Routes {
-        endpoint: Endpoint::of(server.clone(), settings.idle_timeout, end.clone()),
-        allowed: Allowed::new(address, service.allowed_hosts.clone(), service.allowed_origins.clone()),
-        access: Access::Tokens(authenticator.clone()),
-        public_url: public_url.clone(),
-        more: Router::new(),
-        health: health.clone(),
-        metrics: metrics.clone(),
-        audit: audit.clone(),
-    };
-    announce(&authenticator, &public_url);
+    let server = mcp::Server::new(sessions.clone(), no_files, mcp_settings(&settings, Front::Http));
+    let endpoint = Endpoint::of(server.clone(), keeping(&settings), end.clone());
+    let desk =
+        Desk { address, endpoint, sessions, health: health.clone(), metrics: metrics.clone(), audit: audit.clone() };
+    let (reception, current) = watch::channel(desk.reception(&settings, authenticator.clone())?);
+    announce(&authenticator, &public_url(&settings, address));
 
     let stop = CancellationToken::new();
-    let (_reception, current) = watch::channel(Reception { routes: routes.router(), tls });
-    let serving = connections::serve(listener, current, service.max_connections, metrics, stop.clone(), GRACE);
-    let mut serving = std::pin::pin!(serving);
-    let signal = tokio::select! {
-        () = &mut serving => unreachable!("it ends when it is told to"),
-        signal = asked_to_end() => signal,
+    let most = settings.service.max_connections;
+    let mut serving = pin!(connections::serve(listener, current, most, metrics, stop.clone(), GRACE));
+    let mut hang_up = signal(SignalKind::hangup()).context("signals cannot be received")?;
+    let mut ending = pin!(asked_to_end());
+    let signal = loop {
+        tokio::select! {
+            () = &mut serving => unreachable!("it ends when it is told to"),
+            signal = &mut ending => break signal,
+            _ = hang_up.recv() => desk.read_again(&settings, &read_again, &reception).await,
+        }
     };
     info!(signal, "asked to end");
     health.drain();
@@ -87,6 +85,103 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
     home.leave().await;
     audit.note(Event::new(ServerStopped { reason: signal.into() }));
     Ok(ExitCode::SUCCESS)
+}
+
+/// Tells why new work should go elsewhere, when it should.
+fn watch_parts(health: &Health, home: &Home, audit: &Audit) {
+    let preparation = home.sessions().preparation();
+    health.ask(Part::Python, move || match &*preparation.borrow() {
+        Preparation::Ready => None,
+        Preparation::Working { step, .. } => Some(step.clone()),
+        Preparation::Failed { why } => Some(why.clone()),
+    });
+    let audit = audit.clone();
+    health.ask(Part::Audit, move || audit.failing());
+}
+
+/// What requests meet, made anew when the settings are.
+struct Desk {
+    address: SocketAddr,
+    endpoint: Endpoint<mcp::Server>,
+    sessions: Arc<Recorded>,
+    health: Health,
+    metrics: Metrics,
+    audit: Audit,
+}
+
+impl Desk {
+    fn reception(&self, settings: &Settings, authenticator: Authenticator) -> anyhow::Result<Reception> {
+        let service = &settings.service;
+        let tls = service.tls.as_ref().map(|files| tls::acceptor(&files.certificates, &files.key)).transpose()?;
+        let routes = Routes {
+            endpoint: self.endpoint.clone(),
+            allowed: Allowed::new(self.address, service.allowed_hosts.clone(), service.allowed_origins.clone()),
+            access: Access::Tokens(authenticator),
+            public_url: public_url(settings, self.address),
+            more: files::routes(self.sessions.clone()),
+            health: self.health.clone(),
+            metrics: self.metrics.clone(),
+            audit: self.audit.clone(),
+        };
+        Ok(Reception { routes: routes.router(), tls })
+    }
+
+    /// Takes over what can change while the server runs: who may call, names, origins and certificates. Settings that make no sense change
+    /// nothing.
+    async fn read_again(
+        &self,
+        before: &Settings,
+        read: &impl Fn() -> Result<Settings, ConfigError>,
+        reception: &watch::Sender<Reception>,
+    ) {
+        let made = async {
+            let settings = read()?;
+            let authenticator = Authenticator::from_settings(&settings.auth).await?;
+            authenticator.may_listen(self.address.ip())?;
+            let made = self.reception(&settings, authenticator)?;
+            anyhow::Ok((settings, made))
+        };
+        match made.await {
+            Ok((settings, made)) => {
+                reception.send_replace(made);
+                if needs_restart(before, &settings) {
+                    warn!(
+                        "other settings changed too; they hold after a restart of the server, those of sessions after \"cellblock keeper stop\""
+                    );
+                }
+                info!("the settings were read again");
+                let changed = ["auth", "allowed_hosts", "allowed_origins", "tls_cert", "tls_key"];
+                self.audit.note(Event::new(ServerReloaded { changed: changed.into_iter().collect() }));
+            }
+            Err(error) => warn!(error = format!("{error:#}"), "the settings were not read again; the old ones hold"),
+        }
+    }
+}
+
+/// Tells whether something changed that only a new process takes over.
+fn needs_restart(before: &Settings, now: &Settings) -> bool {
+    let rest = |settings: &Settings| {
+        let mut rest = settings.clone();
+        rest.auth = Default::default();
+        rest.service.allowed_hosts.clear();
+        rest.service.allowed_origins.clear();
+        rest.service.tls = None;
+        rest.hand_over = Default::default();
+        format!("{rest:?}")
+    };
+    rest(before) != rest(now)
+}
+
+/// Connections of older clients outlive the server if sessions do.
+fn keeping(settings: &Settings) -> Keeping {
+    let outlive = settings.keep_sessions.unwrap_or(true);
+    let name = settings.keeper.as_ref().map_or("serve", |name| name.as_str());
+    let folder = settings.runtime_dir.join("connections").join(name);
+    Keeping { idle: settings.idle_timeout, folder: outlive.then_some(folder) }
+}
+
+fn public_url(settings: &Settings, address: SocketAddr) -> String {
+    settings.service.public_url.clone().unwrap_or_else(|| own_url(address, settings.service.tls.is_some()))
 }
 
 fn own_url(address: SocketAddr, tls: bool) -> String {

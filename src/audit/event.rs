@@ -340,7 +340,7 @@ pub(super) mod tests {
             AuthenticationRefused { reason: text.into(), peer: Some(text.into()) }.into(),
             ToolCall { tool: text.into(), outcome: Outcome::Failed, elapsed }.into(),
             Execution {
-                code: Digest::of(text),
+                code: Some(Digest::of(text)),
                 status: text.into(),
                 elapsed,
                 cpu: Some(elapsed),

@@ -200,7 +200,7 @@ async fn develop(settings: &AuthSettings, issuer: String, audiences: Vec<String>
         development::prepare(&folder, &Wording { issuer: &name, audiences: &names }, SystemTime::now())
     });
     let key = prepared.await.expect("preparing does not panic").map_err(AuthSetupError::Development)?;
-    info!(token = %token.display(), "callers need the token of development mode");
+    info!(file = %token.display(), "callers need the token of development mode, which is in a file");
     let keys = Keys::Given(KeySet::of_one(key));
     let verifier = Verifier { name: issuer, audiences, algorithms: vec![Algorithm::Rs256], principal: None, keys };
     Ok(Inner { mode: Mode::Development { token }, issuers: vec![verifier], api_keys: Vec::new() })

@@ -236,10 +236,11 @@ mod tests {
                     tokio::spawn(async move {
                         match tls {
                             None => serve(stream, answer, counter).await,
-                            Some(tls) => match tls.accept(stream).await {
-                                Ok(stream) => serve(stream, answer, counter).await,
-                                Err(_) => {}
-                            },
+                            Some(tls) => {
+                                if let Ok(stream) = tls.accept(stream).await {
+                                    serve(stream, answer, counter).await;
+                                }
+                            }
                         }
                     });
                 }

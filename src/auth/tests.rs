@@ -54,7 +54,7 @@ fn rsa_key(bits: usize) -> rsa::RsaPrivateKey {
 
 fn rsa_signer(key: &rsa::RsaPrivateKey) -> Signer {
     let public = key.to_public_key();
-    let jwk = json!({"kty": "RSA", "n": encode(&public.n().to_bytes_be()), "e": encode(&public.e().to_bytes_be())});
+    let jwk = json!({"kty": "RSA", "n": encode(public.n().to_bytes_be()), "e": encode(public.e().to_bytes_be())});
     Signer {
         private: Private::Rsa(RsaKeyPair::from_pkcs8(key.to_pkcs8_der().unwrap().as_bytes()).unwrap()),
         public: PublicKey::from_der(public.to_public_key_der().unwrap().as_bytes()).unwrap(),
@@ -211,7 +211,7 @@ async fn the_token_comes_from_exactly_one_header() {
     assert_eq!(outcome(&[format!("Bearer   {token}")]).await, Ok(()));
     assert_eq!(outcome(&[]).await, Err(Denied::NoToken));
     for value in [String::new(), "Bearer".to_owned(), "Bearer ".to_owned(), token.clone(), format!("Basic {token}")] {
-        assert_eq!(outcome(&[value.clone()]).await, Err(Denied::NoToken), "{value}");
+        assert_eq!(outcome(std::slice::from_ref(&value)).await, Err(Denied::NoToken), "{value}");
     }
     let twice = [format!("Bearer {token}"), format!("Bearer {token}")];
     assert_eq!(outcome(&twice).await, Err(Denied::BadToken));
@@ -255,6 +255,36 @@ async fn a_token_of_another_key_issuer_or_purpose_is_refused() {
     assert!(refused(format!("{}.{signature}", other.rsplit_once('.').unwrap().0)).await, "claims of another token");
     assert!(refused(format!("{message}.")).await, "no signature");
     assert!(authenticator.authenticate(&bearer(&token)).await.is_ok()); // control
+}
+
+#[tokio::test]
+async fn a_changed_letter_spoils_a_token() {
+    let authenticator = usual().await;
+    let token = RSA_SIGNER.token(&rs256(), &good_claims());
+    assert!(authenticator.authenticate(&bearer(&token)).await.is_ok()); // control
+    for place in 0..token.len() {
+        for other in ["A", "B", "_", "."] {
+            if &token[place..=place] == other {
+                continue;
+            }
+            let changed = format!("{}{other}{}", &token[..place], &token[place + 1..]);
+            assert_eq!(authenticator.authenticate(&bearer(&changed)).await, Err(Denied::BadToken), "{place} {other}");
+        }
+        let shorter = format!("{}{}", &token[..place], &token[place + 1..]);
+        assert_eq!(authenticator.authenticate(&bearer(&shorter)).await, Err(Denied::BadToken), "{place}");
+    }
+}
+
+proptest::proptest! {
+    #[test]
+    fn no_text_makes_the_reader_panic(text in "[ -~]{0,80}", header in "\\PC{0,40}", claims in "\\PC{0,40}") {
+        let _ = Token::parse(&text);
+        let _ = parse(&header, &claims);
+        let _ = KeySet::from_json(claims.as_bytes());
+        let _ = PublicKey::from_pem(&text);
+        let _ = KeySetUrl::parse(&text);
+        let _ = KeyHash::parse(&claims);
+    }
 }
 
 #[tokio::test]

@@ -918,8 +918,8 @@ mod tests {
         for (setting, allowed) in [
             ("quota_sessions: 0", "from 1"),
             ("quota_memory: 1M", "from 64 MiB"),
-            ("quota_cpu: 0", "from 1s"),
-            ("quota_cpu_window: 1s", "from 1m"),
+            ("quota_cpu: 0", "from 1 s"),
+            ("quota_cpu_window: 1s", "from 60 s"),
             ("quota_cells: 0", "from 1"),
             ("quota_starts: many", "from 1"),
             ("quota_stored: 1", "from 1 MiB"),

@@ -153,7 +153,7 @@ impl Key {
         (Key::Keeper, "keeper", "--keeper", Shape::Single),
         (Key::Profile, "profile", "--profile", Shape::Single),
         (Key::AllowMissing, "allow_missing", "--allow-missing", Shape::List),
-        (Key::Auth, "auth", "", Shape::Single),
+        (Key::Auth, "auth", "--auth", Shape::Single),
         (Key::DataDir, "data_dir", "", Shape::Single),
         (Key::LogLevel, "log_level", "--log-level", Shape::Single),
         (Key::LogFormat, "log_format", "--log-format", Shape::Single),

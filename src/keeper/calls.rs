@@ -55,6 +55,14 @@ pub(super) async fn carry_out(
         Call::ReadFile { owner, id, path, limit } => {
             written(number, &sessions.read_file(&owner, &id, &path, limit, &mut sink).await)
         }
+        Call::ReadFileRange { owner, id, path, offset, length } => {
+            written(number, &sessions.read_file_range(&owner, &id, &path, offset, length, &mut sink).await)
+        }
+        Call::ListFiles { owner, id } => written(number, &sessions.list_files(&owner, &id).await),
+        Call::Upload { owner, id, path, part } => {
+            written(number, &sessions.upload(&owner, &id, &path, part, &mut source).await)
+        }
+        Call::Uploaded { owner, id, path } => written(number, &Answer::Ok(sessions.uploaded(&owner, &id, &path).await)),
         Call::List { owner } => written(number, &Answer::Ok(sessions.list(&owner).await)),
         Call::Close { owner, id } => written(number, &sessions.close(&owner, &id).await),
         Call::OutputSize { owner, id, execution } => {

@@ -23,9 +23,9 @@ use super::{KeeperSettings, post::KeeperName};
 use crate::sandbox::{LaunchError, Preparation, Rules};
 use crate::session::install::InstallReport;
 use crate::session::{
-    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, ForkNames,
-    ForkReport, InsidePath, News, Principal, Refused, ResetReport, SessionAccess, SessionId, SessionInfo, Slice,
-    UndoReport, Which,
+    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange,
+    ForkNames, ForkReport, InsidePath, News, Principal, Refused, ResetReport, SessionAccess, SessionId, SessionInfo,
+    Slice, UndoReport, UploadPart, Uploaded, Which,
 };
 
 /// The first wait after a keeper could not be started. Each further failure doubles it.
@@ -393,6 +393,52 @@ impl SessionAccess for Client {
             (_, Some(error)) => Err(transfer(&error)),
             (answer, None) => self.heard(Some((owner, id)), answer),
         }
+    }
+
+    async fn read_file_range(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        offset: u64,
+        length: Option<u64>,
+        sink: &mut (dyn AsyncWrite + Send + Unpin),
+    ) -> Result<FileRange, Refused> {
+        let link = self.link().await?;
+        self.refuse_lost(Some((owner, id)))?;
+        let call = Call::ReadFileRange { owner: owner.clone(), id: id.clone(), path: path.clone(), offset, length };
+        match link.receive_file(&call, sink).await {
+            (_, Some(error)) => Err(transfer(&error)),
+            (answer, None) => self.heard(Some((owner, id)), answer),
+        }
+    }
+
+    async fn list_files(&self, owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
+        self.ask_plainly(Some((owner, id)), Call::ListFiles { owner: owner.clone(), id: id.clone() }).await
+    }
+
+    async fn upload(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        part: UploadPart,
+        source: &mut (dyn AsyncRead + Send + Unpin),
+    ) -> Result<Uploaded, Refused> {
+        let link = self.link().await?;
+        self.refuse_lost(Some((owner, id)))?;
+        let call = Call::Upload { owner: owner.clone(), id: id.clone(), path: path.clone(), part };
+        let (answer, trouble) = link.send_file(&call, source).await;
+        let answer = self.heard(Some((owner, id)), answer);
+        match trouble {
+            Some(error) if !link.is_closed() => Err(transfer(&error)),
+            _ => answer,
+        }
+    }
+
+    async fn uploaded(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64> {
+        let call = Call::Uploaded { owner: owner.clone(), id: id.clone(), path: path.clone() };
+        self.ask_plainly::<Option<u64>>(Some((owner, id)), call).await.ok().flatten()
     }
 
     async fn list(&self, owner: &Principal) -> Vec<SessionInfo> {

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::sandbox::Preparation;
 use crate::session::{
-    ExecuteRequest, ExecutionId, ExploreRequest, ForkNames, InsidePath, Principal, Refused, Resident, SessionId, Which,
+    ExecuteRequest, ExecutionId, ExploreRequest, ForkNames, InsidePath, Principal, Refused, Resident, SessionId,
+    UploadPart, Which,
 };
 
 /// Counts changes that an older peer would not understand.
@@ -127,6 +128,10 @@ pub(super) enum Call {
     Install { owner: Principal, id: SessionId, requirements: Vec<String> },
     WriteFile { owner: Principal, id: SessionId, path: InsidePath, overwrite: bool },
     ReadFile { owner: Principal, id: SessionId, path: InsidePath, limit: u64 },
+    ReadFileRange { owner: Principal, id: SessionId, path: InsidePath, offset: u64, length: Option<u64> },
+    ListFiles { owner: Principal, id: SessionId },
+    Upload { owner: Principal, id: SessionId, path: InsidePath, part: UploadPart },
+    Uploaded { owner: Principal, id: SessionId, path: InsidePath },
     List { owner: Principal },
     Close { owner: Principal, id: SessionId },
     OutputSize { owner: Principal, id: SessionId, execution: ExecutionId },
@@ -149,6 +154,10 @@ impl Call {
             Call::Install { .. } => "install",
             Call::WriteFile { .. } => "write_file",
             Call::ReadFile { .. } => "read_file",
+            Call::ReadFileRange { .. } => "read_file_range",
+            Call::ListFiles { .. } => "list_files",
+            Call::Upload { .. } => "upload",
+            Call::Uploaded { .. } => "uploaded",
             Call::List { .. } => "list",
             Call::Close { .. } => "close",
             Call::OutputSize { .. } => "output_size",

@@ -7,7 +7,6 @@
 use std::fmt;
 use std::fs::{self, DirBuilder, File, Permissions};
 use std::io;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net;
 use std::path::{Path, PathBuf};
@@ -136,7 +135,7 @@ impl Post {
         }
         let nothing = File::options().write(true).open("/dev/null").map_err(|_| NotHandedOver)?;
         rustix::stdio::dup2_stdout(&nothing).map_err(|_| NotHandedOver)?;
-        Ok(net::UnixListener::from(OwnedFd::from(listener)))
+        Ok(net::UnixListener::from(listener))
     }
 
     /// Takes the post. Needs a runtime.

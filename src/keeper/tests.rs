@@ -23,12 +23,13 @@ use super::serve::Ended;
 use super::start::{AttachError, ask_status, ask_to_stop};
 use super::stream::{CHUNK, WINDOW};
 use super::{Client, KeeperSettings, Kept, Post, Terms, attach, keep};
-use crate::sandbox::Preparation;
+use crate::sandbox::{Preparation, Rules};
 use crate::session::install::InstallReport;
 use crate::session::{
-    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, ForkNames,
-    ForkReport, InsidePath, News, Outcome, Output, Principal, Refused, ResetReport, Resident, SessionAccess, SessionId,
-    SessionInfo, Slice, Status as CellStatus, UndoReport, Variant, Which,
+    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote,
+    FileRange, ForkNames, ForkReport, InsidePath, News, Outcome, Output, Principal, Refused, ResetReport, Resident,
+    SessionAccess, SessionId, SessionInfo, Slice, Status as CellStatus, UndoReport, UploadPart, Uploaded, Variant,
+    Which,
 };
 
 // Codec.
@@ -70,12 +71,17 @@ fn every_call() -> Vec<Call> {
         Call::Stop { owner: owner.clone(), which: which() },
         Call::Reset { owner: owner.clone(), id: id.clone() },
         Call::Undo { owner: owner.clone(), id: id.clone(), cells: 2 },
+        Call::Narrow { owner: owner.clone(), id: id.clone(), rules: vec!["example.com".to_owned()] },
         Call::Checkpoints { owner: owner.clone(), id: id.clone() },
         Call::Fork { owner: owner.clone(), id: id.clone(), names: ForkNames::Count(2) },
         Call::Explore { owner: owner.clone(), id: id.clone(), request: exploration },
         Call::Install { owner: owner.clone(), id: id.clone(), requirements: vec!["x".to_owned()] },
         Call::WriteFile { owner: owner.clone(), id: id.clone(), path: path("f"), overwrite: true },
         Call::ReadFile { owner: owner.clone(), id: id.clone(), path: path("f"), limit: 1 << 40 },
+        Call::ReadFileRange { owner: owner.clone(), id: id.clone(), path: path("f"), offset: 3, length: Some(4) },
+        Call::ListFiles { owner: owner.clone(), id: id.clone() },
+        Call::Upload { owner: owner.clone(), id: id.clone(), path: path("f"), part: PART },
+        Call::Uploaded { owner: owner.clone(), id: id.clone(), path: path("f") },
         Call::List { owner: owner.clone() },
         Call::Close { owner: owner.clone(), id: id.clone() },
         Call::OutputSize { owner: owner.clone(), id: id.clone(), execution: ExecutionId(3) },
@@ -345,6 +351,11 @@ impl SessionAccess for Puppet {
         Err(Refused::UndoOff { id: id.clone() })
     }
 
+    async fn narrow(&self, _: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
+        let expected = Rules::parse(&["example.com", "!ads.example.com"]).unwrap();
+        if rules == expected { Ok(()) } else { Err(Refused::Unknown { id: id.clone() }) }
+    }
+
     async fn checkpoints(&self, _: &Principal, _: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
         Ok(vec![CheckpointInfo { cells_back: 1, before: "x = 1".to_owned(), age: Duration::from_secs(2) }])
     }
@@ -417,6 +428,48 @@ impl SessionAccess for Puppet {
         Ok(bytes.len() as u64)
     }
 
+    async fn read_file_range(
+        &self,
+        _: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        offset: u64,
+        length: Option<u64>,
+        sink: &mut (dyn AsyncWrite + Send + Unpin),
+    ) -> Result<FileRange, Refused> {
+        let bytes = self.file(path.as_str()).ok_or_else(|| Refused::Unknown { id: id.clone() })?;
+        let part = &bytes[offset as usize..][..length.unwrap() as usize];
+        sink.write_all(part).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        Ok(FileRange { total: bytes.len() as u64, sent: part.len() as u64, version: "1".to_owned() })
+    }
+
+    async fn list_files(&self, _: &Principal, _: &SessionId) -> Result<FileList, Refused> {
+        let files = self.files.lock().unwrap();
+        let note = |(path, bytes): (&String, &Vec<u8>)| FileNote { path: path.clone(), size: bytes.len() as u64 };
+        Ok(FileList { files: files.iter().map(note).collect(), omitted: 0 })
+    }
+
+    async fn upload(
+        &self,
+        _: &Principal,
+        _: &SessionId,
+        path: &InsidePath,
+        part: UploadPart,
+        source: &mut (dyn AsyncRead + Send + Unpin),
+    ) -> Result<Uploaded, Refused> {
+        let mut bytes = Vec::new();
+        let read = source.read_to_end(&mut bytes).await;
+        let mut files = self.files.lock().unwrap();
+        let file = files.entry(path.to_string()).or_default();
+        file.append(&mut bytes);
+        read.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        Ok(Uploaded { size: file.len() as u64, finished: part.last })
+    }
+
+    async fn uploaded(&self, _: &Principal, _: &SessionId, path: &InsidePath) -> Option<u64> {
+        self.file(path.as_str()).map(|bytes| bytes.len() as u64)
+    }
+
     async fn list(&self, _: &Principal) -> Vec<SessionInfo> {
         Vec::new()
     }
@@ -463,6 +516,8 @@ impl Kept for Puppet {
         self.population.send_replace(0);
     }
 }
+
+const PART: UploadPart = UploadPart { offset: 0, last: false, overwrite: true };
 
 /// A keeper in this process.
 struct Scene {
@@ -551,6 +606,9 @@ async fn every_kind_of_answer_comes_back() {
     assert!(client.reset(&owner, &session).await.unwrap().interrupted_running_cell);
     assert!(matches!(client.undo(&owner, &session, 1).await, Err(Refused::UndoOff { .. })));
     assert_eq!(client.checkpoints(&owner, &session).await.unwrap()[0].before, "x = 1");
+    let rules = Rules::parse(&["example.com", "!ads.example.com"]).unwrap();
+    client.narrow(&owner, &session, rules).await.unwrap();
+    assert!(client.narrow(&owner, &session, Rules::everything()).await.is_err()); // control
     let names = ForkNames::Named(vec![id("b")]);
     assert!(matches!(client.fork(&owner, &session, names).await, Err(Refused::CannotCopy { .. })));
     let requirements = vec!["one".to_owned(), "two".to_owned()];
@@ -656,6 +714,25 @@ async fn a_refused_upload_is_answered_before_its_end() {
     feed.write_all(b"the rest never comes").await.unwrap();
     let refused = client.write_file(&owner(), &id("a"), &path("refused"), &mut source, true).await;
     assert!(matches!(refused, Err(Refused::ClosedWhileWaiting)));
+}
+
+#[tokio::test]
+async fn files_travel_in_parts_and_what_arrived_before_a_failure_is_kept() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    let (owner, session, name) = (owner(), id("a"), path("f"));
+    assert_eq!(client.uploaded(&owner, &session, &name).await, None);
+    let broken = client.upload(&owner, &session, &name, PART, &mut Breaks(false)).await;
+    assert!(matches!(broken, Err(Refused::Transfer { why }) if why == io::ErrorKind::TimedOut.to_string()));
+    assert_eq!(client.uploaded(&owner, &session, &name).await, Some(4));
+    let last = UploadPart { offset: 4, last: true, overwrite: true };
+    let done = client.upload(&owner, &session, &name, last, &mut &b" and half"[..]).await.unwrap();
+    assert_eq!(done, Uploaded { size: 13, finished: true });
+    let listed = client.list_files(&owner, &session).await.unwrap();
+    assert_eq!(listed.files, [FileNote { path: "f".to_owned(), size: 13 }]);
+    let mut read = Vec::new();
+    let range = client.read_file_range(&owner, &session, &name, 5, Some(3), &mut read).await.unwrap();
+    assert_eq!((read.as_slice(), range.total, range.sent), (&b"and"[..], 13, 3));
 }
 
 /// A source that breaks after its beginning.

@@ -11,6 +11,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 
+use crate::sandbox::Rules;
 use crate::session::{ForkNames, InsidePath, Keep, MOST_FORKS, MOST_VARIANTS, SessionId, Variant};
 
 /// More text than this helps no model, and the whole of it can be read as a resource.
@@ -37,7 +38,7 @@ const KEEP_WORDS: [&str; 3] = ["none", "all", "best"];
 /// A call whose arguments have been checked.
 #[derive(Debug, PartialEq)]
 pub(super) enum Call {
-    Execute { session: SessionId, code: String, timeout: Duration, max_output_chars: usize },
+    Execute { session: SessionId, code: String, timeout: Duration, max_output_chars: usize, rules: Option<Rules> },
     Install { session: SessionId, requirements: Vec<String> },
     Reset { session: SessionId },
     Undo { session: SessionId, cells: u32 },
@@ -254,6 +255,17 @@ pub(super) fn fork_names(source: &SessionId, count: Given, names: Given) -> Resu
         return Err(at_odds(tool, "count", why));
     }
     Ok(ForkNames::Named(ids))
+}
+
+/// Reads what a session is to reach from now on. Whether that may be is for the session to say.
+pub(super) fn rules(given: Given) -> Result<Option<Rules>, BadArgument> {
+    let (tool, name) = (given.tool, given.name);
+    let expected = || "a list of rules such as \"api.example.com\" or \"*.example.com:8443\"".to_owned();
+    let Some(value) = given.value else { return Ok(None) };
+    let Value::Array(items) = &value else { return Err(wrong(tool, name, shown(&value), expected())) };
+    let texts: Option<Vec<&str>> = items.iter().map(Value::as_str).collect();
+    let texts = texts.ok_or_else(|| wrong(tool, name, "a list with something else in it".to_owned(), expected()))?;
+    Rules::parse(&texts).map(Some).map_err(|cause| at_odds(tool, name, format!("cannot be used: {cause}")))
 }
 
 /// Reads one requirement or a list of them. What they may say is checked by whoever installs them.

@@ -69,7 +69,12 @@ impl Server {
         let Some(_place) = self.shared.calls.take(owner) else { return render::refused(&GivenUp::Busy).into() };
         match call {
             // Execution listens for cancellation itself, because it has an outcome to tell.
-            Call::Execute { session, code, timeout, max_output_chars } => {
+            Call::Execute { session, code, timeout, max_output_chars, rules } => {
+                if let Some(rules) = rules
+                    && let Err(refused) = self.shared.sessions.narrow(owner, &session, rules).await
+                {
+                    return render::refused(&refused).into();
+                }
                 self.execute(owner, &session, ExecuteRequest { code, timeout, max_output_chars }, context).await
             }
             other => self.carry_out_short(owner, other, context).await.into(),

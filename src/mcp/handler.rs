@@ -13,11 +13,13 @@ use rmcp::model::{
 use rmcp::service::RequestContext;
 use rmcp::{RoleServer, ServerHandler};
 use serde_json::json;
+use tracing::Instrument;
 
 use super::tools::{Catalogue, ToolName};
 use super::turns::Turn;
 use super::{Server, Shared, custom_request_error, resources};
 use crate::session::Principal;
+use crate::telemetry::{Parent, parent_from};
 
 /// How long clients may keep what cannot change while the server runs. Short enough that a new version is soon seen.
 const FIXED_FOR: Duration = Duration::from_secs(300);
@@ -71,7 +73,11 @@ impl ServerHandler for Server {
         };
         let started = Instant::now();
         let owner = &Principal(self.caller(&context)?.principal);
-        let call = self.carry_out(owner, tool, request.arguments.unwrap_or_default(), &context);
+        let span = tracing::info_span!("tool_call", tool = tool.as_str());
+        if let Some(parent) = trace_of(&context) {
+            parent.adopt(&span);
+        }
+        let call = self.carry_out(owner, tool, request.arguments.unwrap_or_default(), &context).instrument(span);
         let response = match context.extensions.get::<Turn>() {
             Some(turn) => turn.run(tool.extent(), call).await,
             None => call.await,
@@ -182,6 +188,17 @@ impl ServerHandler for Server {
     ) -> Result<CustomResult, ErrorData> {
         Err(custom_request_error(&request))
     }
+}
+
+/// Returns the trace that a caller is in: the message says so, or else its HTTP request.
+fn trace_of(context: &RequestContext<RoleServer>) -> Option<Parent> {
+    let said = |name: &str| context.meta.get(name).and_then(|value| value.as_str());
+    if let Some(parent) = said("traceparent") {
+        return parent_from(parent, said("tracestate").unwrap_or_default());
+    }
+    let request = context.extensions.get::<axum::http::request::Parts>()?;
+    let written = |name: &str| request.headers.get(name).and_then(|value| value.to_str().ok());
+    parent_from(written("traceparent")?, written("tracestate").unwrap_or_default())
 }
 
 fn unknown_tool(name: &str, catalogue: &Catalogue) -> ErrorData {

@@ -9,9 +9,9 @@
 //! library does both. This file closes what it leaves open: who may use a connection, how many there are, what is malformed, which
 //! right a request needs, and that a stream ends with the token that opened it.
 
-use std::collections::HashMap;
+use std::path::PathBuf;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 
@@ -30,6 +30,7 @@ use tokio::time::Sleep;
 use tokio_util::sync::CancellationToken;
 
 use super::Server;
+use super::connections::Connections;
 use super::tools::ToolName;
 use super::wire::{Rejection, read_message};
 use crate::auth::{Caller, Scope, require};
@@ -38,14 +39,19 @@ use crate::http::routes::forbidden;
 /// Bytes in one body: room for the largest cell, and for nothing much larger. Files have routes of their own.
 pub const LARGEST_BODY: usize = 8 * 1024 * 1024;
 
-/// Connections of older clients that may be open at once, in all and for one caller. Each holds a task and some buffers.
-const MOST_CONNECTIONS: usize = 4096;
-const MOST_CONNECTIONS_OF_ONE: usize = 1024;
-
 /// How often a stream without news says that it is alive.
 const BETWEEN_SIGNS_OF_LIFE: Duration = Duration::from_secs(15);
 
 const CONNECTION: HeaderName = HeaderName::from_static("mcp-session-id");
+
+/// How connections of older clients are kept.
+#[derive(Debug, Clone)]
+pub struct Keeping {
+    /// A connection that is not used for so long is forgotten.
+    pub idle: Duration,
+    /// Where they are written down, so that the next server goes on with them.
+    pub folder: Option<PathBuf>,
+}
 
 /// What a request needs, by the message in it. A message that needs nothing is open to every known caller.
 type ScopeOf = fn(&ClientJsonRpcMessage) -> Option<Scope>;
@@ -54,31 +60,37 @@ type ScopeOf = fn(&ClientJsonRpcMessage) -> Option<Scope>;
 pub struct Endpoint<H> {
     service: StreamableHttpService<H, LocalSessionManager>,
     library: Arc<LocalSessionManager>,
-    owners: Arc<Mutex<HashMap<String, String>>>,
+    connections: Arc<Connections>,
     scope_of: ScopeOf,
 }
 
 impl<H> Clone for Endpoint<H> {
     fn clone(&self) -> Endpoint<H> {
-        let Endpoint { service, library, owners, scope_of } = self;
-        Endpoint { service: service.clone(), library: library.clone(), owners: owners.clone(), scope_of: *scope_of }
+        let Endpoint { service, library, connections, scope_of } = self;
+        Endpoint {
+            service: service.clone(),
+            library: library.clone(),
+            connections: connections.clone(),
+            scope_of: *scope_of,
+        }
     }
 }
 
 impl Endpoint<Server> {
-    /// Makes the endpoint of our own tools. A connection that is not used for `idle` is forgotten; `end` closes all streams.
-    pub fn of(server: Server, idle: Duration, end: CancellationToken) -> Endpoint<Server> {
-        Endpoint::new(server, scope_of, idle, end)
+    /// Makes the endpoint of our own tools.
+    pub fn of(server: Server, keeping: Keeping, end: CancellationToken) -> Endpoint<Server> {
+        Endpoint::new(server, scope_of, keeping, end)
     }
 }
 
 impl<H: ServerHandler + Clone + Send + Sync + 'static> Endpoint<H> {
-    /// Makes the endpoint of any handler. The conformance tests have one of their own.
-    pub fn new(handler: H, scope_of: ScopeOf, idle: Duration, end: CancellationToken) -> Endpoint<H> {
+    /// Makes the endpoint of any handler. The conformance tests have one of their own. `end` closes all streams.
+    pub fn new(handler: H, scope_of: ScopeOf, keeping: Keeping, end: CancellationToken) -> Endpoint<H> {
         let mut library = LocalSessionManager::default();
-        library.session_config.keep_alive = Some(idle);
+        library.session_config.keep_alive = Some(keeping.idle);
         let library = Arc::new(library);
-        let config = StreamableHttpServerConfig::default()
+        let connections = Arc::new(Connections::new(keeping.folder, keeping.idle));
+        let mut config = StreamableHttpServerConfig::default()
             .with_json_response(true)
             .with_sse_keep_alive(Some(BETWEEN_SIGNS_OF_LIFE))
             .with_max_request_body_bytes(LARGEST_BODY)
@@ -86,8 +98,9 @@ impl<H: ServerHandler + Clone + Send + Sync + 'static> Endpoint<H> {
             // Names and origins are checked before a request comes here, and on every other route too.
             .disable_allowed_hosts()
             .disable_allowed_origins();
+        config.session_store = Some(connections.clone());
         let service = StreamableHttpService::new(move || Ok(handler.clone()), library.clone(), config);
-        Endpoint { service, library, owners: Arc::default(), scope_of }
+        Endpoint { service, library, connections, scope_of }
     }
 
     /// Answers one request. Its extensions hold the caller.
@@ -99,7 +112,7 @@ impl<H: ServerHandler + Clone + Send + Sync + 'static> Endpoint<H> {
             // Such a request belongs to no connection, whatever it says.
             request.headers_mut().remove(CONNECTION);
         } else if let Some(id) = request.headers().get(CONNECTION)
-            && !self.is_owner(id.as_bytes(), &caller)
+            && !self.connections.belongs_to(id.as_bytes(), &caller.principal)
         {
             // The same words that the library has for an unknown one.
             return (StatusCode::NOT_FOUND, "Not Found: Session not found").into_response();
@@ -111,11 +124,10 @@ impl<H: ServerHandler + Clone + Send + Sync + 'static> Endpoint<H> {
         let closes = request.headers().get(CONNECTION).filter(|_| request.method() == Method::DELETE).cloned();
         let mut response = self.service.handle(request).await;
         if let Some(id) = response.headers().get(CONNECTION).filter(|_| opens) {
-            let id = String::from_utf8_lossy(id.as_bytes()).into_owned();
-            self.owners().insert(id, caller.principal.clone());
+            self.connections.give(&String::from_utf8_lossy(id.as_bytes()), &caller.principal);
         }
         if let Some(id) = closes {
-            self.owners().remove(&*String::from_utf8_lossy(id.as_bytes()));
+            self.connections.forget(&String::from_utf8_lossy(id.as_bytes()));
             if response.status() == StatusCode::ACCEPTED {
                 // Some clients take any other success for a failure.
                 *response.status_mut() = StatusCode::NO_CONTENT;
@@ -159,32 +171,17 @@ impl<H: ServerHandler + Clone + Send + Sync + 'static> Endpoint<H> {
     }
 
     async fn has_room(&self, caller: &Caller) -> Result<(), Response<Body>> {
-        let (all, own) = self.count(caller);
-        if all < MOST_CONNECTIONS && own < MOST_CONNECTIONS_OF_ONE {
+        if self.connections.has_room(&caller.principal) {
             return Ok(());
         }
         // The library ends connections by itself when they have not been used for long.
         let living = self.library.sessions.read().await;
-        self.owners().retain(|id, _| living.contains_key(id.as_str()));
-        let (all, own) = self.count(caller);
-        if all < MOST_CONNECTIONS && own < MOST_CONNECTIONS_OF_ONE {
+        self.connections.forget_all_but(|id| living.contains_key(id));
+        if self.connections.has_room(&caller.principal) {
             return Ok(());
         }
         let text = "too many connections are open; close one or try again later";
         Err((StatusCode::TOO_MANY_REQUESTS, [(header::RETRY_AFTER, "60")], text).into_response())
-    }
-
-    fn count(&self, caller: &Caller) -> (usize, usize) {
-        let owners = self.owners();
-        (owners.len(), owners.values().filter(|owner| **owner == caller.principal).count())
-    }
-
-    fn is_owner(&self, id: &[u8], caller: &Caller) -> bool {
-        std::str::from_utf8(id).is_ok_and(|id| self.owners().get(id) == Some(&caller.principal))
-    }
-
-    fn owners(&self) -> MutexGuard<'_, HashMap<String, String>> {
-        self.owners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -22,6 +22,7 @@
 mod arguments;
 mod calls;
 mod compare;
+mod connections;
 mod desk;
 mod handler;
 mod host_files;

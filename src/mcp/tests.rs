@@ -21,9 +21,10 @@ use crate::sandbox::fake::FakeBackend;
 use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation, Rules};
 use crate::session::install::{InstallError, InstallReport};
 use crate::session::{
-    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FilesCarried,
-    ForkNames, ForkReport, InsidePath, News, Outcome, Output, Part, Refused, ResetReport, SessionId, SessionInfo,
-    SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport, VariantReport, Which,
+    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange,
+    FilesCarried, ForkNames, ForkReport, InsidePath, News, Outcome, Output, Part, Refused, ResetReport, SessionId,
+    SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded,
+    VariantReport, Which,
 };
 
 /// What the answerer of these tests printed for `long`: more than one default slice of a resource.
@@ -206,6 +207,37 @@ impl SessionAccess for FakeSessions {
         }
         sink.write_all(b"whole").await.unwrap();
         Ok(9)
+    }
+
+    async fn read_file_range(
+        &self,
+        _owner: &Principal,
+        _id: &SessionId,
+        _path: &InsidePath,
+        _offset: u64,
+        _length: Option<u64>,
+        _sink: &mut (dyn AsyncWrite + Send + Unpin),
+    ) -> Result<FileRange, Refused> {
+        Ok(FileRange { total: 0, sent: 0, version: String::new() })
+    }
+
+    async fn list_files(&self, _owner: &Principal, _id: &SessionId) -> Result<FileList, Refused> {
+        Ok(FileList::default())
+    }
+
+    async fn upload(
+        &self,
+        _owner: &Principal,
+        _id: &SessionId,
+        _path: &InsidePath,
+        part: UploadPart,
+        _source: &mut (dyn AsyncRead + Send + Unpin),
+    ) -> Result<Uploaded, Refused> {
+        Ok(Uploaded { size: part.offset, finished: part.last })
+    }
+
+    async fn uploaded(&self, _owner: &Principal, _id: &SessionId, _path: &InsidePath) -> Option<u64> {
+        None
     }
 
     async fn narrow(&self, _owner: &Principal, _id: &SessionId, _rules: Rules) -> Result<(), Refused> {

@@ -174,6 +174,7 @@ impl Catalogue {
                 max_output_chars: take("max_output_chars")
                     .count(1..=MOST_OUTPUT_CHARS, self.default_max_output_chars as u64)?
                     as usize,
+                rules: arguments::rules(take("allowed_domains"))?,
             },
             ToolName::Check => Call::Check {
                 session: take("session_id").session(unnamed)?,
@@ -264,6 +265,10 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                         "type": "integer", "minimum": 1, "maximum": MOST_OUTPUT_CHARS,
                         "default": settings.default_max_output_chars,
                         "description": "Longer text keeps its head and tail; the rest can be read as a resource.",
+                    },
+                    "allowed_domains": {
+                        "type": "array", "items": {"type": "string"},
+                        "description": "Narrows what the session can reach, from now on.",
                     },
                 }),
                 &["code"],
@@ -937,21 +942,23 @@ pub(super) mod tests {
                 session: "default".parse().unwrap(),
                 code: String::new(),
                 timeout: Duration::from_secs(120),
-                max_output_chars: 5000
+                max_output_chars: 5000,
+                rules: None,
             }
         );
     }
 
     #[test]
     fn every_argument_is_used_when_it_is_given() {
-        let arguments = json!({"code": "1", "session_id": "a.b-c", "timeout": 0.5, "max_output_chars": 7.0});
+        let arguments = json!({"code": "1", "session_id": "a.b-c", "timeout": 0.5, "max_output_chars": 7.0, "allowed_domains": ["a.test"]});
         assert_eq!(
             parse(ToolName::Execute, arguments).unwrap(),
             Call::Execute {
                 session: "a.b-c".parse().unwrap(),
                 code: "1".to_owned(),
                 timeout: Duration::from_millis(500),
-                max_output_chars: 7
+                max_output_chars: 7,
+                rules: Some(Rules::parse(&["a.test"]).unwrap()),
             }
         );
         let arguments = json!({"relpath": "a/b", "local_path": "c", "session_id": "s", "overwrite": true});

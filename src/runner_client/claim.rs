@@ -10,6 +10,10 @@ use serde_json::Value;
 
 use super::frame::{Frame, FrameError};
 
+/// Entries kept of a list of files.
+pub const MOST_LISTED: usize = 1000;
+/// Bytes kept of what tells one state of a file from another.
+const LONGEST_VERSION: usize = 100;
 /// Entries kept of each list of changes.
 const MOST_CHANGES: usize = 50;
 /// Bytes kept of names, types and shapes.
@@ -62,6 +66,14 @@ pub enum Claim {
     FileEnd {
         id: u64,
         size: u64,
+        /// Of a part: the size of the whole file, and a text that is another one when the file has changed.
+        total: u64,
+        version: String,
+    },
+    FileList {
+        id: u64,
+        entries: Vec<ClaimedFile>,
+        omitted: u64,
     },
     Written {
         id: u64,
@@ -243,7 +255,6 @@ struct Header {
     kind: Option<String>,
     id: Option<u64>,
     seq: Option<u32>,
-    version: u32,
     python: String,
     marker: String,
     rotated: bool,
@@ -267,8 +278,21 @@ struct Header {
     options: BTreeMap<String, Value>,
     why: Option<String>,
     size: u64,
+    total: u64,
+    /// A number in a greeting, a text at the end of a part.
+    #[serde(rename = "version")]
+    spoken: Option<Spoken>,
+    entries: Vec<ClaimedFile>,
+    omitted: u64,
     reason: String,
     message: String,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Spoken {
+    Number(u32),
+    Text(String),
 }
 
 /// The member `files` is a list of changes at the end of a cell, and a word in a greeting.
@@ -293,7 +317,10 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
     let seq = header.seq;
     let claim = match kind {
         "hello" => Claim::Hello {
-            version: header.version,
+            version: match header.spoken {
+                Some(Spoken::Number(version)) => version,
+                _ => 0,
+            },
             python: shortened(header.python, LONGEST_NAME),
             marker: read_marker(&header.marker).ok_or_else(|| wrong("its marker is not 32 hexadecimal digits"))?,
             carried: Carried {
@@ -331,7 +358,21 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             unchanged: header.unchanged,
         })),
         "file_data" => Claim::FileData { id: id()?, bytes: frame.payload },
-        "file_end" => Claim::FileEnd { id: id()?, size: header.size },
+        "file_end" => Claim::FileEnd {
+            id: id()?,
+            size: header.size,
+            total: header.total,
+            version: match header.spoken {
+                Some(Spoken::Text(version)) => shortened(without_controls(version), LONGEST_VERSION),
+                _ => String::new(),
+            },
+        },
+        "file_list" => {
+            let mut entries = header.entries;
+            let left_out = entries.len().saturating_sub(MOST_LISTED) as u64;
+            entries.truncate(MOST_LISTED);
+            Claim::FileList { id: id()?, entries, omitted: header.omitted.saturating_add(left_out) }
+        }
         "written" => Claim::Written { id: id()?, size: header.size },
         "failed" => Claim::Failed {
             id: id()?,
@@ -675,8 +716,17 @@ mod tests {
             crate::runner_client::encode(&entry["header"], &frame.payload, &mut written);
             let again = decoded(&written).unwrap();
             assert_eq!(serde_json::from_slice::<Value>(&again.header).unwrap(), entry["header"], "{name}");
-            let from_host =
-                ["execute", "read_file", "write_begin", "write_data", "write_end", "branch", "packages", "answer"];
+            let from_host = [
+                "execute",
+                "read_file",
+                "list_files",
+                "write_begin",
+                "write_data",
+                "write_end",
+                "branch",
+                "packages",
+                "answer",
+            ];
             let known = !matches!(read(frame).unwrap().0, Claim::Unknown);
             assert_eq!(known, !from_host.contains(&entry["header"]["type"].as_str().unwrap()), "{name}");
         }

@@ -13,7 +13,7 @@ mod merge;
 
 pub use claim::{
     Branched, Bundle, Carried, CarriedFiles, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, DoneClaim,
-    Question, Trouble,
+    MOST_LISTED, Question, Trouble,
 };
 pub use connection::{Connection, ConnectionError, Event};
 pub use frame::{FrameError, LARGEST_FRAME, encode};

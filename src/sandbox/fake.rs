@@ -629,6 +629,11 @@ impl Script {
         match header["type"].as_str() {
             _ if self.muted => Ok(()),
             Some("execute") => self.execute(id, &String::from_utf8_lossy(&payload)).await,
+            Some("list_files") => self.list_files(id, header["limit"].as_u64().unwrap_or(0) as usize).await,
+            Some("read_file") if header.get("offset").is_some() => {
+                let number = |name: &str| header[name].as_u64().unwrap_or(0) as usize;
+                self.read_part(id, path(), number("offset"), number("length")).await
+            }
             Some("read_file") => self.read_file(id, path(), header["limit"].as_u64().unwrap_or(0)).await,
             Some("write_begin") => {
                 self.upload = Some((path(), header["overwrite"] == true, Vec::new()));
@@ -838,6 +843,29 @@ impl Script {
             self.say(json!({"type": "file_data", "id": id}), chunk).await?;
         }
         self.say(json!({"type": "file_end", "id": id, "size": bytes.len()}), b"").await
+    }
+
+    async fn read_part(&mut self, id: &Value, path: PathBuf, offset: usize, length: usize) -> Result<(), Interruption> {
+        let Ok(bytes) = std::fs::read(&path) else {
+            let failed = json!({"type": "failed", "id": id, "reason": "missing", "message": ""});
+            return self.say(failed, b"").await;
+        };
+        let start = offset.min(bytes.len());
+        let part = &bytes[start..bytes.len().min(start.saturating_add(length))];
+        for chunk in part.chunks(256 * 1024) {
+            self.say(json!({"type": "file_data", "id": id}), chunk).await?;
+        }
+        let version = bytes.iter().fold(bytes.len() as u64, |sum, byte| sum.wrapping_mul(31) + u64::from(*byte));
+        let end = json!({"type": "file_end", "id": id, "size": part.len(), "total": bytes.len(), "version": version.to_string()});
+        self.say(end, b"").await
+    }
+
+    async fn list_files(&mut self, id: &Value, limit: usize) -> Result<(), Interruption> {
+        let files = read_files(&self.files)?;
+        let entries = files.iter().map(|(path, bytes)| json!({"path": path.to_string_lossy(), "size": bytes.len()}));
+        let entries = entries.take(limit).collect::<Vec<_>>();
+        let omitted = files.len() - entries.len();
+        self.say(json!({"type": "file_list", "id": id, "entries": entries, "omitted": omitted}), b"").await
     }
 
     async fn write_file(&mut self, id: &Value) -> Result<(), Interruption> {

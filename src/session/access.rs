@@ -15,8 +15,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::install::InstallReport;
 use super::{
-    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, ForkNames,
-    ForkReport, InsidePath, Principal, Refused, ResetReport, SessionId, SessionInfo, Sessions, UndoReport, Which,
+    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange,
+    ForkNames, ForkReport, InsidePath, Principal, Refused, ResetReport, SessionId, SessionInfo, Sessions, UndoReport,
+    UploadPart, Uploaded, Which,
 };
 use crate::sandbox::{Preparation, Rules};
 
@@ -108,6 +109,33 @@ pub trait SessionAccess: Send + Sync {
         limit: u64,
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<u64, Refused>;
+
+    /// Copies a part of a file to `sink`: from `offset` on, to the end or at most `length` bytes, and not more than 1 GiB at once.
+    async fn read_file_range(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        offset: u64,
+        length: Option<u64>,
+        sink: &mut (dyn AsyncWrite + Send + Unpin),
+    ) -> Result<FileRange, Refused>;
+
+    /// Names the files of a session, while no cell runs in it.
+    async fn list_files(&self, owner: &Principal, id: &SessionId) -> Result<FileList, Refused>;
+
+    /// Takes a part of a file that arrives in several. What arrived is kept when the source fails or the future is dropped.
+    async fn upload(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        part: UploadPart,
+        source: &mut (dyn AsyncRead + Send + Unpin),
+    ) -> Result<Uploaded, Refused>;
+
+    /// Returns how many bytes of an unfinished upload have arrived, or nothing when there is none.
+    async fn uploaded(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64>;
 
     /// Says what a session may reach from now on, creating it if its id is new. It can never be more than the operator allows.
     async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused>;
@@ -221,6 +249,37 @@ impl SessionAccess for Sessions {
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<u64, Refused> {
         self.read_file(owner, id, path, limit, sink).await
+    }
+
+    async fn read_file_range(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        offset: u64,
+        length: Option<u64>,
+        sink: &mut (dyn AsyncWrite + Send + Unpin),
+    ) -> Result<FileRange, Refused> {
+        self.read_file_range(owner, id, path, offset, length, sink).await
+    }
+
+    async fn list_files(&self, owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
+        self.list_files(owner, id).await
+    }
+
+    async fn upload(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        part: UploadPart,
+        source: &mut (dyn AsyncRead + Send + Unpin),
+    ) -> Result<Uploaded, Refused> {
+        self.upload(owner, id, path, part, source).await
+    }
+
+    async fn uploaded(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64> {
+        Sessions::uploaded(self, owner, id, path)
     }
 
     async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {

@@ -193,6 +193,12 @@ impl Accounts {
         self.with(owner, |account, _| self.may_store(account, kept, more))
     }
 
+    /// Returns how many more bytes an owner may store.
+    pub(super) fn room_to_store(&self, owner: &Principal, kept: u64) -> u64 {
+        let Some(limit) = self.quotas.stored else { return u64::MAX };
+        self.with(owner, |account, _| limit.saturating_sub(account.stored() + kept))
+    }
+
     /// Tells what an owner uses. What the caller knows better is left empty.
     pub(super) fn usage(&self, owner: &Principal) -> Usage {
         self.read(owner);

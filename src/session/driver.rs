@@ -13,6 +13,7 @@ use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::io::{Read, Seek, Write};
 use std::pin::Pin;
+use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Poll;
@@ -34,12 +35,13 @@ use super::output::{Gatherer, Glance, Seen, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
 use super::turns::{Crowded, Turn, Turns};
 use super::{
-    ExecuteRequest, ExecutionId, FileChanges, FileNote, FullOutput, InsidePath, Outcome, Principal, PythonError,
-    Refused, ResetReport, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, Variable, VariableChanges,
-    WorkFolder,
+    ExecuteRequest, ExecutionId, FileChanges, FileList, FileNote, FullOutput, InsidePath, Outcome, Principal,
+    PythonError, Refused, ResetReport, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, Variable,
+    VariableChanges, WorkFolder,
 };
 use crate::runner_client::{
-    self, Carried, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection, DoneClaim, Trouble,
+    self, Carried, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection, DoneClaim, MOST_LISTED,
+    Trouble,
 };
 use crate::sandbox::{Backend, CheckpointError, CheckpointId, Exit, Interpreter, LaunchError, Process, Rules, Sandbox};
 
@@ -103,8 +105,11 @@ pub(super) enum Job {
     },
     Read {
         path: InsidePath,
-        limit: u64,
-        reply: oneshot::Sender<Result<SpooledTempFile, Refused>>,
+        what: Extent,
+        reply: oneshot::Sender<Result<Received, Refused>>,
+    },
+    List {
+        reply: oneshot::Sender<Result<FileList, Refused>>,
     },
     /// Adds folders of packages. The answer names modules that were imported from elsewhere before.
     Packages {
@@ -117,11 +122,33 @@ pub(super) enum Job {
     },
 }
 
+/// How much of a file is wanted.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Extent {
+    /// All of it, if it is not larger than this.
+    Whole {
+        limit: u64,
+    },
+    Part {
+        offset: u64,
+        length: u64,
+    },
+}
+
+/// What was read of a file.
+pub(super) struct Received {
+    pub(super) bytes: SpooledTempFile,
+    pub(super) sent: u64,
+    /// The size of the whole file, and a text that is another one when the file has changed. As the runner claims, and of a part only.
+    pub(super) total: u64,
+    pub(super) version: String,
+}
+
 impl Job {
     fn kind(&self) -> Kind {
         match self {
             Job::Execute { .. } => Kind::Cell,
-            Job::Write { .. } | Job::Read { .. } | Job::Packages { .. } => Kind::File,
+            Job::Write { .. } | Job::Read { .. } | Job::List { .. } | Job::Packages { .. } => Kind::File,
             Job::Fork { .. } => Kind::Fork,
         }
     }
@@ -442,10 +469,13 @@ enum Task {
     Read {
         path: InsidePath,
         limit: u64,
-        received: SpooledTempFile,
-        size: u64,
+        received: Received,
         result: Option<Result<(), Refused>>,
-        reply: oneshot::Sender<Result<SpooledTempFile, Refused>>,
+        reply: oneshot::Sender<Result<Received, Refused>>,
+    },
+    List {
+        result: Option<Result<FileList, Refused>>,
+        reply: oneshot::Sender<Result<FileList, Refused>>,
     },
 }
 
@@ -609,6 +639,11 @@ impl Driver {
     fn command(&mut self, command: Command) {
         self.shared.touch();
         match command {
+            // A list is for looking around; nobody wants to wait for a cell with it.
+            Command::Submit(_, Job::List { reply }) if self.machine.has_cell() => {
+                let running = Refused::CellRunning { id: self.id.clone(), then: "list its files" };
+                let _ = reply.send(Err(running));
+            }
             Command::Submit(id, job) => {
                 let kind = job.kind();
                 self.waiting.insert(id, job);
@@ -730,15 +765,24 @@ impl Driver {
             }
             // The machine starts it by another action.
             Job::Fork { .. } => return,
-            Job::Read { path, limit, reply } => {
-                let header = json!({"type": "read_file", "id": id, "path": path.as_str(), "limit": limit});
-                let received = SpooledTempFile::new(STAGED_IN_MEMORY);
-                (
-                    Task::Read { path, limit, received, size: 0, result: None, reply },
-                    begun + FILE_PATIENCE,
-                    header,
-                    Vec::new(),
-                )
+            Job::Read { path, what, reply } => {
+                let (header, limit) = match what {
+                    Extent::Whole { limit } => {
+                        (json!({"type": "read_file", "id": id, "path": path.as_str(), "limit": limit}), limit)
+                    }
+                    Extent::Part { offset, length } => {
+                        let (path, kind) = (path.as_str(), "read_file");
+                        (json!({"type": kind, "id": id, "path": path, "offset": offset, "length": length}), length)
+                    }
+                };
+                let bytes = SpooledTempFile::new(STAGED_IN_MEMORY);
+                let received = Received { bytes, sent: 0, total: 0, version: String::new() };
+                let task = Task::Read { path, limit, received, result: None, reply };
+                (task, begun + FILE_PATIENCE, header, Vec::new())
+            }
+            Job::List { reply } => {
+                let header = json!({"type": "list_files", "id": id, "limit": MOST_LISTED});
+                (Task::List { result: None, reply }, begun + FILE_PATIENCE, header, Vec::new())
             }
         };
         self.running = Some(Running { id, task, begun, deadline });
@@ -1079,21 +1123,30 @@ impl Driver {
                 }
                 _ => {}
             },
-            (Task::Read { path, limit, received, size, result, .. }, runner_client::Event::Claim(claim)) => match claim
-            {
+            (Task::List { result, .. }, runner_client::Event::Claim(claim)) => match claim {
+                Claim::FileList { id: claimed, entries, omitted } if claimed == id => {
+                    *result = Some(Ok(file_list(entries, omitted)));
+                }
+                Claim::Failed { id: claimed, message, .. } if claimed == id => {
+                    *result = Some(Err(Refused::Transfer { why: bounded_text(&message, 500) }));
+                }
+                _ => {}
+            },
+            (Task::Read { path, limit, received, result, .. }, runner_client::Event::Claim(claim)) => match claim {
                 Claim::FileData { id: claimed, bytes } if claimed == id => {
                     running.deadline = Instant::now() + FILE_PATIENCE;
-                    *size += bytes.len() as u64;
-                    if *size > *limit {
+                    received.sent += bytes.len() as u64;
+                    if received.sent > *limit {
                         return self.broken("more bytes of a file were sent than asked for".to_owned());
                     }
-                    if let Err(error) = received.write_all(&bytes) {
+                    if let Err(error) = received.bytes.write_all(&bytes) {
                         *result = Some(Err(Refused::Transfer { why: error.kind().to_string() }));
                     }
                 }
-                Claim::FileEnd { id: claimed, size: told } if claimed == id => {
+                Claim::FileEnd { id: claimed, size: told, total, version } if claimed == id => {
+                    (received.total, received.version) = (total, version);
                     // What was read counts. A different claim means that the file is not whole.
-                    let whole = told == *size;
+                    let whole = told == received.sent;
                     let short = || file_failed(path, Trouble::Other, "it changed while it was read".to_owned());
                     result.get_or_insert_with(|| if whole { Ok(()) } else { Err(short()) });
                 }
@@ -1114,6 +1167,7 @@ impl Driver {
             Task::Write { result, .. } => result.is_some(),
             Task::Packages { result, .. } => result.is_some(),
             Task::Read { result, .. } => result.is_some(),
+            Task::List { result, .. } => result.is_some(),
         };
         finished.then_some(running.id)
     }
@@ -1124,7 +1178,7 @@ impl Driver {
             Some(Task::Cell { done: Some(done), .. }) => !done.unchanged,
             Some(Task::Write { result, .. }) => matches!(result, Some(Ok(_))),
             Some(Task::Packages { result, .. }) => matches!(result, Some(Ok(_))),
-            Some(Task::Read { .. }) | None => false,
+            Some(Task::Read { .. } | Task::List { .. }) | None => false,
             Some(Task::Cell { done: None, .. }) => true,
         }
     }
@@ -1165,10 +1219,17 @@ impl Driver {
             Task::Read { mut received, result, reply, .. } => {
                 let _ = reply.send(match (answer, result) {
                     (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(Ok(()))) => received
+                        .bytes
                         .rewind()
                         .map(|()| received)
                         .map_err(|error| Refused::Transfer { why: error.kind().to_string() }),
                     (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(Err(refused))) => Err(refused),
+                    _ => Err(self.transfer_refusal(answer)),
+                });
+            }
+            Task::List { result, reply } => {
+                let _ = reply.send(match (answer, result) {
+                    (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(result)) => result,
                     _ => Err(self.transfer_refusal(answer)),
                 });
             }
@@ -1366,9 +1427,19 @@ fn refuse(job: Job, refused: Refused) {
         Job::Execute { teller, .. } => teller.end(Err(refused)),
         Job::Write { reply, .. } => drop(reply.send(Err(refused))),
         Job::Read { reply, .. } => drop(reply.send(Err(refused))),
+        Job::List { reply } => drop(reply.send(Err(refused))),
         Job::Packages { reply, .. } => drop(reply.send(Err(refused))),
         Job::Fork { reply, .. } => drop(reply.send(Err(refused))),
     }
+}
+
+/// Names the files that can be asked for. A name that cannot is counted like one that was left out.
+fn file_list(claimed: Vec<ClaimedFile>, omitted: u64) -> FileList {
+    let all = claimed.len();
+    let files = claimed.into_iter().filter(|file| InsidePath::from_str(&file.path).is_ok());
+    let mut files = files.map(|file| FileNote { path: file.path, size: file.size }).collect::<Vec<_>>();
+    files.sort_by(|one, other| one.path.cmp(&other.path));
+    FileList { omitted: omitted.saturating_add((all - files.len()) as u64), files }
 }
 
 fn file_failed(path: &InsidePath, reason: Trouble, message: String) -> Refused {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Job, Origin};
+use super::driver::{Extent, Job, Origin};
 use super::manager::{Entry, Sessions};
 use super::{ExecuteRequest, InsidePath, Outcome, Refused, SessionId};
 use crate::sandbox::Rules;
@@ -46,8 +46,9 @@ impl Hidden {
     /// Copies a file of the working folder, of at most `limit` bytes.
     pub async fn read(&self, path: &InsidePath, limit: u64) -> Result<File, Refused> {
         let (reply, answer) = oneshot::channel();
-        let staged = self.ask(Job::Read { path: path.clone(), limit, reply }, answer).await?;
-        let file = tokio::task::spawn_blocking(move || staged.into_file()).await;
+        let what = Extent::Whole { limit };
+        let received = self.ask(Job::Read { path: path.clone(), what, reply }, answer).await?;
+        let file = tokio::task::spawn_blocking(move || received.bytes.into_file()).await;
         match file {
             Ok(Ok(file)) => Ok(file),
             Ok(Err(error)) => Err(Refused::Transfer { why: error.to_string() }),

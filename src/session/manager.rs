@@ -16,13 +16,16 @@ use tokio_util::sync::CancellationToken;
 
 use super::accounts::{Accounts, Starts};
 use super::driver::{
-    self, Beginning, Command, Customer, Fork, Forked, ForksWanted, Job, Origin, STAGED_IN_MEMORY, Shared,
+    self, Beginning, Command, Customer, Extent, Fork, Forked, ForksWanted, Job, Origin, Received, STAGED_IN_MEMORY,
+    Shared,
 };
 use super::install::Source;
 use super::turns::Turns;
+use super::uploads::{UploadPart, Uploaded, Uploads};
 use super::{
-    CheckpointInfo, ExecutionId, ForkNames, ForkReport, FullOutput, InsidePath, MOST_FORKS, Principal, Refused,
-    ResetReport, Resident, SessionId, SessionInfo, SessionSettings, Undo, UndoReport, Usage, Which, WorkFolder,
+    CheckpointInfo, ExecutionId, FileList, FileRange, ForkNames, ForkReport, FullOutput, InsidePath, MOST_FORKS,
+    Principal, Refused, ResetReport, Resident, SessionId, SessionInfo, SessionSettings, Undo, UndoReport, Usage, Which,
+    WorkFolder,
 };
 use crate::sandbox::{Backend, Preparation, Rules};
 
@@ -38,6 +41,8 @@ const IDLE_NAMED: usize = 3;
 const LONGEST_SUFFIX: usize = 48;
 /// Commands on their way to one driver. It reads them at once, so only a flood fills this.
 const MOST_COMMANDS: usize = 256;
+/// The most of a file that is sent at once. Whoever wants more asks for the next part.
+const LARGEST_PART: u64 = 1024 * 1024 * 1024;
 /// Bytes of a file moved in one step.
 const CHUNK: usize = 256 * 1024;
 
@@ -58,6 +63,7 @@ struct House {
     next_number: Arc<AtomicU64>,
     accounts: Arc<Accounts>,
     turns: Turns,
+    uploads: Arc<Uploads>,
 }
 
 #[derive(Default)]
@@ -106,8 +112,9 @@ impl Sessions {
         let accounts = Arc::new(Accounts::new(settings.quotas.clone()));
         let next_number = Arc::new(AtomicU64::new(1));
         let turns = Turns::new(settings.max_running);
-        let (table, population) = (Mutex::default(), watch::Sender::new(0));
-        Sessions { house: Arc::new(House { backend, settings, table, population, next_number, accounts, turns }) }
+        let (table, uploads, population) = (Mutex::default(), Arc::default(), watch::Sender::new(0));
+        let house = House { backend, settings, table, population, next_number, accounts, turns, uploads };
+        Sessions { house: Arc::new(house) }
     }
 
     /// Follows the work that must be done once before the first session. Requests wait for it.
@@ -126,7 +133,7 @@ impl Sessions {
         let resident = |((owner, id), entry): (&Key, &Entry)| Resident {
             owner: owner.clone(),
             id: id.clone(),
-            running: entry.shared.facts().state == "running",
+            running: matches!(entry.shared.facts().state, "running" | "waiting"),
         };
         table.sessions.iter().map(resident).collect()
     }
@@ -220,6 +227,17 @@ impl Sessions {
         let (source, size) =
             stage(source).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
         self.check_stored(owner, size)?;
+        self.write_staged(owner, id, path, source, overwrite).await
+    }
+
+    async fn write_staged(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        source: SpooledTempFile,
+        overwrite: bool,
+    ) -> Result<u64, Refused> {
         let entry = self.find_or_create(owner, id)?;
         let (reply, answer) = oneshot::channel();
         self.submit(&entry, Job::Write { path: path.clone(), overwrite, source, reply })
@@ -236,12 +254,79 @@ impl Sessions {
         limit: u64,
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<u64, Refused> {
+        let received = self.read(owner, id, path, Extent::Whole { limit }).await?;
+        unstage(received.bytes, sink).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })
+    }
+
+    /// Copies a part of a file to `sink`: from `offset` on, to the end or at most `length` bytes, and not more than 1 GiB at once. Beyond the
+    /// end there is nothing, which is no error.
+    pub async fn read_file_range(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        offset: u64,
+        length: Option<u64>,
+        sink: &mut (dyn AsyncWrite + Send + Unpin),
+    ) -> Result<FileRange, Refused> {
+        let length = length.unwrap_or(LARGEST_PART).min(LARGEST_PART);
+        // The runner counts with signed numbers.
+        let offset = offset.min(i64::MAX as u64);
+        let Received { bytes, sent, total, version } =
+            self.read(owner, id, path, Extent::Part { offset, length }).await?;
+        unstage(bytes, sink).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        Ok(FileRange { total, sent, version })
+    }
+
+    async fn read(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        what: Extent,
+    ) -> Result<Received, Refused> {
         let entry = self.find(owner, id)?;
         let (reply, answer) = oneshot::channel();
-        self.submit(&entry, Job::Read { path: path.clone(), limit, reply })
+        self.submit(&entry, Job::Read { path: path.clone(), what, reply })
             .map_err(|silence| self.explained(owner, id, silence))?;
-        let staged = answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))?;
-        unstage(staged, sink).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })
+        answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
+    }
+
+    /// Names the files of a session, while no cell runs in it.
+    pub async fn list_files(&self, owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
+        let entry = self.find(owner, id)?;
+        let (reply, answer) = oneshot::channel();
+        self.submit(&entry, Job::List { reply }).map_err(|silence| self.explained(owner, id, silence))?;
+        answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
+    }
+
+    /// Takes a part of a file that arrives in several. With the last one the file is stored as `write_file` does.
+    ///
+    /// What arrived of a part is kept when its source fails or the future is dropped; `uploaded` tells how much that is.
+    pub async fn upload(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        part: UploadPart,
+        source: &mut (dyn AsyncRead + Send + Unpin),
+    ) -> Result<Uploaded, Refused> {
+        self.check_stored(owner, 1)?;
+        let room = self.room_to_store(owner);
+        let taken = self.house.uploads.take(owner, id, path, part, room, source).await;
+        if let Err(Refused::UploadTooLarge) = taken {
+            // The quota is named when it was in the way.
+            self.check_stored(owner, part.offset.saturating_add(room).saturating_add(1))?;
+        }
+        let (size, file) = taken?;
+        let Some(source) = file else { return Ok(Uploaded { size, finished: false }) };
+        let size = self.write_staged(owner, id, path, source, part.overwrite).await?;
+        Ok(Uploaded { size, finished: true })
+    }
+
+    /// Returns how many bytes of an unfinished upload have arrived.
+    pub fn uploaded(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64> {
+        self.house.uploads.size(owner, id, path)
     }
 
     /// Says what a session may reach from now on, creating it if its id is new. It can never be more than the operator allows.
@@ -420,8 +505,17 @@ impl Sessions {
     /// Checks that so many bytes may be stored.
     fn check_stored(&self, owner: &Principal, more: u64) -> Result<(), Refused> {
         self.house.accounts.refresh(owner);
-        let Starts { kept, .. } = self.table().starts(owner, 0, 0);
-        self.house.accounts.check_stored(owner, kept, more)
+        self.house.accounts.check_stored(owner, self.kept(owner), more)
+    }
+
+    /// Returns how many more bytes an owner may store.
+    fn room_to_store(&self, owner: &Principal) -> u64 {
+        self.house.accounts.room_to_store(owner, self.kept(owner))
+    }
+
+    /// Returns the bytes that are kept of an owner outside of sandboxes.
+    fn kept(&self, owner: &Principal) -> u64 {
+        self.table().starts(owner, 0, 0).kept + self.house.uploads.bytes_of(owner)
     }
 
     /// Tells how many cells run in the whole server, and how many wait for a place.
@@ -432,8 +526,8 @@ impl Sessions {
     /// Tells what an owner uses now.
     pub fn usage(&self, owner: &Principal) -> Usage {
         let usage = self.house.accounts.usage(owner);
-        let Starts { live, kept, .. } = self.table().starts(owner, 0, 0);
-        Usage { sessions: live, stored: usage.stored + kept, ..usage }
+        let sessions = self.table().starts(owner, 0, 0).live;
+        Usage { sessions, stored: usage.stored + self.kept(owner), ..usage }
     }
 
     /// Puts a session into the table, with its driver.
@@ -445,6 +539,7 @@ impl Sessions {
         let (owner, id) = key.clone();
         let house = self.house.clone();
         let on_gone = Box::new(move |why| {
+            house.uploads.forget(&key.0, &key.1);
             let mut table = house.table();
             table.bury(key, why);
             house.population.send_replace(table.sessions.len());

@@ -26,6 +26,8 @@ mod branching_behaviour;
 mod docket;
 mod driver;
 mod explore;
+#[cfg(test)]
+mod file_behaviour;
 mod follow;
 #[cfg(test)]
 mod following_behaviour;
@@ -47,6 +49,7 @@ mod terminal;
 mod turn_behaviour;
 mod turns;
 mod underway;
+mod uploads;
 
 use std::fmt;
 use std::str::FromStr;
@@ -65,6 +68,7 @@ pub use outcome::*;
 pub use serial::Word;
 pub use spool::FullOutput;
 pub use underway::*;
+pub use uploads::{UploadPart, Uploaded};
 
 /// Code longer than this is refused. A cell is typed or generated text; data belongs in a file.
 pub const LARGEST_CODE: usize = 8 * 1024 * 1024;
@@ -278,7 +282,7 @@ pub struct SessionInfo {
 pub struct Resident {
     pub owner: Principal,
     pub id: SessionId,
-    /// Code runs in it.
+    /// Code runs in it, or waits for its turn.
     pub running: bool,
 }
 
@@ -348,6 +352,14 @@ pub enum Refused {
     File { path: InsidePath, reason: Trouble, detail: String },
     #[error("the file could not be read or stored on the server's side: {why}")]
     Transfer { why: String },
+    #[error(
+        "the upload stands at byte {expected}, and this part begins elsewhere. Send the part that begins there, or begin anew at 0"
+    )]
+    UploadOffset { expected: u64 },
+    #[error("the upload is larger than may be stored, and was given up")]
+    UploadTooLarge,
+    #[error("{limit} uploads are unfinished already. Finish one, or wait an hour until they are forgotten")]
+    TooManyUploads { limit: usize },
     #[error("a cell is running in `{id}`; wait for it or interrupt it, then {then}")]
     CellRunning {
         id: SessionId,

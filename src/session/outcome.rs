@@ -167,6 +167,26 @@ pub struct FileChanges {
     pub omitted: u64,
 }
 
+/// Files below a session's working folder.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileList {
+    /// In the order of their paths, at most 1,000.
+    pub files: Vec<FileNote>,
+    /// Files that are there, at least, and are not listed.
+    pub omitted: u64,
+}
+
+/// A part of a file that was read.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileRange {
+    /// Bytes of the whole file.
+    pub total: u64,
+    /// Bytes of this part. Fewer than were asked for when the file ends there, or when the part was larger than is sent at once.
+    pub sent: u64,
+    /// Another text when the file has changed. As the session claims.
+    pub version: String,
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileNote {
     pub path: String,

@@ -1,5 +1,6 @@
 //! Who may call, with an issuer that is not ours and with the built program.
 
+mod key_server;
 mod provider;
 
 use crate::support::server::{finished, program_below};

@@ -10,6 +10,8 @@ import { generateKeyPairSync } from 'node:crypto';
 import { createInterface } from 'node:readline';
 import { pathToFileURL } from 'node:url';
 
+// The provider's own remarks do not belong among the answers.
+console.info = console.warn = console.error;
 const { Provider } = await import(pathToFileURL(createRequire(process.cwd() + '/').resolve('oidc-provider')));
 
 const SCOPES = 'python:execute sessions:read packages:install admin';

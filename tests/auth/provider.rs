@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::LazyLock;
 
 use cellblock::auth::{
     Algorithm, AuthSettings, Authenticator, Denied, Issuer, IssuerVariables, KeySetUrl, KeySource, Scope, require,
@@ -29,7 +30,7 @@ struct Provider {
 impl Provider {
     /// Starts it, or says what is missing.
     fn start() -> Option<Provider> {
-        let Some(folder) = installed() else {
+        let Some(folder) = &*INSTALLED else {
             skipped("node, npm and its package registry");
             return None;
         };
@@ -88,6 +89,9 @@ impl Drop for Provider {
         self.stop();
     }
 }
+
+/// Tests that start at once install it once.
+static INSTALLED: LazyLock<Option<PathBuf>> = LazyLock::new(installed);
 
 /// Returns a folder with the provider in it, made once, or nothing when there is no node or no registry answers.
 fn installed() -> Option<PathBuf> {

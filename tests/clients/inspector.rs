@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::http::client::Raw;
 use crate::support::npm::{folder, node};
-use crate::support::server::{MINIMAL, data_dir, finished};
+use crate::support::server::{MINIMAL, data_dir, finished, folders};
 use crate::support::service::Service;
 use crate::support::{PROGRAM, skipped};
 
@@ -55,6 +55,7 @@ async fn an_inspector_that_is_ended_cancels_its_cell() {
     }
     inspector.kill().unwrap();
     inspector.wait().unwrap();
+    // Its time-out would free the session too, but later than a call waits.
     other.call("execute_ipython_cell", json!({"code": "print(6 * 7)", "session_id": "a"})).await;
     let answer = other.answer().await;
     assert!(answer.body.contains("42"), "{answer:?}");
@@ -91,8 +92,10 @@ impl Way<'_> {
         command.args(["--protocol-era", era, "--connect-timeout", "60000"]).args(arguments);
         match self.service {
             None => {
-                let setting = format!("CELLBLOCK_DATA_DIR={}", data_dir().display());
-                command.args(["-e", &setting, "--", PROGRAM, "mcp"])
+                for (name, folder) in folders(data_dir()) {
+                    command.arg("-e").arg(format!("{name}={}", folder.display()));
+                }
+                command.args(["--", PROGRAM, "mcp"])
             }
             Some(service) => {
                 let header = format!("Authorization: Bearer {}", service.token);

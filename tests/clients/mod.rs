@@ -11,7 +11,7 @@ use std::process::Command;
 
 use crate::stdio::protocol::real_uv;
 use crate::support::native::host_python;
-use crate::support::server::{data_dir, finished};
+use crate::support::server::{data_dir, finished, folders};
 use crate::support::service::Service;
 use crate::support::{PROGRAM, npm, skipped};
 
@@ -63,7 +63,7 @@ fn typescript(script: &str) {
 /// Lets a client tell its story over every transport.
 fn tell(client: impl Fn() -> Command) {
     let mut over_pipes = client();
-    over_pipes.env("CELLBLOCK_DATA_DIR", data_dir()).env_remove("CELLBLOCK_CONFIG").args(["stdio", PROGRAM, "mcp"]);
+    over_pipes.envs(folders(data_dir())).env_remove("CELLBLOCK_CONFIG").args(["stdio", PROGRAM, "mcp"]);
     check_told(&mut over_pipes);
     let service = Service::start(&[]);
     let mut over_http = client();

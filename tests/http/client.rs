@@ -19,6 +19,8 @@ pub(crate) struct Raw {
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
+    /// In lower case.
+    pub(crate) head: String,
     pub(crate) body: String,
 }
 
@@ -50,6 +52,43 @@ impl Raw {
         self.write(head(tool, &more) + &body).await;
     }
 
+    /// Connects with a key.
+    pub(crate) async fn with_key(service: &Service, caller: &str) -> Raw {
+        let authorization = format!("authorization: Bearer {}\r\n", service.key(caller));
+        Raw { authorization, ..Raw::connect(service.address).await }
+    }
+
+    /// Sends a request of any kind and waits for its answer.
+    pub(crate) async fn ask(&mut self, method: &str, path: &str, more: &str, body: &[u8]) -> Answer {
+        let host = if more.contains("host:") { "" } else { "host: localhost\r\n" };
+        let length = if body.is_empty() && method != "PUT" {
+            String::new()
+        } else {
+            format!("content-length: {}\r\n", body.len())
+        };
+        self.write(format!("{method} {path} HTTP/1.1\r\n{host}{}{length}{more}\r\n", self.authorization)).await;
+        self.write(body).await;
+        if method == "HEAD" { self.head_only().await } else { self.answer().await }
+    }
+
+    /// Calls a tool and returns its result.
+    pub(crate) async fn result(&mut self, tool: &str, arguments: Value) -> Value {
+        self.call(tool, arguments).await;
+        let answer = self.answer().await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+        serde_json::from_str::<Value>(&answer.body).expect("an answer is JSON")["result"].take()
+    }
+
+    async fn head_only(&mut self) -> Answer {
+        let mut read = Vec::new();
+        while !read.ends_with(b"\r\n\r\n") {
+            assert_ne!(self.stream.read_buf(&mut read).await.unwrap(), 0, "the answer was cut");
+        }
+        let head = String::from_utf8_lossy(&read).to_ascii_lowercase();
+        let status = head.split(' ').nth(1).and_then(|word| word.parse().ok()).expect("an answer has a status");
+        Answer { status, head, body: String::new() }
+    }
+
     /// Waits for one answer with a known length.
     pub(crate) async fn answer(&mut self) -> Answer {
         let mut read = Vec::new();
@@ -68,7 +107,7 @@ impl Raw {
             assert_ne!(self.stream.read_buf(&mut read).await.unwrap(), 0, "the answer was cut");
         }
         let status = head.split(' ').nth(1).and_then(|word| word.parse().ok()).expect("an answer has a status");
-        Answer { status, body: String::from_utf8_lossy(&read[end..]).into_owned() }
+        Answer { status, head, body: String::from_utf8_lossy(&read[end..]).into_owned() }
     }
 
     /// Waits until the other side closes the connection; returns what it said before.

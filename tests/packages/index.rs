@@ -82,7 +82,7 @@ impl Index {
 }
 
 /// Makes the packages.
-fn packages(python: &Path) -> tempfile::TempDir {
+pub(super) fn packages(python: &Path) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/packages/make_index.py");
     let made = Command::new(python).args(["-I", script]).arg(folder.path()).status().unwrap();
@@ -128,7 +128,7 @@ fn answer(folder: &Path, path: &str) -> Option<(&'static str, Vec<u8>)> {
     Some(("text/html", page.into_bytes()))
 }
 
-/// The same packages as plain files behind TLS, with a certificate that only this test knows.
+/// A web server behind TLS, with a certificate that only this test knows.
 pub(crate) struct Tls {
     server: Child,
     folder: tempfile::TempDir,
@@ -148,9 +148,13 @@ server.serve_forever()
 "#;
 
 impl Tls {
-    /// Returns `None` where no certificate can be made.
+    /// Serves the packages as plain files. Returns `None` where no certificate can be made.
     pub(crate) fn start(python: &Path) -> Option<Tls> {
-        let folder = packages(python);
+        Tls::serve(python, packages(python), SERVE)
+    }
+
+    /// Serves a folder by a program that prints its port, with `certificate.pem` and `key.pem` in there.
+    pub(crate) fn serve(python: &Path, folder: tempfile::TempDir, program: &str) -> Option<Tls> {
         let options =
             ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"];
         let names = [
@@ -173,7 +177,7 @@ impl Tls {
             return None;
         }
         let mut server = Command::new(python)
-            .args(["-I", "-c", SERVE])
+            .args(["-I", "-c", program])
             .current_dir(folder.path())
             .stdout(Stdio::piped())
             .spawn()
@@ -181,6 +185,11 @@ impl Tls {
         let mut line = String::new();
         BufReader::new(server.stdout.take().unwrap().take(20)).read_line(&mut line).unwrap();
         Some(Tls { server, folder, port: line.trim().parse().expect("the server names its port") })
+    }
+
+    /// Address and port.
+    pub(crate) fn place(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
     }
 
     pub(crate) fn url(&self, path: &str) -> String {

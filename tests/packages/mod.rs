@@ -3,6 +3,7 @@
 //! The installer's sandbox is a plain process in a folder here: these cases are about what uv, `installer.py` and the store make of packages.
 //! `index` is the package index, `workshop` the stand-in for the sandbox. What a sandbox adds is in `sessions`, what the operator does in `program`.
 
+mod git;
 mod index;
 mod program;
 mod proxy;

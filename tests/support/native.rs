@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use cellblock::app::{Warmth, prepare_environment};
-use cellblock::environment::{self, EnvironmentSpec};
+use cellblock::environment;
 use cellblock::sandbox::native::{NativeBackend, NativeSettings, Network};
 use cellblock::sandbox::{Backend, LaunchError, Preparation, SandboxLimits};
 use cellblock::session::{
@@ -136,7 +136,8 @@ impl Builder {
     pub(crate) fn start(self) -> Native {
         let working = Preparation::Working { step: "preparing".to_owned(), done: 0, total: None };
         let preparation = watch::Sender::new(working);
-        let (spec, binds, runner, network) = (spec(self.environment), self.binds, self.runner, self.network);
+        let (spec, binds, runner, network) =
+            (super::environment_spec(self.environment), self.binds, self.runner, self.network);
         let told = preparation.clone();
         let warm = async move {
             let mut warm = prepare_environment(spec, super::data_folder(), Warmth::Full, told).await?;
@@ -163,13 +164,9 @@ fn runtime_folder() -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("runtime-{}", rustix::process::geteuid().as_raw()))
 }
 
-fn spec(name: &str) -> EnvironmentSpec {
-    EnvironmentSpec::built_in().into_iter().find(|spec| spec.name.as_str() == name).expect("a built-in environment")
-}
-
 /// Builds the environment of this name if need be, and returns the interpreter it is made from: Python outside of any sandbox.
 pub(crate) fn host_python(name: &str) -> PathBuf {
-    let spec = spec(name);
+    let spec = super::environment_spec(name);
     // A thread of its own, because the caller may already be inside the runtime.
     let built = std::thread::spawn(move || {
         run(async move { environment::ensure(&spec, &super::data_folder(), &|_| {}).await })

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use base64::Engine;
 use serde_json::{Map, Value, json};
 
-use super::{PROGRAM, data_folder};
+use super::{PROGRAM, configuration, data_folder};
 
 /// Nothing takes this long, not even the first start on a busy machine. Whoever waits longer has found a bug.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -25,10 +25,18 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 /// The environment without packages but IPython. A server that uses it is ready soonest.
 pub(crate) const MINIMAL: &[&str] = &["--environment", "minimal"];
 
-/// Returns a folder that holds both built-in environments, built once and kept between runs of the tests.
+/// Where a data folder has the configuration of its programs.
+const CONFIGURATION: &str = "configuration";
+
+/// Returns a folder that holds the environments of the tests, built once and kept between runs, and the configuration that describes them.
 pub(crate) fn data_dir() -> &'static Path {
     static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
         let folder = data_folder();
+        let file = folder.join(CONFIGURATION).join("cellblock/config.yaml");
+        fs::create_dir_all(file.parent().expect("a file is in a folder")).expect("a folder can be made");
+        // In one step: another process of tests may be reading it.
+        let written = folder.join(format!("configuration-{}", std::process::id()));
+        fs::write(&written, configuration()).and_then(|()| fs::rename(&written, &file)).expect("a file can be written");
         for name in ["default", "minimal"] {
             let built = program_below(&folder).args(["env", "build", name]).output().expect("the program can be run");
             assert!(built.status.success(), "the environment {name} could not be built: {}", text_of(&built.stderr));
@@ -52,10 +60,13 @@ pub(crate) fn program_below(data_dir: &Path) -> Command {
             command.env_remove(&name);
         }
     }
-    // A folder that does not exist holds no configuration file.
-    command.env("CELLBLOCK_DATA_DIR", data_dir).env("XDG_CONFIG_HOME", data_dir.join("no-configuration"));
-    command.stdin(Stdio::null());
+    command.envs(folders(data_dir)).stdin(Stdio::null());
     command
+}
+
+/// Returns the variables by which the program finds a data folder, and the configuration in there: only the shared folder has one.
+pub(crate) fn folders(data_dir: &Path) -> [(&'static str, PathBuf); 2] {
+    [("CELLBLOCK_DATA_DIR", data_dir.to_owned()), ("XDG_CONFIG_HOME", data_dir.join(CONFIGURATION))]
 }
 
 /// Does work that waits for somebody else, such as opening a FIFO, and fails when it takes too long.

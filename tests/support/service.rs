@@ -1,74 +1,114 @@
 //! `cellblock serve` as its operators start it: a process, an address, a token in a file.
 
+use std::collections::HashMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::server::{PATIENCE, program};
-
-/// Lines within which a service says where it is.
-const BEGINNING: usize = 64;
+use super::server::{PATIENCE, finished, program};
 
 /// A running service. Dropping it asks it to end and waits.
 pub(crate) struct Service {
     child: Child,
     pub(crate) address: SocketAddr,
-    /// Lets its bearer do everything. Empty where nobody needs one.
+    /// Lets its bearer do everything.
     pub(crate) token: String,
+    keys: HashMap<String, String>,
+    told: Receiver<String>,
     log: Option<JoinHandle<String>>,
 }
 
 impl Service {
     /// Starts a service on a free port of this machine, in development mode, with sessions that end with it.
     pub(crate) fn start(more: &[&str]) -> Service {
-        Service::spawn(program(), more, address_and_token)
+        let mut command = program();
+        command.args(["serve", "--listen", "127.0.0.1:0", "--keep-sessions", "off"]).args(more);
+        let mut service = Service::run(command);
+        let file = service.told.recv_timeout(PATIENCE).ok();
+        let file = file.as_deref().and_then(|line| line.split("file=").nth(1)?.split_whitespace().next());
+        let token =
+            file.map(|file| fs::read_to_string(file.trim_matches('"')).expect("the token is where the log says"));
+        service.token = token.expect("it says where its token is").trim().to_owned();
+        service
     }
 
     /// Starts such a service for everybody on this machine: for clients that know of no tokens.
     pub(crate) fn without_tokens(more: &[&str]) -> Service {
         let mut command = program();
         command.env("CELLBLOCK_AUTH", "off");
-        Service::spawn(command, more, |told| {
-            loop {
-                let line = told.recv_timeout(PATIENCE).ok()?;
-                if let Some(address) = address(&line) {
-                    return Some((address, String::new()));
-                }
-            }
-        })
+        command.args(["serve", "--listen", "127.0.0.1:0", "--keep-sessions", "off"]).args(more);
+        Service::run(command)
     }
 
-    fn spawn(
-        mut command: Command,
-        more: &[&str],
-        beginning: impl FnOnce(&Receiver<String>) -> Option<(SocketAddr, String)>,
-    ) -> Service {
-        command.args(["serve", "--listen", "127.0.0.1:0", "--keep-sessions", "off"]).args(more);
+    /// Starts a service whose callers have keys, one for each name with the scopes beside it. `folder` holds its configuration.
+    pub(crate) fn with_keys(folder: &Path, callers: &[(&str, &[&str])], keep_sessions: bool, more: &[&str]) -> Service {
+        let configuration = folder.join("config.yaml");
+        let mut keys = HashMap::new();
+        if !configuration.exists() {
+            let mut text = "auth:\n  api_keys:\n".to_owned();
+            for (name, scopes) in callers {
+                let (key, lines) = new_key(name, scopes);
+                text += &lines;
+                fs::write(folder.join(name), &key).unwrap();
+            }
+            fs::write(&configuration, text).unwrap();
+        }
+        for (name, _) in callers {
+            keys.insert((*name).to_owned(), fs::read_to_string(folder.join(name)).unwrap());
+        }
+        let mut command = program();
+        command.env("CELLBLOCK_CONFIG", configuration).env("XDG_RUNTIME_DIR", folder);
+        command.args(["serve", "--listen", "127.0.0.1:0", "--environment", "minimal", "--keep-sessions"]);
+        command.arg(if keep_sessions { "on" } else { "off" }).args(more);
+        Service { keys, ..Service::run(command) }
+    }
+
+    fn run(mut command: Command) -> Service {
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("the program can be run");
         let log = BufReader::new(child.stderr.take().expect("it is a pipe"));
-        let (sender, told) = sync_channel(BEGINNING);
+        let (sender, told) = sync_channel(2);
         let log = std::thread::spawn(move || {
             let mut all = String::new();
             for line in log.lines().map_while(Result::ok) {
-                // Nobody listens once the beginning has been heard.
-                let _ = sender.try_send(line.clone());
+                if line.contains("serving MCP over HTTP") || line.contains("development mode, with a token") {
+                    // Nobody waits for more than the first two.
+                    let _ = sender.try_send(line.clone());
+                }
                 all += &line;
                 all.push('\n');
             }
             all
         });
-        match beginning(&told) {
-            Some((address, token)) => Service { child, address, token, log: Some(log) },
+        let line = told.recv_timeout(PATIENCE).unwrap_or_default();
+        let address = line.split("http://").nth(1).and_then(|rest| rest.split('/').next()?.parse().ok());
+        match address {
+            Some(address) => {
+                Service { child, address, token: String::new(), keys: HashMap::new(), told, log: Some(log) }
+            }
             None => {
                 let _ = child.kill();
                 panic!("the service did not say where it is: {}", log.join().unwrap_or_default())
             }
         }
+    }
+
+    /// The key of a caller.
+    pub(crate) fn key(&self, name: &str) -> &str {
+        &self.keys[name]
+    }
+
+    /// Ends the server as the kernel does when memory is short, and waits until it is gone.
+    pub(crate) fn kill(mut self) {
+        self.child.kill().expect("it runs");
+        self.child.wait().expect("it was started by us");
+        // What it kept may hold its log open; nobody reads that any more.
+        self.log = None;
     }
 
     pub(crate) fn url(&self) -> String {
@@ -109,19 +149,14 @@ impl Drop for Service {
     }
 }
 
-/// The address in a line of the log, if it tells one.
-fn address(line: &str) -> Option<SocketAddr> {
-    line.split("url=\"http://").nth(1)?.split('/').next()?.parse().ok()
-}
-
-/// Reads both from the log: the port is the kernel's choice, and the token is in a file.
-fn address_and_token(told: &Receiver<String>) -> Option<(SocketAddr, String)> {
-    let (mut address, mut token) = (None, None);
-    while address.is_none() || token.is_none() {
-        let line = told.recv_timeout(PATIENCE).ok()?;
-        address = address.or_else(|| self::address(&line));
-        let file = line.split(' ').next_back()?.split('=').nth(1).filter(|path| path.ends_with("/dev_token.txt"));
-        token = token.or_else(|| fs::read_to_string(file?).ok());
-    }
-    Some((address?, token?.trim().to_owned()))
+/// Returns a new key and the lines about it for the configuration file.
+fn new_key(name: &str, scopes: &[&str]) -> (String, String) {
+    let mut command = program();
+    command.args(["key", "new", name]);
+    scopes.iter().for_each(|scope| drop(command.args(["--scope", scope])));
+    let (status, text, errors) = finished(&mut command);
+    assert_eq!(status, Some(0), "{errors}");
+    let key = text.lines().find(|line| line.starts_with("cellblock_")).expect("the key is shown").to_owned();
+    let lines = text.split_once("api_keys:\n").expect("and the lines about it").1.to_owned();
+    (key, lines)
 }

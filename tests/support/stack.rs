@@ -9,7 +9,7 @@ use axum::Router;
 use cellblock::audit::Audit;
 use cellblock::http::routes::Access;
 use cellblock::http::{Allowed, Reception, Routes, connections};
-use cellblock::mcp::http::Endpoint;
+use cellblock::mcp::http::{Endpoint, Keeping};
 use cellblock::telemetry::{Health, Metrics};
 use rmcp::ServerHandler;
 use tokio::net::TcpListener;
@@ -36,7 +36,7 @@ impl Stack {
         let (end, health) = (CancellationToken::new(), Health::new());
         let metrics = Metrics::new(&health);
         let routes = Routes {
-            endpoint: Endpoint::new(handler, |_| None, IDLE, end.clone()),
+            endpoint: Endpoint::new(handler, |_| None, Keeping { idle: IDLE, folder: None }, end.clone()),
             allowed: Allowed::new(address, Vec::new(), Vec::new()),
             access: Access::Open,
             public_url: format!("http://{address}"),

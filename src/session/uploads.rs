@@ -1,0 +1,242 @@
+//! Uploads in parts: bytes that have arrived and wait for the rest.
+//!
+//! A part says at which byte it begins, and is taken when that is where the upload stands. Whatever of it arrives is kept, also when its sender goes
+//! away in the middle, so that the sender can ask how far it came and go on. With its last part the upload becomes a file of its session, whole or not
+//! at all. Uploads are limited in size and number, and one that nobody goes on with is forgotten.
+
+use std::collections::HashMap;
+use std::io::{self, Seek, Write};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tempfile::SpooledTempFile;
+use tokio::io::{AsyncRead, AsyncReadExt};
+use tokio::time::Instant;
+
+use super::driver::STAGED_IN_MEMORY;
+use super::{InsidePath, Principal, Refused, SessionId};
+
+/// The largest upload.
+pub(super) const LARGEST_UPLOAD: u64 = 1024 * 1024 * 1024;
+/// Unfinished uploads of one principal.
+const MOST_UPLOADS: usize = 8;
+/// How long an upload waits for its next part.
+const PATIENCE: Duration = Duration::from_secs(3600);
+/// Bytes moved in one step.
+const CHUNK: usize = 256 * 1024;
+
+/// A part of an upload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UploadPart {
+    /// Where it begins. Zero begins the upload anew.
+    pub offset: u64,
+    /// Nothing follows: the file is put in its place.
+    pub last: bool,
+    pub overwrite: bool,
+}
+
+/// How far an upload has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Uploaded {
+    pub size: u64,
+    /// The file is in its place.
+    pub finished: bool,
+}
+
+type Key = (Principal, SessionId, String);
+
+/// The unfinished uploads of a server.
+#[derive(Default)]
+pub(super) struct Uploads {
+    shelf: Mutex<Shelf>,
+}
+
+#[derive(Default)]
+struct Shelf {
+    places: HashMap<Key, Place>,
+    /// Somebody looks after uploads that nobody goes on with.
+    is_watched: bool,
+}
+
+enum Place {
+    Here(Staged),
+    /// A part of it is on its way.
+    Lent {
+        size: u64,
+    },
+}
+
+struct Staged {
+    file: SpooledTempFile,
+    size: u64,
+    touched: Instant,
+}
+
+impl Uploads {
+    /// Returns how many bytes of an upload have arrived.
+    pub(super) fn size(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64> {
+        match self.shelf().places.get(&key(owner, id, path))? {
+            Place::Here(staged) => Some(staged.size),
+            Place::Lent { size } => Some(*size),
+        }
+    }
+
+    /// Returns the bytes that wait of one principal.
+    pub(super) fn bytes_of(&self, owner: &Principal) -> u64 {
+        let shelf = self.shelf();
+        let sizes = shelf.places.iter().filter(|((of, ..), _)| of == owner).map(|(_, place)| match place {
+            Place::Here(staged) => staged.size,
+            Place::Lent { size } => *size,
+        });
+        sizes.sum()
+    }
+
+    /// Takes the bytes of a part, at most `room` of them. Returns the upload when the part was its last.
+    pub(super) async fn take(
+        self: &Arc<Uploads>,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        part: UploadPart,
+        room: u64,
+        source: &mut (dyn AsyncRead + Send + Unpin),
+    ) -> Result<(u64, Option<SpooledTempFile>), Refused> {
+        let mut lent = self.lend(key(owner, id, path), id, part.offset)?;
+        let taken = lent.fill(source, room).await;
+        let Some(staged) = &mut lent.staged else { return Err(Refused::UploadTooLarge) };
+        staged.touched = Instant::now();
+        let size = staged.size;
+        match taken {
+            Err(error) => return Err(Refused::Transfer { why: error.kind().to_string() }),
+            Ok(Filled::TooMuch) => {
+                lent.staged = None;
+                return Err(Refused::UploadTooLarge);
+            }
+            Ok(Filled::Whole) => {}
+        }
+        if !part.last {
+            return Ok((size, None));
+        }
+        let mut file = lent.staged.take().map(|staged| staged.file).ok_or(Refused::UploadTooLarge)?;
+        file.rewind().map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        Ok((size, Some(file)))
+    }
+
+    /// Forgets the uploads to a session that is gone.
+    pub(super) fn forget(&self, owner: &Principal, id: &SessionId) {
+        let is_other = |(of, session, _): &Key| of != owner || session != id;
+        self.shelf().places.retain(|key, place| is_other(key) || matches!(place, Place::Lent { .. }));
+    }
+
+    /// Takes an upload out of its place, if it stands at `offset`.
+    fn lend(self: &Arc<Uploads>, key: Key, id: &SessionId, offset: u64) -> Result<Lent, Refused> {
+        let mut shelf = self.shelf();
+        let places = &mut shelf.places;
+        let stands = match places.get(&key) {
+            Some(Place::Lent { .. }) => {
+                return Err(Refused::Occupied { id: id.clone(), then: "send this part again" });
+            }
+            Some(Place::Here(staged)) => staged.size,
+            None => 0,
+        };
+        let known = places.contains_key(&key);
+        let staged = match (offset, places.remove(&key)) {
+            (0, _) => {
+                let waiting = places.keys().filter(|(of, ..)| *of == key.0).count();
+                if !known && waiting >= MOST_UPLOADS {
+                    return Err(Refused::TooManyUploads { limit: MOST_UPLOADS });
+                }
+                Staged { file: SpooledTempFile::new(STAGED_IN_MEMORY), size: 0, touched: Instant::now() }
+            }
+            (offset, Some(Place::Here(staged))) if staged.size == offset => staged,
+            (_, other) => {
+                other.into_iter().for_each(|place| drop(places.insert(key.clone(), place)));
+                return Err(Refused::UploadOffset { expected: stands });
+            }
+        };
+        places.insert(key.clone(), Place::Lent { size: staged.size });
+        Ok(Lent { uploads: self.clone(), key, staged: Some(staged) })
+    }
+
+    /// Forgets uploads that nobody goes on with, as long as there are any.
+    async fn watch(uploads: Weak<Uploads>) {
+        let mut next = Instant::now() + PATIENCE;
+        loop {
+            tokio::time::sleep_until(next).await;
+            let Some(uploads) = uploads.upgrade() else { return };
+            let mut shelf = uploads.shelf();
+            let now = Instant::now();
+            shelf.places.retain(|_, place| !matches!(place, Place::Here(staged) if staged.touched + PATIENCE <= now));
+            let touched = shelf.places.values().map(|place| match place {
+                Place::Here(staged) => staged.touched,
+                Place::Lent { .. } => now,
+            });
+            match touched.min() {
+                Some(oldest) => next = oldest + PATIENCE,
+                None => {
+                    shelf.is_watched = false;
+                    return;
+                }
+            }
+        }
+    }
+
+    fn shelf(&self) -> MutexGuard<'_, Shelf> {
+        self.shelf.lock().expect("nothing panics while it holds the uploads")
+    }
+}
+
+/// An upload that a part is being added to. Dropped, it goes back to its place with what has arrived.
+struct Lent {
+    uploads: Arc<Uploads>,
+    key: Key,
+    staged: Option<Staged>,
+}
+
+enum Filled {
+    Whole,
+    TooMuch,
+}
+
+impl Lent {
+    /// Adds what the source gives, as far as there is room.
+    async fn fill(&mut self, source: &mut (dyn AsyncRead + Send + Unpin), room: u64) -> io::Result<Filled> {
+        let Some(staged) = &mut self.staged else { return Ok(Filled::TooMuch) };
+        let most = staged.size.saturating_add(room).min(LARGEST_UPLOAD);
+        let mut buffer = vec![0; CHUNK];
+        loop {
+            let size = source.read(&mut buffer).await?;
+            if size == 0 {
+                return Ok(Filled::Whole);
+            }
+            if staged.size + size as u64 > most {
+                return Ok(Filled::TooMuch);
+            }
+            staged.file.write_all(&buffer[..size])?;
+            staged.size += size as u64;
+        }
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        let mut shelf = self.uploads.shelf();
+        match self.staged.take() {
+            Some(staged) => drop(shelf.places.insert(self.key.clone(), Place::Here(staged))),
+            None => drop(shelf.places.remove(&self.key)),
+        }
+        // Without a runtime the server has ended, and with it everything that could be forgotten.
+        if !shelf.is_watched
+            && !shelf.places.is_empty()
+            && let Ok(runtime) = tokio::runtime::Handle::try_current()
+        {
+            shelf.is_watched = true;
+            runtime.spawn(Uploads::watch(Arc::downgrade(&self.uploads)));
+        }
+    }
+}
+
+fn key(owner: &Principal, id: &SessionId, path: &InsidePath) -> Key {
+    (owner.clone(), id.clone(), path.as_str().to_owned())
+}

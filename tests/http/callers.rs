@@ -1,0 +1,273 @@
+//! Callers: who is let in, what each may do, and that nobody sees what is another's.
+
+use serde_json::{Value, json};
+
+use super::client::{Raw, call, head};
+use crate::support::service::Service;
+
+const ALICE_AND_BOB: &[(&str, &[&str])] = &[
+    ("alice", &["python:execute", "packages:install"]),
+    ("bob", &["python:execute", "packages:install"]),
+    ("reader", &["sessions:read"]),
+    ("installer", &["packages:install"]),
+    ("operator", &["admin"]),
+];
+
+fn service(folder: &tempfile::TempDir) -> Service {
+    Service::with_keys(folder.path(), ALICE_AND_BOB, false, &[])
+}
+
+#[tokio::test]
+async fn a_caller_without_a_token_is_told_where_to_get_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let service = service(&folder);
+    let address = service.address;
+    let metadata = format!("http://{address}/.well-known/oauth-protected-resource/mcp");
+    let mut nobody = Raw::connect(address).await;
+    for (method, path) in
+        [("POST", "/mcp"), ("GET", "/mcp"), ("DELETE", "/mcp"), ("GET", "/metrics"), ("GET", "/sessions/a/files")]
+    {
+        let answer = nobody.ask(method, path, "", b"").await;
+        assert_eq!(answer.status, 401, "{method} {path}");
+        assert!(answer.head.contains(&format!("resource_metadata=\"{metadata}\"")), "{}", answer.head);
+        let body: Value = serde_json::from_str(&answer.body).unwrap();
+        assert_eq!(body, json!({"error": "invalid_token", "error_description": "Authentication required"}));
+    }
+    for path in ["/.well-known/oauth-protected-resource", "/.well-known/oauth-protected-resource/mcp"] {
+        let answer = nobody.ask("GET", path, "", b"").await;
+        let document: Value = serde_json::from_str(&answer.body).unwrap();
+        assert_eq!((answer.status, &document["resource"]), (200, &json!(format!("http://{address}/mcp"))));
+    }
+    for path in ["/healthz", "/nowhere"] {
+        assert_ne!(nobody.ask("GET", path, "", b"").await.status, 401, "{path} has nothing to hide");
+    }
+    let in_the_address = format!("/metrics?access_token={0}&token={0}", service.key("operator"));
+    assert_eq!(nobody.ask("GET", &in_the_address, "", b"").await.status, 401, "a token has no place in an address");
+    let twice = format!("authorization: Bearer {0}\r\nauthorization: Bearer {0}\r\n", service.key("operator"));
+    assert_eq!(nobody.ask("GET", "/metrics", &twice, b"").await.status, 401);
+    let mut operator = Raw::with_key(&service, "operator").await;
+    assert_eq!(operator.ask("GET", "/metrics", "", b"").await.status, 200, "the control");
+}
+
+#[tokio::test]
+async fn every_route_and_tool_needs_its_scope() {
+    let folder = tempfile::tempdir().unwrap();
+    let service = service(&folder);
+    let session = json!({"session_id": "a"});
+    let tools = [
+        ("execute_ipython_cell", json!({"code": "1", "session_id": "a"}), "python:execute"),
+        ("check_execution", json!({"session_id": "a", "wait": 0}), "python:execute"),
+        ("install_package", json!({"package_name": "-x", "session_id": "a"}), "packages:install"),
+        ("reset", session.clone(), "python:execute"),
+        ("undo", session.clone(), "python:execute"),
+        ("list_checkpoints", session.clone(), "sessions:read"),
+        ("fork_session", session.clone(), "python:execute"),
+        ("explore", json!({"session_id": "a", "variants": [{"name": "v", "code": "1"}]}), "python:execute"),
+        ("upload_file", json!({"relpath": "f", "text": "x", "session_id": "a"}), "python:execute"),
+        ("download_file", json!({"relpath": "f", "session_id": "a"}), "sessions:read"),
+        ("list_sessions", json!({}), "sessions:read"),
+        ("close_session", session, "python:execute"),
+        ("no_such_tool", json!({}), "sessions:read"),
+    ];
+    let may = |caller: &str, scope: &str| match caller {
+        "operator" => true,
+        "alice" => scope != "admin",
+        "reader" => scope == "sessions:read",
+        "installer" => scope == "packages:install",
+        _ => unreachable!("it is one of the four"),
+    };
+    for caller in ["alice", "reader", "installer", "operator"] {
+        let mut client = Raw::with_key(&service, caller).await;
+        for (tool, arguments, scope) in &tools {
+            client.call(tool, arguments.clone()).await;
+            let answer = client.answer().await;
+            let allowed = may(caller, scope);
+            assert_eq!(answer.status == 403, !allowed, "{caller} {tool}: {answer:?}");
+            if !allowed {
+                assert!(answer.head.contains("error=\"insufficient_scope\""), "{}", answer.head);
+                assert!(answer.head.contains(&format!("scope=\"{scope}")), "{}", answer.head);
+            }
+        }
+        for (method, path, scope) in [
+            ("GET", "/metrics", "admin"),
+            ("GET", "/sessions/a/files", "sessions:read"),
+            ("GET", "/sessions/a/files/f", "sessions:read"),
+            ("HEAD", "/sessions/a/files/f", "sessions:read"),
+            ("PUT", "/sessions/a/files/f", "python:execute"),
+        ] {
+            let answer = client.ask(method, path, "", b"").await;
+            assert_eq!(answer.status == 403, !may(caller, scope), "{caller} {method} {path}: {answer:?}");
+        }
+    }
+}
+
+/// An answer with the name of the session taken out, so that answers about two sessions can be compared.
+fn without(answer: (u16, String), session: &str) -> (u16, String) {
+    (answer.0, answer.1.replace(session, "SESSION"))
+}
+
+#[tokio::test]
+async fn what_is_another_callers_looks_like_what_was_never_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let service = service(&folder);
+    let (mut alice, mut bob) = (Raw::with_key(&service, "alice").await, Raw::with_key(&service, "bob").await);
+    let result = alice.result("execute_ipython_cell", json!({"code": "open('f', 'w').write('mine')\nx = 1"})).await;
+    let hers = result["structuredContent"]["session_id"].as_str().unwrap().to_owned();
+    let never = "s-00000000000000000000000000";
+    assert_eq!(hers.len(), never.len());
+
+    for (tool, more) in [
+        ("check_execution", json!({"wait": 0})),
+        ("reset", json!({})),
+        ("undo", json!({})),
+        ("list_checkpoints", json!({})),
+        ("fork_session", json!({})),
+        ("explore", json!({"variants": [{"name": "v", "code": "x"}]})),
+        ("download_file", json!({"relpath": "f"})),
+        ("close_session", json!({})),
+    ] {
+        let mut answers = Vec::new();
+        for session in [hers.as_str(), never] {
+            let mut arguments = more.clone();
+            arguments["session_id"] = json!(session);
+            bob.call(tool, arguments).await;
+            let answer = bob.answer().await;
+            answers.push(without((answer.status, answer.body), session));
+        }
+        assert_eq!(answers[0], answers[1], "{tool}");
+    }
+    for (method, path) in [("GET", "files"), ("GET", "files/f"), ("HEAD", "files/f")] {
+        let mut answers = Vec::new();
+        for session in [hers.as_str(), never] {
+            let answer = bob.ask(method, &format!("/sessions/{session}/{path}"), "", b"").await;
+            answers.push(without((answer.status, answer.body), session));
+        }
+        assert_eq!(answers[0], answers[1], "{method} {path}");
+        assert_eq!(answers[0].0, 404, "{method} {path}");
+    }
+    let listed = bob.result("list_sessions", json!({})).await;
+    assert_eq!(listed["structuredContent"]["sessions"], json!([]));
+
+    let untouched =
+        alice.result("execute_ipython_cell", json!({"code": "x, open('f').read()", "session_id": hers})).await;
+    assert_eq!(untouched["structuredContent"]["text"], "(1, 'mine')", "and nothing that he tried had an effect");
+}
+
+#[tokio::test]
+async fn two_callers_may_use_one_name_for_two_sessions() {
+    let folder = tempfile::tempdir().unwrap();
+    let service = service(&folder);
+    for (caller, number) in [("alice", 1), ("bob", 2)] {
+        let mut client = Raw::with_key(&service, caller).await;
+        client.result("execute_ipython_cell", json!({"code": format!("x = {number}"), "session_id": "a"})).await;
+    }
+    for (caller, number) in [("alice", "1"), ("bob", "2")] {
+        let mut client = Raw::with_key(&service, caller).await;
+        let result = client.result("execute_ipython_cell", json!({"code": "x", "session_id": "a"})).await;
+        assert_eq!(result["structuredContent"]["text"], number, "{caller}");
+    }
+}
+
+fn initialize() -> Vec<u8> {
+    let params =
+        json!({"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}});
+    json!({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": params}).to_string().into_bytes()
+}
+
+const LEGACY: &str = "content-type: application/json\r\naccept: application/json, text/event-stream\r\n";
+
+/// Sends one request of an older client on a connection of its own, and returns status and head.
+async fn legacy(service: &Service, caller: &str, method: &str, more: &str, body: &[u8]) -> (u16, String) {
+    let mut client = Raw::with_key(service, caller).await;
+    let length = format!("content-length: {}\r\nconnection: close\r\n", body.len());
+    client
+        .write(format!(
+            "{method} /mcp HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {}\r\n{LEGACY}{length}{more}\r\n",
+            service.key(caller)
+        ))
+        .await;
+    client.write(body).await;
+    let said = client.end().await;
+    let status = said.split(' ').nth(1).and_then(|word| word.parse().ok()).expect("an answer has a status");
+    (status, said)
+}
+
+#[tokio::test]
+async fn a_connection_of_an_older_client_belongs_to_whoever_opened_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let service = service(&folder);
+    let (status, said) = legacy(&service, "alice", "POST", "", &initialize()).await;
+    assert_eq!(status, 200, "{said}");
+    let id = said.lines().find_map(|line| line.strip_prefix("mcp-session-id: ")).expect("it has a name").to_owned();
+    let hers = format!("mcp-session-id: {id}\r\nmcp-protocol-version: 2025-11-25\r\n");
+    let never = format!("mcp-session-id: {}\r\nmcp-protocol-version: 2025-11-25\r\n", "0".repeat(id.len()));
+    let list = br#"{"jsonrpc":"2.0","id":2,"method":"tools/list"}"#;
+    assert_eq!(legacy(&service, "alice", "POST", &hers, list).await.0, 200, "the control");
+    for method in ["POST", "GET", "DELETE"] {
+        let body: &[u8] = if method == "POST" { list } else { b"" };
+        let tried = legacy(&service, "bob", method, &hers, body).await;
+        assert_eq!(tried.0, 404, "{method}");
+        let body_of = |said: &str| said.split_once("\r\n\r\n").map(|(_, body)| body.to_owned());
+        assert_eq!(body_of(&tried.1), body_of(&legacy(&service, "bob", method, &never, body).await.1), "{method}");
+    }
+    assert_eq!(legacy(&service, "alice", "POST", &hers, list).await.0, 200, "and it is still hers");
+    assert_eq!(legacy(&service, "alice", "DELETE", &hers, b"").await.0, 204);
+    assert_eq!(legacy(&service, "alice", "POST", &hers, list).await.0, 404);
+}
+
+#[tokio::test]
+async fn names_and_origins_are_checked_on_every_route() {
+    let folder = tempfile::tempdir().unwrap();
+    let service = service(&folder);
+    let mut operator = Raw::with_key(&service, "operator").await;
+    for path in [
+        "/mcp",
+        "/metrics",
+        "/healthz",
+        "/readyz",
+        "/sessions/a/files",
+        "/.well-known/oauth-protected-resource",
+        "/nowhere",
+    ] {
+        for more in [
+            "host: evil.test\r\n",
+            "host: localhost\r\norigin: https://evil.test\r\n",
+            "host: localhost\r\norigin: null\r\n",
+        ] {
+            let answer = operator.ask("GET", path, more, b"").await;
+            assert_eq!(answer.status, 403, "{path} {more}");
+            assert!(!answer.head.contains("access-control"), "{}", answer.head);
+        }
+        let good = operator.ask("GET", path, "host: localhost\r\norigin: http://localhost\r\n", b"").await;
+        assert_ne!(good.status, 403, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn what_is_ambiguous_or_malformed_is_answered_and_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let service = service(&folder);
+    let mut alice = Raw::with_key(&service, "alice").await;
+    let good = call("list_sessions", json!({}));
+    let request = async |client: &mut Raw, more: &str, body: &str| {
+        let authorization =
+            format!("authorization: Bearer {}\r\ncontent-length: {}\r\n{more}", service.key("alice"), body.len());
+        client.write(head("list_sessions", &authorization) + body).await;
+        client.answer().await
+    };
+    assert_eq!(request(&mut alice, "", &good).await.status, 200, "the control");
+    for (body, code) in [
+        (good.replacen("\"id\":1", "\"id\":1,\"id\":2", 1), -32700),
+        (format!("[{good}]"), -32600),
+        ("{".to_owned(), -32700),
+        ("".to_owned(), -32600),
+        (good.replacen("2.0", "1.0", 1), -32600),
+        (good.replacen("\"arguments\":{}", "\"arguments\":[1]", 1), -32602),
+    ] {
+        let answer = request(&mut alice, "", &body).await;
+        let said: Value = serde_json::from_str(&answer.body).unwrap_or_else(|_| panic!("{answer:?}"));
+        assert_eq!((answer.status, &said["error"]["code"]), (400, &json!(code)), "{body}");
+    }
+    let answer = request(&mut alice, "mcp-param-session-id: b\r\n", &call("reset", json!({"session_id": "a"}))).await;
+    assert_eq!(answer.status, 400, "header and body disagree: {answer:?}");
+}

@@ -1,0 +1,46 @@
+//! A server that dies while sessions live.
+
+use serde_json::{Value, json};
+
+use super::client::Raw;
+use crate::support::server::{finished, program};
+use crate::support::service::Service;
+
+const CALLERS: &[(&str, &[&str])] = &[("alice", &["python:execute"]), ("bob", &["python:execute"])];
+
+fn status(result: &Value) -> &str {
+    result["structuredContent"]["status"].as_str().unwrap_or_default()
+}
+
+#[tokio::test]
+async fn sessions_and_running_cells_survive_the_death_of_the_server() {
+    let folder = tempfile::tempdir().unwrap();
+    let start = || Service::with_keys(folder.path(), CALLERS, true, &["--max-wait", "1s"]);
+    let service = start();
+    let mut alice = Raw::with_key(&service, "alice").await;
+    let cell =
+        "import os, time\nx = 41\nprint('begun', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.01)\nx + 1";
+    let answer = alice.result("execute_ipython_cell", json!({"code": cell, "session_id": "a"})).await;
+    assert_eq!(status(&answer), "running", "{answer}");
+    assert!(answer["structuredContent"]["text"].as_str().unwrap().starts_with("begun\n"), "{answer}");
+    service.kill();
+
+    let service = start();
+    let mut bob = Raw::with_key(&service, "bob").await;
+    let his = bob.result("check_execution", json!({"session_id": "a", "wait": 0})).await;
+    assert_eq!(his["isError"], true, "it is not his: {his}");
+    let mut alice = Raw::with_key(&service, "alice").await;
+    let goes_on = alice.result("check_execution", json!({"session_id": "a", "wait": 0})).await;
+    assert_eq!(status(&goes_on), "running", "{goes_on}");
+    // A file goes in beside the running cell only by the cell's own hand, so another session cannot let it go on: it is interrupted.
+    let ended = alice.result("check_execution", json!({"session_id": "a", "interrupt": true})).await;
+    assert_eq!(status(&ended), "cancelled", "{ended}");
+    let kept = alice.result("execute_ipython_cell", json!({"code": "x", "session_id": "a"})).await;
+    assert_eq!(kept["structuredContent"]["text"], "41");
+    drop(service);
+
+    let mut stop = program();
+    stop.env("XDG_RUNTIME_DIR", folder.path()).args(["keeper", "stop", "--now"]);
+    let (ended, _, errors) = finished(&mut stop);
+    assert_eq!(ended, Some(0), "{errors}");
+}
