@@ -114,6 +114,9 @@ fn host_of(uri: &Uri, headers: &HeaderMap) -> Option<Authority> {
         (Some(address), _) => address.clone(),
         (None, header) => header?,
     };
+    if has_odd_port(&host) {
+        return None;
+    }
     // A name and a password have no place here.
     (!host.as_str().contains('@')).then_some(host)
 }
@@ -124,6 +127,11 @@ fn plain(host: &str) -> String {
     let host = host.strip_suffix('.').unwrap_or(host).to_ascii_lowercase();
     // Addresses have many spellings.
     host.parse::<IpAddr>().map_or(host, |address| address.to_string())
+}
+
+/// Tells whether something follows the host that is no port.
+fn has_odd_port(authority: &Authority) -> bool {
+    authority.port_u16().is_none() && !authority.as_str().ends_with(authority.host())
 }
 
 /// A text that names no host.
@@ -139,8 +147,7 @@ impl FromStr for AllowedHost {
             return Ok(AllowedHost { host: address.to_string(), port: None });
         }
         let authority = text.parse::<Authority>().map_err(|_| BadHost)?;
-        let has_odd_port = authority.port().is_some() && authority.port_u16().is_none();
-        if authority.as_str().contains(['@', '*']) || authority.host().is_empty() || has_odd_port {
+        if authority.as_str().contains(['@', '*']) || authority.host().is_empty() || has_odd_port(&authority) {
             return Err(BadHost);
         }
         Ok(AllowedHost { host: plain(authority.host()), port: authority.port_u16() })
@@ -166,7 +173,7 @@ impl FromStr for Origin {
         let authority = uri.authority().ok_or(BadOrigin)?;
         let has_more =
             !matches!(uri.path(), "" | "/") || uri.query().is_some() || authority.as_str().contains(['@', '*']);
-        if has_more || (authority.port().is_some() && authority.port_u16().is_none()) {
+        if has_more || has_odd_port(authority) {
             return Err(BadOrigin);
         }
         Ok(Origin { scheme, host: plain(authority.host()), port: authority.port_u16().unwrap_or(usual) })
@@ -238,7 +245,7 @@ mod tests {
     fn a_request_names_its_host_exactly_once() {
         assert_eq!(verdict(&[]), Err(Refusal::NoHost));
         assert_eq!(verdict(&[("host", "localhost"), ("host", "localhost")]), Err(Refusal::NoHost));
-        for host in ["", "a b", "user@localhost", "localhost/path", "localhost:80:80"] {
+        for host in ["", "a b", "user@localhost", "localhost/path", "localhost:80:80", "localhost:99999"] {
             assert_eq!(verdict(&[("host", host)]), Err(Refusal::NoHost), "{host}");
         }
     }

@@ -985,7 +985,7 @@ pub(super) mod tests {
         check_refused(
             ToolName::Execute,
             json!({"code": "1", "zzz": 3}),
-            &["\"zzz\"", "It takes: code, max_output_chars"],
+            &["\"zzz\"", "It takes: allowed_domains, code, max_output_chars"],
         );
     }
 

@@ -66,7 +66,9 @@ impl Service {
         command.env("CELLBLOCK_CONFIG", configuration).env("XDG_RUNTIME_DIR", folder);
         command.args(["serve", "--listen", "127.0.0.1:0", "--environment", "minimal", "--keep-sessions"]);
         command.arg(if keep_sessions { "on" } else { "off" }).args(more);
-        Service { keys, ..Service::run(command) }
+        let mut service = Service::run(command);
+        service.keys = keys;
+        service
     }
 
     fn run(mut command: Command) -> Service {
