@@ -5,19 +5,22 @@
 //! cargo bench --bench sessions -- cell run              the rows whose names contain one of these words
 //! cargo bench --bench sessions -- cycles                ten thousand forks and checkpoints, in minutes
 //! IPYBOX_PYTHON=venv/bin/python cargo bench …           also the same calls to ipybox, if that Python has it
+//! FASTMCP_PYTHON=venv/bin/python cargo bench … http     also a trivial tool of FastMCP, if that Python has it
 //! ```
 //!
 //! Every row starts servers of its own and speaks MCP over their standard input and output, as a client does. Where a plain `python -c` does
 //! comparable work, it is measured in turn with ours, with the same interpreter and packages. `statistics` computes, `server` is the
-//! client, `peers` finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of sessions.
+//! client, `peers` finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of sessions, `service` those about `cellblock serve`.
 //!
 //! Nothing is asserted: a missed target is printed as such. Machines differ, and a busy one misses everything.
 
 mod branching;
+mod http_client;
 mod memory;
 mod network;
 mod peers;
 mod server;
+mod service;
 mod statistics;
 
 use std::process::{Command, Stdio};
@@ -54,7 +57,7 @@ struct Peers {
 
 type Row = fn(&Peers) -> anyhow::Result<()>;
 
-const ROWS: [(&str, Row); 16] = [
+const ROWS: [(&str, Row); 19] = [
     ("initialize", process_start_to_initialize),
     ("new-session", new_session_to_first_result),
     ("cell", cell_round_trip),
@@ -71,6 +74,9 @@ const ROWS: [(&str, Row); 16] = [
     ("network", network::first_byte_and_throughput),
     ("network-start", network::cost_of_a_network_list),
     ("install", network::installing_what_is_known),
+    ("http", service::cells_over_http),
+    ("http-token", service::cost_of_a_token),
+    ("http-memory", service::memory_of_idle_clients),
 ];
 
 /// Rows that take minutes and are measured only when they are named.

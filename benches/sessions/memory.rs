@@ -118,6 +118,12 @@ pub(crate) fn of_processes(processes: &BTreeSet<u32>) -> u64 {
     processes.iter().filter_map(share).sum()
 }
 
+/// What of a process is in memory.
+pub(crate) fn resident(process: u32) -> anyhow::Result<u64> {
+    let text = fs::read_to_string(format!("/proc/{process}/status"))?;
+    kilobytes(&text, "VmRSS:").context("a process has memory")
+}
+
 fn kilobytes(text: &str, name: &str) -> Option<u64> {
     let value = text.lines().find_map(|line| line.strip_prefix(name))?;
     value.trim().trim_end_matches("kB").trim().parse::<u64>().ok().map(|kilobytes| kilobytes * 1024)

@@ -4,12 +4,13 @@
 //! itself, which closes its connection.
 
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use crate::http::client::Raw;
 use crate::support::npm::{folder, node};
-use crate::support::server::{data_dir, finished, folders};
+use crate::support::server::{MINIMAL, data_dir, finished, folders};
 use crate::support::service::Service;
 use crate::support::{PROGRAM, skipped};
 
@@ -36,6 +37,28 @@ fn the_inspector_runs_cells_and_gets_a_plot() {
         let blocks = result["content"].as_array().expect("a result has content");
         assert!(blocks.iter().any(|block| block["type"] == "image"), "{result}");
     });
+}
+
+#[tokio::test]
+async fn an_inspector_that_is_ended_cancels_its_cell() {
+    let Some(folder) = folder() else { return skipped("npm") };
+    let service = Service::start(MINIMAL);
+    let way = Way { folder, service: Some(&service) };
+    let code = "code=print('begun', flush=True)\nwhile True: pass";
+    let mut inspector = way.command("modern", &[&EXECUTE[..], &[code, "session_id=a"]].concat());
+    let mut inspector = inspector.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let mut other = Raw::with_token(&service).await;
+    let mut heard = String::new();
+    while !heard.contains("begun") {
+        other.call("check_execution", json!({"session_id": "a", "wait": 1})).await;
+        heard = other.answer().await.body;
+    }
+    inspector.kill().unwrap();
+    inspector.wait().unwrap();
+    // Its time-out would free the session too, but later than a call waits.
+    other.call("execute_ipython_cell", json!({"code": "print(6 * 7)", "session_id": "a"})).await;
+    let answer = other.answer().await;
+    assert!(answer.body.contains("42"), "{answer:?}");
 }
 
 /// How the Inspector reaches a server.

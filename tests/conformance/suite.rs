@@ -53,6 +53,18 @@ pub(super) fn check_all(folder: &Path, url: &str, revision: Revision) {
     assert_eq!(status, Some(0), "{output}{errors}");
 }
 
+/// Runs one server scenario, and panics with every check that did not succeed.
+pub(super) fn check_one(folder: &Path, url: &str, revision: Revision, scenario: &str) {
+    let results = tempfile::tempdir().unwrap();
+    let mut command = conformance(folder);
+    command.args(["server", "--url", url, "--spec-version", revision.name(), "--scenario", scenario, "-o"]);
+    let (status, output, errors) = finished(command.arg(results.path()));
+    let wanted = BTreeSet::from([scenario.to_owned()]);
+    let (seen, complaints) = read(results.path(), &wanted, revision);
+    assert!(complaints.is_empty(), "{}", complaints.join("\n"));
+    assert_eq!((seen, status), (wanted, Some(0)), "{output}{errors}");
+}
+
 fn conformance(folder: &Path) -> std::process::Command {
     let mut command = node(folder);
     command.arg("node_modules/@modelcontextprotocol/conformance/dist/index.js");

@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 use crate::support::service::Service;
 
 /// A connection whose bytes are written by hand.
-pub(super) struct Raw {
+pub(crate) struct Raw {
     stream: TcpStream,
     /// A line for the head of every call, if any.
     authorization: String,
@@ -17,35 +17,35 @@ pub(super) struct Raw {
 
 /// An answer: its status and what followed the head.
 #[derive(Debug)]
-pub(super) struct Answer {
-    pub(super) status: u16,
+pub(crate) struct Answer {
+    pub(crate) status: u16,
     /// In lower case.
-    pub(super) head: String,
-    pub(super) body: String,
+    pub(crate) head: String,
+    pub(crate) body: String,
 }
 
 impl Raw {
-    pub(super) async fn connect(address: SocketAddr) -> Raw {
+    pub(crate) async fn connect(address: SocketAddr) -> Raw {
         Raw { stream: TcpStream::connect(address).await.unwrap(), authorization: String::new() }
     }
 
     /// Connects to a service whose callers need a token.
-    pub(super) async fn with_token(service: &Service) -> Raw {
+    pub(crate) async fn with_token(service: &Service) -> Raw {
         let authorization = format!("authorization: Bearer {}\r\n", service.token);
         Raw { authorization, ..Raw::connect(service.address).await }
     }
 
-    pub(super) async fn write(&mut self, bytes: impl AsRef<[u8]>) {
+    pub(crate) async fn write(&mut self, bytes: impl AsRef<[u8]>) {
         self.stream.write_all(bytes.as_ref()).await.unwrap();
     }
 
     /// Writes as much as the other side takes; tells whether that was all.
-    pub(super) async fn write_if_it_can(&mut self, bytes: impl AsRef<[u8]>) -> bool {
+    pub(crate) async fn write_if_it_can(&mut self, bytes: impl AsRef<[u8]>) -> bool {
         self.stream.write_all(bytes.as_ref()).await.is_ok()
     }
 
     /// Calls a tool as clients do since 2026-07-28.
-    pub(super) async fn call(&mut self, tool: &str, arguments: Value) {
+    pub(crate) async fn call(&mut self, tool: &str, arguments: Value) {
         let session = arguments["session_id"].as_str().map(|id| format!("mcp-param-session-id: {id}\r\n"));
         let body = call(tool, arguments);
         let more = format!("content-length: {}\r\n{}", body.len(), self.authorization) + &session.unwrap_or_default();
@@ -53,13 +53,13 @@ impl Raw {
     }
 
     /// Connects with a key.
-    pub(super) async fn with_key(service: &Service, caller: &str) -> Raw {
+    pub(crate) async fn with_key(service: &Service, caller: &str) -> Raw {
         let authorization = format!("authorization: Bearer {}\r\n", service.key(caller));
         Raw { authorization, ..Raw::connect(service.address).await }
     }
 
     /// Sends a request of any kind and waits for its answer.
-    pub(super) async fn ask(&mut self, method: &str, path: &str, more: &str, body: &[u8]) -> Answer {
+    pub(crate) async fn ask(&mut self, method: &str, path: &str, more: &str, body: &[u8]) -> Answer {
         let host = if more.contains("host:") { "" } else { "host: localhost\r\n" };
         let length = if body.is_empty() && method != "PUT" {
             String::new()
@@ -72,7 +72,7 @@ impl Raw {
     }
 
     /// Calls a tool and returns its result.
-    pub(super) async fn result(&mut self, tool: &str, arguments: Value) -> Value {
+    pub(crate) async fn result(&mut self, tool: &str, arguments: Value) -> Value {
         self.call(tool, arguments).await;
         let answer = self.answer().await;
         assert_eq!(answer.status, 200, "{answer:?}");
@@ -90,7 +90,7 @@ impl Raw {
     }
 
     /// Waits for one answer with a known length.
-    pub(super) async fn answer(&mut self) -> Answer {
+    pub(crate) async fn answer(&mut self) -> Answer {
         let mut read = Vec::new();
         let end = loop {
             match read.windows(4).position(|window| window == b"\r\n\r\n") {
@@ -111,7 +111,7 @@ impl Raw {
     }
 
     /// Waits until the other side closes the connection; returns what it said before.
-    pub(super) async fn end(&mut self) -> String {
+    pub(crate) async fn end(&mut self) -> String {
         let mut read = Vec::new();
         // A connection can also end by a reset.
         let _ = self.stream.read_to_end(&mut read).await;
@@ -120,7 +120,7 @@ impl Raw {
 }
 
 /// The head of a call, with more lines of the caller's.
-pub(super) fn head(tool: &str, more: &str) -> String {
+pub(crate) fn head(tool: &str, more: &str) -> String {
     format!(
         "POST /mcp HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
          accept: application/json, text/event-stream\r\nmcp-protocol-version: 2026-07-28\r\nmcp-method: tools/call\r\n\
@@ -129,7 +129,7 @@ pub(super) fn head(tool: &str, more: &str) -> String {
 }
 
 /// The body of a call.
-pub(super) fn call(tool: &str, arguments: Value) -> String {
+pub(crate) fn call(tool: &str, arguments: Value) -> String {
     let meta = json!({
         "io.modelcontextprotocol/protocolVersion": "2026-07-28",
         "io.modelcontextprotocol/clientCapabilities": {},

@@ -5,7 +5,7 @@
 //! built program, whose memory and descriptors are counted.
 
 mod callers;
-mod client;
+pub(crate) mod client;
 mod faults;
 mod files;
 mod keeping;

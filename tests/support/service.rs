@@ -38,6 +38,14 @@ impl Service {
         service
     }
 
+    /// Starts such a service for everybody on this machine: for clients that know of no tokens.
+    pub(crate) fn without_tokens(more: &[&str]) -> Service {
+        let mut command = program();
+        command.env("CELLBLOCK_AUTH", "off");
+        command.args(["serve", "--listen", "127.0.0.1:0", "--keep-sessions", "off"]).args(more);
+        Service::run(command)
+    }
+
     /// Starts a service whose callers have keys, one for each name with the scopes beside it. `folder` holds its configuration.
     pub(crate) fn with_keys(folder: &Path, callers: &[(&str, &[&str])], keep_sessions: bool, more: &[&str]) -> Service {
         let configuration = folder.join("config.yaml");
@@ -58,7 +66,9 @@ impl Service {
         command.env("CELLBLOCK_CONFIG", configuration).env("XDG_RUNTIME_DIR", folder);
         command.args(["serve", "--listen", "127.0.0.1:0", "--environment", "minimal", "--keep-sessions"]);
         command.arg(if keep_sessions { "on" } else { "off" }).args(more);
-        Service { keys, ..Service::run(command) }
+        let mut service = Service::run(command);
+        service.keys = keys;
+        service
     }
 
     fn run(mut command: Command) -> Service {
