@@ -155,7 +155,9 @@ impl Drop for Service {
 fn new_key(name: &str, scopes: &[&str]) -> (String, String) {
     let mut command = program();
     command.args(["key", "new", name]);
-    scopes.iter().for_each(|scope| drop(command.args(["--scope", scope])));
+    for scope in scopes {
+        command.args(["--scope", scope]);
+    }
     let (status, text, errors) = finished(&mut command);
     assert_eq!(status, Some(0), "{errors}");
     let key = text.lines().find(|line| line.starts_with("cellblock_")).expect("the key is shown").to_owned();
