@@ -15,6 +15,7 @@ use super::Kept;
 use super::calls::{self, Hands};
 use super::frame::{self, Assembly, Frame, FrameError, Kind, Written};
 use super::message::{Answer, Call, FromFront, FromKeeper};
+use super::outgoing::Outgoing;
 use super::stream::{self, Arrival, Arriving, Leaving, Silence, WINDOW};
 use crate::session::{News, Refused};
 
@@ -24,7 +25,7 @@ pub(super) const MOST_REQUESTS: usize = 4_096;
 /// What all requests of a connection share.
 pub(super) struct Desk {
     pub(super) kept: Arc<dyn Kept>,
-    pub(super) frames: mpsc::Sender<Written>,
+    pub(super) frames: Outgoing,
     /// How many requests of all fronts are being answered.
     pub(super) underway: watch::Sender<usize>,
     pub(super) requests: Mutex<HashMap<u64, Request>>,
@@ -43,7 +44,7 @@ pub(super) struct Request {
 }
 
 impl Desk {
-    pub(super) fn new(kept: Arc<dyn Kept>, frames: mpsc::Sender<Written>, underway: watch::Sender<usize>) -> Arc<Desk> {
+    pub(super) fn new(kept: Arc<dyn Kept>, frames: Outgoing, underway: watch::Sender<usize>) -> Arc<Desk> {
         let (requests, gone) = (Mutex::default(), CancellationToken::new());
         Arc::new(Desk { kept, frames, underway, requests, gone })
     }

@@ -13,16 +13,13 @@ use std::io;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-use tokio::sync::mpsc;
+use tokio::io::{AsyncRead, AsyncReadExt};
 
 /// Bytes of a payload. Large enough for nearly every message, small enough that others wait for less than a millisecond.
 pub(super) const LARGEST_FRAME: usize = 256 * 1024;
 /// Bytes of a whole message: the sixteen variants of one exploration, each with 20 MB of pictures, and their text.
 pub(super) const LARGEST_MESSAGE: usize = 400 << 20;
 const HEADER: usize = 13;
-/// Frames that are written in one go.
-const MOST_AT_ONCE: usize = 64;
 
 /// What a frame carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -168,21 +165,4 @@ impl Assembly {
     pub(super) fn forget(&mut self, id: u64) {
         self.0.remove(&id);
     }
-}
-
-/// Writes frames as they come, until nobody can send any more or the other side is gone.
-pub(super) async fn write_all(
-    mut sink: impl AsyncWrite + Unpin,
-    mut frames: mpsc::Receiver<Written>,
-) -> io::Result<()> {
-    let mut batch = Vec::with_capacity(MOST_AT_ONCE);
-    while frames.recv_many(&mut batch, MOST_AT_ONCE).await > 0 {
-        if let [one] = batch.as_slice() {
-            sink.write_all(one).await?;
-        } else {
-            sink.write_all(&batch.concat()).await?;
-        }
-        batch.clear();
-    }
-    Ok(())
 }

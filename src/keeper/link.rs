@@ -15,14 +15,14 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use super::frame::{self, Assembly, Frame, FrameError, Kind, Written};
+use super::frame::{self, Assembly, Frame, FrameError, Kind};
 use super::message::{Answer, Asking, Call, FromFront, FromKeeper};
+use super::outgoing::{Outgoing, outgoing};
 use super::stream::{self, Arrival, Arriving, CHUNK, Leaving, Silence, WINDOW};
 use crate::sandbox::Preparation;
 use crate::session::News;
 
-/// Frames on their way to the keeper.
-const MOST_FRAMES: usize = 64;
+/// Bytes that are read at once.
 const READ_AT_ONCE: usize = 64 * 1024;
 
 /// A call that got no answer.
@@ -40,7 +40,7 @@ pub(super) enum NoAnswer {
 
 /// A connection to a keeper.
 pub(super) struct Link {
-    frames: mpsc::Sender<Written>,
+    frames: Outgoing,
     waiting: Mutex<Waiting>,
     next: AtomicU64,
     pub(super) closed: CancellationToken,
@@ -71,7 +71,7 @@ impl Link {
     /// Takes a connection over on which the greetings have been exchanged.
     pub(super) fn new(stream: UnixStream, preparation: watch::Sender<Preparation>) -> Arc<Link> {
         let (reader, writer) = stream.into_split();
-        let (frames, queue) = mpsc::channel(MOST_FRAMES);
+        let (frames, writer) = outgoing(writer);
         let link = Arc::new(Link {
             frames,
             waiting: Mutex::default(),
@@ -81,7 +81,7 @@ impl Link {
         let closed = link.closed.clone();
         tokio::spawn(async move {
             tokio::select! {
-                written = frame::write_all(writer, queue) => drop(written),
+                written = writer.run() => drop(written),
                 () = closed.cancelled() => {}
             }
             closed.cancel();

@@ -13,7 +13,7 @@
 //! name. A keeper that has neither a front nor a session ends. Nothing is written to disk but the socket.
 //!
 //! Both sides are the same program of the same user: the kernel says who is at the other end, and anybody else is refused. `frame` has the form of what is sent,
-//! `message` its content, `stream` files in chunks. A method more is a variant in `message::Call`, an arm in `calls` and a method of `Client`.
+//! `message` its content, `outgoing` its way, `stream` files in chunks. A method more is a variant in `message::Call`, an arm in `calls` and a method of `Client`.
 
 mod calls;
 mod client;
@@ -21,6 +21,7 @@ mod desk;
 mod frame;
 mod link;
 mod message;
+mod outgoing;
 mod post;
 mod seen;
 mod serve;

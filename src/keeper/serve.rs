@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tokio::io::BufReader;
 use tokio::net::UnixStream;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -18,11 +18,10 @@ use tracing::{debug, info, warn};
 use super::desk::Desk;
 use super::frame::{self, FrameError, Kind};
 use super::message::{FromFront, FromKeeper, Hello, PROTOCOL, Purpose, Status, StopAnswer, Welcome};
+use super::outgoing::{Outgoing, outgoing};
 use super::post::{self, Post};
 use super::{Kept, start::HELLO_LIMIT};
 
-/// Frames on their way to one front. A front that does not read stops the answers to it, and nothing else.
-const MOST_FRAMES: usize = 64;
 /// How long the last answers may take when everything has ended.
 const FAREWELL: Duration = Duration::from_secs(2);
 /// Bytes that are read at once.
@@ -159,8 +158,8 @@ impl Keeper {
 
     async fn serve(&self, stream: UnixStream) -> Result<(), FrameError> {
         let (reader, writer) = stream.into_split();
-        let (frames, queue) = mpsc::channel(MOST_FRAMES);
-        let writing = tokio::spawn(frame::write_all(writer, queue));
+        let (frames, writer) = outgoing(writer);
+        let writing = tokio::spawn(writer.run());
         let desk = Desk::new(Arc::clone(&self.kept), frames.clone(), self.underway.clone());
         let _leave = desk.gone.clone().drop_guard();
         self.fronts.send_modify(|count| *count += 1);
@@ -188,7 +187,7 @@ impl Keeper {
     }
 
     /// Passes on how far the preparation has come, now and whenever that changes.
-    async fn tell_preparation(&self, frames: &mpsc::Sender<frame::Written>) {
+    async fn tell_preparation(&self, frames: &Outgoing) {
         let mut preparation = self.kept.preparation();
         preparation.mark_changed();
         while preparation.changed().await.is_ok() {

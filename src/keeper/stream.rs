@@ -13,6 +13,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_util::sync::{PollSemaphore, PollSender};
 
 use super::frame::{self, Kind, Written};
+use super::outgoing::Outgoing;
 
 /// Bytes of a chunk.
 pub(super) const CHUNK: usize = 64 * 1024;
@@ -49,6 +50,7 @@ pub(super) struct Arriving {
     pub(super) chunks: mpsc::Receiver<Arrival>,
     /// A written credit.
     credit: Written,
+    outgoing: Outgoing,
     back: PollSender<Written>,
     silence: Silence,
     current: Vec<u8>,
@@ -57,14 +59,15 @@ pub(super) struct Arriving {
 }
 
 impl Arriving {
-    /// `credit` is sent to `back` for each chunk that was used up.
+    /// `credit` is sent for each chunk that was used up.
     pub(super) fn new(
         chunks: mpsc::Receiver<Arrival>,
         credit: Written,
-        back: mpsc::Sender<Written>,
+        outgoing: Outgoing,
         silence: Silence,
     ) -> Arriving {
-        Arriving { chunks, credit, back: PollSender::new(back), silence, current: Vec::new(), at: 0, owes: false }
+        let back = PollSender::new(outgoing.queue());
+        Arriving { chunks, credit, outgoing, back, silence, current: Vec::new(), at: 0, owes: false }
     }
 }
 
@@ -75,7 +78,7 @@ impl AsyncRead for Arriving {
             if this.owes {
                 // Without a connection nobody needs the credit, and the chunks that are here still count.
                 if ready!(this.back.poll_reserve(context)).is_ok() {
-                    let _ = this.back.send_item(this.credit.clone());
+                    let _ = this.outgoing.queued(|| this.back.send_item(this.credit.clone()));
                 }
                 this.owes = false;
             }
@@ -98,12 +101,14 @@ pub(super) struct Leaving {
     id: u64,
     credit: PollSemaphore,
     permit: Option<OwnedSemaphorePermit>,
+    outgoing: Outgoing,
     frames: PollSender<Written>,
 }
 
 impl Leaving {
-    pub(super) fn new(id: u64, credit: Arc<Semaphore>, frames: mpsc::Sender<Written>) -> Leaving {
-        Leaving { id, credit: PollSemaphore::new(credit), permit: None, frames: PollSender::new(frames) }
+    pub(super) fn new(id: u64, credit: Arc<Semaphore>, outgoing: Outgoing) -> Leaving {
+        let frames = PollSender::new(outgoing.queue());
+        Leaving { id, credit: PollSemaphore::new(credit), permit: None, outgoing, frames }
     }
 }
 
@@ -116,7 +121,8 @@ impl AsyncWrite for Leaving {
         }
         ready!(this.frames.poll_reserve(context)).map_err(|_| gone())?;
         let size = bytes.len().min(CHUNK);
-        this.frames.send_item(frame::raw(this.id, Kind::Chunk, &bytes[..size])).map_err(|_| gone())?;
+        let chunk = frame::raw(this.id, Kind::Chunk, &bytes[..size]);
+        this.outgoing.queued(|| this.frames.send_item(chunk)).map_err(|_| gone())?;
         // It comes back when the receiver says so.
         this.permit.take().expect("it was acquired above").forget();
         Poll::Ready(Ok(size))
