@@ -84,7 +84,7 @@ impl HttpClient {
 /// The answer is JSON, or the last event of a stream.
 fn message_in(body: &[u8]) -> anyhow::Result<Value> {
     let text = std::str::from_utf8(body)?;
-    let events = text.lines().filter_map(|line| line.strip_prefix("data:")).map(str::trim);
-    let message = events.filter(|event| !event.is_empty()).next_back().unwrap_or(text);
+    let mut events = text.lines().filter_map(|line| line.strip_prefix("data:")).map(str::trim);
+    let message = events.rfind(|event| !event.is_empty()).unwrap_or(text);
     serde_json::from_str(message).with_context(|| format!("the answer is no message: {text}"))
 }
