@@ -266,13 +266,16 @@ class Runner:
         self._channel.sendall(encode(header, payload))
 
     def _take_frames(self) -> None:
-        while self._frames_seen:
-            header, payload = self._frames_seen.pop(0)
+        frames, self._frames_seen = self._frames_seen, []
+        for header, payload in frames:
             if header.get("rotated"):
                 self.rotations += 1
                 self._merger.rotate()
             if "seq" in header:
                 self._merger.feed_frame(header, payload)
+            elif not header.get("rotated"):
+                # The answer to a request that was sent while the cell ran; it can come together with the end of the cell.
+                self._frames_seen.append((header, payload))
 
     def _pump(self) -> bool:
         """Waits for something to arrive and takes it. Returns False when the runner has gone and all is read."""

@@ -54,6 +54,16 @@ impl Home {
         }
     }
 
+    /// Uses these settings for the next keeper, should this one end.
+    pub(super) fn renew(&self, settings: &Settings) {
+        if let Home::Kept(client) = self {
+            match keeper_settings(settings, client.keeper().as_str()) {
+                Ok(settings) => client.renew(settings),
+                Err(error) => error!(error = format!("{error:#}"), "the next keeper will have the old settings"),
+            }
+        }
+    }
+
     /// Ends the sessions of this process. Those that are kept go on.
     pub(super) async fn leave(&self) {
         if let Home::Here(house) = self {

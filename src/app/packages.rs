@@ -27,6 +27,8 @@ use crate::session::{Hidden, InsidePath, Part, Refused, Sessions, Status, Stream
 const TOOLS_INSIDE: &str = "/opt/cellblock/tools";
 /// What an installer's cell may print. It is machine-readable, so nothing of it may be cut.
 const MOST_PRINTED: usize = 16 << 20;
+/// How long after its installation a package may be on its way to its session.
+const ON_ITS_WAY: Duration = Duration::from_secs(60);
 /// The ports of package indexes that name none, and of most hosts of files.
 const USUAL_PORTS: [u16; 2] = [80, 443];
 /// The folder below the data folder in which it is remembered where indexes keep their files.
@@ -47,7 +49,6 @@ pub(super) struct Packages {
     /// Made at the first installation: the index is asked only when somebody wants something of it.
     installer: Mutex<Option<Arc<Ready>>>,
     sessions: OnceLock<Sessions>,
-    private: Mutex<Vec<TreeName>>,
 }
 
 /// An installer that knows where files come from.
@@ -85,7 +86,6 @@ impl Packages {
             index: OnceCell::new(),
             installer: Mutex::default(),
             sessions: OnceLock::new(),
-            private: Mutex::default(),
         })))
     }
 
@@ -125,10 +125,8 @@ impl Packages {
 
     /// Removes what belonged to single sessions, which are gone.
     pub(super) fn clean_up(&self) {
-        for tree in self.private.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
-            if let Err(error) = self.store.remove(&tree) {
-                tracing::warn!(%error, "a package that was built for one session could not be removed");
-            }
+        if let Err(error) = self.store.release_all_but(&BTreeSet::new(), Duration::ZERO) {
+            tracing::warn!(%error, "a package that was built for one session could not be removed");
         }
     }
 
@@ -179,9 +177,7 @@ impl Packages {
         let mut present = facts.present.clone();
         // The latest comes first and counts.
         for folder in folders.iter().rev() {
-            let name = Path::new(folder).file_name().map(|name| name.to_string_lossy().into_owned());
-            let tree = name.and_then(|name| TreeName::try_from(name).ok()).and_then(|name| self.store.tree(&name));
-            if let Some(tree) = tree {
+            if let Some(tree) = tree_of(folder).and_then(|name| self.store.tree(&name)) {
                 let package = Package::new(&tree.record.package, &tree.record.version);
                 present.retain(|other| other.name != package.name);
                 present.push(package);
@@ -198,6 +194,16 @@ impl Packages {
         }
     }
 
+    /// Lets go of packages whose sessions have ended. What was just installed is on its way to a session and is left alone.
+    async fn release(&self, sessions: &Sessions) {
+        let used = sessions.package_folders().iter().filter_map(|folder| tree_of(folder)).collect();
+        let (store, grace) = (self.store.clone(), self.limits.time + ON_ITS_WAY);
+        let released = tokio::task::spawn_blocking(move || store.release_all_but(&used, grace)).await;
+        if let Ok(Err(error)) = released {
+            tracing::warn!(%error, "packages of ended sessions could not be released");
+        }
+    }
+
     async fn install_now(
         &self,
         request: install::InstallRequest,
@@ -209,6 +215,7 @@ impl Packages {
         };
         let requirements = Requirement::parse_all(&request.requirements, |host, port| self.allows(host, port))
             .map_err(|error| install::InstallError::Refused(error.to_string()))?;
+        self.release(sessions).await;
         let ready = self.installer(&facts).await?;
         let wish = Wish { requirements, upgrade: request.upgrade, present: self.present(&facts, &request.has) };
         let workshops = HiddenSessions { sessions: sessions.clone() };
@@ -217,7 +224,6 @@ impl Packages {
             self.doubt(&ready);
             install::InstallError::Failed(with_causes(error))
         })?;
-        self.private.lock().unwrap_or_else(PoisonError::into_inner).extend(installed.private);
         let paths = installed.paths.iter().map(|path| path.to_string_lossy().into_owned()).collect();
         Ok(install::Installed { paths, text: installed.text })
     }
@@ -236,6 +242,12 @@ impl install::Installer for Packages {
 /// Where packages of sessions are kept.
 pub(super) fn store_folder(settings: &Settings) -> PathBuf {
     settings.data_dir.join("packages")
+}
+
+/// Returns the tree that a folder inside shows.
+fn tree_of(folder: &str) -> Option<TreeName> {
+    let name = Path::new(folder).file_name()?.to_string_lossy().into_owned();
+    TreeName::try_from(name).ok()
 }
 
 /// Returns an error with its causes.

@@ -23,8 +23,8 @@ use crate::sandbox::{Preparation, Rules};
 use crate::session::install::InstallReport;
 use crate::session::{
     self, Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList,
-    FileRange, ForkNames, ForkReport, InsidePath, News, Principal, Refused, ResetReport, SessionAccess, SessionId,
-    SessionInfo, Slice, Status, UndoReport, UploadPart, Uploaded, Which,
+    FileRange, ForkNames, ForkReport, InsidePath, Load, News, Principal, Refused, ResetReport, SessionAccess,
+    SessionId, SessionInfo, Slice, Status, UndoReport, UploadPart, Uploaded, Which,
 };
 use crate::telemetry::{self, Metrics};
 
@@ -155,7 +155,7 @@ impl Recorded {
             code,
             status: outcome.status.name().into(),
             elapsed: outcome.duration,
-            cpu: None,
+            cpu: Some(outcome.processor_time),
             memory_peak: Some(outcome.memory.peak),
             blocked: outcome.blocked.iter().map(ToString::to_string).collect(),
         };
@@ -402,6 +402,10 @@ impl SessionAccess for Recorded {
         let done = self.sessions.narrow(owner, id, rules).await;
         self.call(owner, Some(id), "narrow", begun, &done);
         done
+    }
+
+    async fn load(&self) -> Load {
+        self.sessions.load().await
     }
 
     async fn list(&self, owner: &Principal) -> Vec<SessionInfo> {

@@ -26,7 +26,7 @@ use crate::audit::{Audit, Event, ServerReloaded, ServerStarted, ServerStopped};
 use crate::auth::Authenticator;
 use crate::config::{ConfigError, Settings};
 use crate::http::routes::{Access, Routes};
-use crate::http::{Allowed, Reception, connections, files, tls};
+use crate::http::{Allowed, Reception, connections, tls};
 use crate::mcp::http::{Endpoint, Keeping};
 use crate::mcp::{self, Front, HostFiles};
 use crate::sandbox::Preparation;
@@ -56,8 +56,15 @@ pub(super) async fn serve(
     let no_files = HostFiles::new(&[], 0).context("no folder is no trouble")?;
     let server = mcp::Server::new(sessions.clone(), no_files, mcp_settings(&settings, Front::Http));
     let endpoint = Endpoint::of(server.clone(), keeping(&settings), end.clone());
-    let desk =
-        Desk { address, endpoint, sessions, health: health.clone(), metrics: metrics.clone(), audit: audit.clone() };
+    let desk = Desk {
+        home: &home,
+        address,
+        endpoint,
+        sessions,
+        health: health.clone(),
+        metrics: metrics.clone(),
+        audit: audit.clone(),
+    };
     let (reception, current) = watch::channel(desk.reception(&settings, authenticator.clone())?);
     announce(&authenticator, &public_url(&settings, address));
 
@@ -100,7 +107,8 @@ fn watch_parts(health: &Health, home: &Home, audit: &Audit) {
 }
 
 /// What requests meet, made anew when the settings are.
-struct Desk {
+struct Desk<'a> {
+    home: &'a Home,
     address: SocketAddr,
     endpoint: Endpoint<mcp::Server>,
     sessions: Arc<Recorded>,
@@ -109,7 +117,7 @@ struct Desk {
     audit: Audit,
 }
 
-impl Desk {
+impl Desk<'_> {
     fn reception(&self, settings: &Settings, authenticator: Authenticator) -> anyhow::Result<Reception> {
         let service = &settings.service;
         let tls = service.tls.as_ref().map(|files| tls::acceptor(&files.certificates, &files.key)).transpose()?;
@@ -118,7 +126,7 @@ impl Desk {
             allowed: Allowed::new(self.address, service.allowed_hosts.clone(), service.allowed_origins.clone()),
             access: Access::Tokens(authenticator),
             public_url: public_url(settings, self.address),
-            more: files::routes(self.sessions.clone()),
+            sessions: Some(self.sessions.clone()),
             health: self.health.clone(),
             metrics: self.metrics.clone(),
             audit: self.audit.clone(),
@@ -144,6 +152,7 @@ impl Desk {
         match made.await {
             Ok((settings, made)) => {
                 reception.send_replace(made);
+                self.home.renew(&settings);
                 if needs_restart(before, &settings) {
                     warn!(
                         "other settings changed too; they hold after a restart of the server, those of sessions after \"cellblock keeper stop\""

@@ -19,14 +19,15 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCod
 use axum::middleware::{self, Next};
 use axum::response::IntoResponse;
 use axum::routing::{any, get};
-use rmcp::ServerHandler;
 use serde_json::Value;
 
 use super::connections::Peer;
+use super::files;
 use super::guard::Allowed;
 use crate::audit::{Audit, AuthenticationRefused, Event};
 use crate::auth::{Authenticator, Caller, Denied, Scope, require};
-use crate::mcp::http::Endpoint;
+use crate::mcp::http::{Endpoint, Handler};
+use crate::session::SessionAccess;
 use crate::telemetry::{Health, Metrics};
 
 /// Where the document about tokens is; the path of the endpoint may follow.
@@ -53,8 +54,8 @@ pub struct Routes<H> {
     pub access: Access,
     /// The address by which callers know this server, without a path: `https://cells.example.com`.
     pub public_url: String,
-    /// Routes of other rooms that need a caller, each with what it checks itself.
-    pub more: Router,
+    /// Sessions whose files have routes, and whose number is among the figures.
+    pub sessions: Option<Arc<dyn SessionAccess>>,
     pub health: Health,
     pub metrics: Metrics,
     pub audit: Audit,
@@ -69,10 +70,10 @@ struct Doors {
     audit: Audit,
 }
 
-impl<H: ServerHandler + Clone + Send + Sync + 'static> Routes<H> {
+impl<H: Handler> Routes<H> {
     /// Makes the router.
     pub fn router(self) -> Router {
-        let Routes { endpoint, allowed, access, public_url, more, health, metrics, audit } = self;
+        let Routes { endpoint, allowed, access, public_url, sessions, health, metrics, audit } = self;
         let doors = Doors {
             allowed: Arc::new(allowed),
             access: access.clone(),
@@ -80,10 +81,11 @@ impl<H: ServerHandler + Clone + Send + Sync + 'static> Routes<H> {
             metrics: metrics.clone(),
             audit,
         };
+        let counted = sessions.clone();
         let closed = Router::new()
             .route(ENDPOINT, any(move |request: Request| async move { endpoint.answer(request).await }))
-            .route("/metrics", get(move |request: Request| async move { figures(&request, &metrics) }))
-            .merge(more)
+            .route("/metrics", get(move |request: Request| figures(request, metrics, counted)))
+            .merge(sessions.map(files::routes).unwrap_or_default())
             .layer(middleware::from_fn_with_state(doors.clone(), identified));
         let resource = format!("{public_url}{ENDPOINT}");
         let metadata = move || {
@@ -221,12 +223,18 @@ pub(crate) fn forbidden(denied: Denied) -> Response<Body> {
     response
 }
 
-fn figures(request: &Request, metrics: &Metrics) -> Response<Body> {
-    let Some(caller) = request.extensions().get::<Caller>() else {
+async fn figures(request: Request, metrics: Metrics, sessions: Option<Arc<dyn SessionAccess>>) -> Response<Body> {
+    let Some(caller) = request.extensions().get::<Caller>().cloned() else {
         return StatusCode::INTERNAL_SERVER_ERROR.into_response();
     };
-    match require(caller, Scope::Admin) {
+    drop(request);
+    match require(&caller, Scope::Admin) {
         Ok(()) => {
+            if let Some(sessions) = sessions {
+                let load = sessions.load().await;
+                metrics.sessions_live(load.sessions);
+                metrics.queue_length(load.waiting);
+            }
             let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
             ([(header::CONTENT_TYPE, kind)], metrics.render()).into_response()
         }

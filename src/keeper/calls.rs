@@ -63,6 +63,7 @@ pub(super) async fn carry_out(
             written(number, &sessions.upload(&owner, &id, &path, part, &mut source).await)
         }
         Call::Uploaded { owner, id, path } => written(number, &Answer::Ok(sessions.uploaded(&owner, &id, &path).await)),
+        Call::Load => written(number, &Answer::Ok(sessions.load().await)),
         Call::List { owner } => written(number, &Answer::Ok(sessions.list(&owner).await)),
         Call::Close { owner, id } => written(number, &sessions.close(&owner, &id).await),
         Call::OutputSize { owner, id, execution } => {

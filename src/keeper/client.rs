@@ -24,8 +24,8 @@ use crate::sandbox::{LaunchError, Preparation, Rules};
 use crate::session::install::InstallReport;
 use crate::session::{
     Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange,
-    ForkNames, ForkReport, InsidePath, News, Principal, Refused, ResetReport, SessionAccess, SessionId, SessionInfo,
-    Slice, UndoReport, UploadPart, Uploaded, Which,
+    ForkNames, ForkReport, InsidePath, Load, News, Principal, Refused, ResetReport, SessionAccess, SessionId,
+    SessionInfo, Slice, UndoReport, UploadPart, Uploaded, Which,
 };
 
 /// The first wait after a keeper could not be started. Each further failure doubles it.
@@ -439,6 +439,10 @@ impl SessionAccess for Client {
     async fn uploaded(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64> {
         let call = Call::Uploaded { owner: owner.clone(), id: id.clone(), path: path.clone() };
         self.ask_plainly::<Option<u64>>(Some((owner, id)), call).await.ok().flatten()
+    }
+
+    async fn load(&self) -> Load {
+        self.ask_plainly(None, Call::Load).await.unwrap_or_default()
     }
 
     async fn list(&self, owner: &Principal) -> Vec<SessionInfo> {

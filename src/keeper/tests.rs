@@ -27,9 +27,9 @@ use crate::sandbox::{Preparation, Rules};
 use crate::session::install::InstallReport;
 use crate::session::{
     Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote,
-    FileRange, ForkNames, ForkReport, InsidePath, News, Outcome, Output, Principal, Refused, ResetReport, Resident,
-    SessionAccess, SessionId, SessionInfo, Slice, Status as CellStatus, UndoReport, UploadPart, Uploaded, Variant,
-    Which,
+    FileRange, ForkNames, ForkReport, InsidePath, Load, News, Outcome, Output, Principal, Refused, ResetReport,
+    Resident, SessionAccess, SessionId, SessionInfo, Slice, Status as CellStatus, UndoReport, UploadPart, Uploaded,
+    Variant, Which,
 };
 
 // Codec.
@@ -278,6 +278,7 @@ fn finished(note: &str) -> Executed {
         output: Output::default(),
         duration: Duration::ZERO,
         memory: Default::default(),
+        processor_time: Duration::from_millis(3),
         variables: None,
         files: None,
         isolation: Default::default(),
@@ -468,6 +469,10 @@ impl SessionAccess for Puppet {
 
     async fn uploaded(&self, _: &Principal, _: &SessionId, path: &InsidePath) -> Option<u64> {
         self.file(path.as_str()).map(|bytes| bytes.len() as u64)
+    }
+
+    async fn load(&self) -> Load {
+        Load { sessions: *self.population.borrow(), running: 0, waiting: 0 }
     }
 
     async fn list(&self, _: &Principal) -> Vec<SessionInfo> {

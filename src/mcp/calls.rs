@@ -162,7 +162,7 @@ impl Server {
         };
         match executed {
             Ok(Executed::Finished(outcome)) => self.told(owner, session, &outcome).await.into(),
-            Ok(Executed::Underway(underway)) if knows_tasks => tasks::created(&underway, context).into(),
+            Ok(Executed::Underway(underway)) if knows_tasks => tasks::created(&underway),
             Ok(Executed::Underway(underway)) => render::underway(&underway).into(),
             Err(refused) => render::refused(&refused).into(),
         }

@@ -381,6 +381,7 @@ mod tests {
             output: Output { parts, ..Output::default() },
             duration: Duration::from_micros(1500),
             memory: MemoryUse { now: 1 << 20, peak: 3 << 20 },
+            processor_time: Duration::from_millis(3),
             variables: Some(VariableChanges {
                 created: vec![Variable { name: "x".to_owned(), kind: "int".to_owned(), shape: None, size: Some(28) }],
                 deleted: vec!["y".to_owned()],

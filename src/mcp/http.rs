@@ -56,6 +56,11 @@ pub struct Keeping {
 /// What a request needs, by the message in it. A message that needs nothing is open to every known caller.
 type ScopeOf = fn(&ClientJsonRpcMessage) -> Option<Scope>;
 
+/// Whatever answers messages.
+pub trait Handler: ServerHandler + Clone + Send + Sync + 'static {}
+
+impl<H: ServerHandler + Clone + Send + Sync + 'static> Handler for H {}
+
 /// The endpoint, over whatever answers the messages. Cheap to clone.
 pub struct Endpoint<H> {
     service: StreamableHttpService<H, LocalSessionManager>,
@@ -83,7 +88,7 @@ impl Endpoint<Server> {
     }
 }
 
-impl<H: ServerHandler + Clone + Send + Sync + 'static> Endpoint<H> {
+impl<H: Handler> Endpoint<H> {
     /// Makes the endpoint of any handler. The conformance tests have one of their own. `end` closes all streams.
     pub fn new(handler: H, scope_of: ScopeOf, keeping: Keeping, end: CancellationToken) -> Endpoint<H> {
         let mut library = LocalSessionManager::default();

@@ -31,7 +31,7 @@ pub(super) fn are_known_to(context: &RequestContext<RoleServer>) -> bool {
 }
 
 /// Answers a call with the task that it has become.
-pub(super) fn created(underway: &Underway, _context: &RequestContext<RoleServer>) -> CallToolResponse {
+pub(super) fn created(underway: &Underway) -> CallToolResponse {
     CallToolResponse::Task(CreateTaskResult::new(task(&underway.handle, TaskStatus::Working, Some(underway))))
 }
 

@@ -22,9 +22,9 @@ use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation, Rules};
 use crate::session::install::{InstallError, InstallReport};
 use crate::session::{
     Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange,
-    FilesCarried, ForkNames, ForkReport, InsidePath, News, Outcome, Output, Part, Refused, ResetReport, SessionId,
-    SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded,
-    VariantReport, Which,
+    FilesCarried, ForkNames, ForkReport, InsidePath, Load, News, Outcome, Output, Part, Refused, ResetReport,
+    SessionId, SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart,
+    Uploaded, VariantReport, Which,
 };
 
 /// What the answerer of these tests printed for `long`: more than one default slice of a resource.
@@ -84,6 +84,7 @@ impl SessionAccess for FakeSessions {
             output: Output { parts, total_chars: 6, total_lines: 1, cut_chars },
             duration: Duration::from_millis(1),
             memory: MemoryUse::default(),
+            processor_time: Duration::from_millis(3),
             variables: None,
             files: None,
             isolation: Isolation::default(),
@@ -242,6 +243,10 @@ impl SessionAccess for FakeSessions {
 
     async fn narrow(&self, _owner: &Principal, _id: &SessionId, _rules: Rules) -> Result<(), Refused> {
         Ok(())
+    }
+
+    async fn load(&self) -> Load {
+        Load::default()
     }
 
     async fn list(&self, _owner: &Principal) -> Vec<SessionInfo> {

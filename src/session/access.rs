@@ -6,9 +6,8 @@
 use std::io;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
 use async_trait::async_trait;
+use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -23,6 +22,16 @@ use crate::sandbox::{Preparation, Rules};
 
 /// Where a call tells what it is at, as a sentence or the latest line of output. Nobody needs to listen.
 pub type News = watch::Sender<String>;
+
+/// How busy a house of sessions is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Load {
+    pub sessions: usize,
+    /// Cells that run.
+    pub running: usize,
+    /// Cells that wait for a place in the whole server.
+    pub waiting: usize,
+}
 
 /// A part of an execution's text.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -139,6 +148,9 @@ pub trait SessionAccess: Send + Sync {
 
     /// Says what a session may reach from now on, creating it if its id is new. It can never be more than the operator allows.
     async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused>;
+
+    /// Tells how busy the whole house is. Names nobody.
+    async fn load(&self) -> Load;
 
     async fn list(&self, owner: &Principal) -> Vec<SessionInfo>;
 
@@ -284,6 +296,10 @@ impl SessionAccess for Sessions {
 
     async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
         self.narrow(owner, id, rules).await
+    }
+
+    async fn load(&self) -> Load {
+        Sessions::load(self)
     }
 
     async fn list(&self, owner: &Principal) -> Vec<SessionInfo> {

@@ -286,6 +286,7 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
         id,
         customer,
         metered: None,
+        spent_before: Duration::ZERO,
         turn: None,
         crowded: None,
         machine,
@@ -484,6 +485,8 @@ struct Driver {
     customer: Option<Customer>,
     /// Counts what the sandbox uses.
     metered: Option<Metered>,
+    /// Processor time that the sandbox had used when the running cell began.
+    spent_before: Duration,
     /// The place in which the cell runs, or the ticket with which it waits for one.
     turn: Option<Turn>,
     /// Why there was no ticket, the last time there was none.
@@ -742,6 +745,7 @@ impl Driver {
             Job::Execute { mut request, teller } => {
                 if let Some(sandbox) = &self.sandbox {
                     sandbox.forget_peak();
+                    self.spent_before = sandbox.gauge().processor_time();
                 }
                 self.shared.facts().executions += 1;
                 let code = std::mem::take(&mut request.code);
@@ -1279,6 +1283,9 @@ impl Driver {
         }
         let memory = self.sandbox.as_ref().map(|sandbox| sandbox.memory()).unwrap_or_default();
         self.shared.facts().memory = Some(memory.now);
+        let spent = self.sandbox.as_ref().map(|sandbox| sandbox.gauge().processor_time()).unwrap_or_default();
+        // A sandbox that is gone, or another one, has nothing to compare.
+        let processor_time = spent.saturating_sub(self.spent_before);
         let isolation = self.sandbox.as_ref().map(|sandbox| sandbox.isolation().clone()).unwrap_or_default();
         let blocked = self.sandbox.as_ref().map(|sandbox| sandbox.take_blocked()).unwrap_or_default();
         let notes = self.notes_for(&status);
@@ -1294,6 +1301,7 @@ impl Driver {
             output,
             duration,
             memory,
+            processor_time,
             variables,
             files,
             isolation,

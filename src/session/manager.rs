@@ -3,9 +3,9 @@
 //! The table is locked for lookups only, never across an await. A session that expired leaves a tombstone, so that its id is answered with
 //! the reason and not with an empty new session; one that was closed on purpose leaves nothing.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 use tempfile::SpooledTempFile;
@@ -23,7 +23,7 @@ use super::install::Source;
 use super::turns::Turns;
 use super::uploads::{UploadPart, Uploaded, Uploads};
 use super::{
-    CheckpointInfo, ExecutionId, FileList, FileRange, ForkNames, ForkReport, FullOutput, InsidePath, MOST_FORKS,
+    CheckpointInfo, ExecutionId, FileList, FileRange, ForkNames, ForkReport, FullOutput, InsidePath, Load, MOST_FORKS,
     Principal, Refused, ResetReport, Resident, SessionId, SessionInfo, SessionSettings, Undo, UndoReport, Usage, Which,
     WorkFolder,
 };
@@ -71,7 +71,7 @@ struct Table {
     sessions: HashMap<Key, Entry>,
     tombstones: HashMap<Key, Tombstone>,
     /// Sessions that only their maker sees. They end when their maker lets go of them, or with the server.
-    hidden: HashMap<u64, mpsc::WeakSender<Command>>,
+    hidden: HashMap<u64, (mpsc::WeakSender<Command>, Weak<Shared>)>,
     /// Sessions whose first start failed while their callers were not there to hear it.
     unborn: VecDeque<(Key, Entry)>,
     closing: bool,
@@ -400,7 +400,7 @@ impl Sessions {
             table.closing = true;
             let Table { sessions, hidden, .. } = &*table;
             let visible = sessions.values().map(|entry| entry.commands.clone());
-            visible.chain(hidden.values().filter_map(mpsc::WeakSender::upgrade)).collect::<Vec<_>>()
+            visible.chain(hidden.values().filter_map(|(commands, _)| commands.upgrade())).collect::<Vec<_>>()
         };
         let leaving =
             entries.into_iter().map(|entry| tokio::spawn(async move { leave_by(&entry).await })).collect::<Vec<_>>();
@@ -518,9 +518,18 @@ impl Sessions {
         self.table().starts(owner, 0, 0).kept + self.house.uploads.bytes_of(owner)
     }
 
-    /// Tells how many cells run in the whole server, and how many wait for a place.
-    pub fn load(&self) -> (usize, usize) {
-        self.house.turns.load()
+    /// Tells how many sessions there are, how many cells run in the whole server, and how many wait for a place.
+    pub fn load(&self) -> Load {
+        let (running, waiting) = self.house.turns.load();
+        Load { sessions: *self.house.population.borrow(), running, waiting }
+    }
+
+    /// Names the folders of packages that sessions have, copies that nobody sees included.
+    pub fn package_folders(&self) -> BTreeSet<String> {
+        let table = self.table();
+        let visible = table.sessions.values().map(|entry| entry.shared.clone());
+        let hidden = table.hidden.values().filter_map(|(_, shared)| shared.upgrade());
+        visible.chain(hidden).flat_map(|shared| shared.facts().packages.clone()).collect()
     }
 
     /// Tells what an owner uses now.
@@ -629,7 +638,7 @@ impl Sessions {
             if table.closing {
                 return Err(Refused::ShuttingDown);
             }
-            table.hidden.insert(number, entry.commands.downgrade());
+            table.hidden.insert(number, (entry.commands.downgrade(), Arc::downgrade(&entry.shared)));
         }
         let house = self.house.clone();
         let on_gone = Box::new(move |_| drop(house.table().hidden.remove(&number)));

@@ -59,7 +59,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::runner_client::Trouble;
 use crate::sandbox::{LaunchError, Rules};
-pub use access::{News, SessionAccess, Slice};
+pub use access::{Load, News, SessionAccess, Slice};
 pub use accounts::{Quota, Quotas, Usage};
 pub use branch::*;
 pub use hidden::Hidden;

@@ -16,6 +16,8 @@ pub struct Outcome {
     pub output: Output,
     pub duration: Duration,
     pub memory: MemoryUse,
+    /// Processor time of everything in the sandbox while it ran, as the kernel counts it.
+    pub processor_time: Duration,
     /// As the runner claims; `None` when it could not say (it died, or was killed).
     pub variables: Option<VariableChanges>,
     /// As the runner claims; `None` when it could not say or there are too many files to follow.

@@ -132,6 +132,7 @@ mod tests {
             output: Output { parts: vec![Part::Image(image)], total_chars: 3, total_lines: 1, cut_chars: 0 },
             duration: std::time::Duration::from_micros(1500),
             memory: Default::default(),
+            processor_time: std::time::Duration::from_millis(3),
             variables: None,
             files: Some(Default::default()),
             isolation: Default::default(),

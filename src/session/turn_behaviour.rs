@@ -25,16 +25,22 @@ impl Setting {
     async fn submit(&self, owner: &Principal, session: &str, code: &str) -> JoinHandle<(Outcome, Instant)> {
         let (sessions, owner, session) = (self.sessions.clone(), owner.clone(), id(session));
         let request = ExecuteRequest { timeout: 10 * SECOND, ..request(code) };
-        let before = self.sessions.load();
+        let before = load(self);
         let call = tokio::spawn(async move {
             let outcome = sessions.execute(&owner, &session, request, CancellationToken::new()).await.unwrap();
             (outcome, Instant::now())
         });
-        while self.sessions.load() == before {
+        while load(self) == before {
             tokio::task::yield_now().await;
         }
         call
     }
+}
+
+/// How many cells run, and how many wait for a place.
+fn load(setting: &Setting) -> (usize, usize) {
+    let load = setting.sessions.load();
+    (load.running, load.waiting)
 }
 
 #[tokio::test(start_paused = true)]
@@ -45,7 +51,7 @@ async fn a_flood_of_one_principal_delays_another_by_one_place() {
     for number in 0..5 {
         flood.push(setting.submit(&owner(), &format!("a{number}"), "sleep 5").await);
     }
-    assert_eq!(setting.sessions.load(), (1, 4));
+    assert_eq!(load(&setting), (1, 4));
     let (_, ended) = setting.submit(&other(), "b", "sleep 5").await.await.unwrap();
     // The cell that ran, the first of the flood that waited, and then this one.
     assert_eq!(ended - begun, 15 * SECOND);
@@ -54,7 +60,7 @@ async fn a_flood_of_one_principal_delays_another_by_one_place() {
         ends.push((call.await.unwrap().1 - begun).as_secs());
     }
     assert_eq!(ends, [5, 10, 20, 25, 30]);
-    assert_eq!(setting.sessions.load(), (0, 0));
+    assert_eq!(load(&setting), (0, 0));
 }
 
 #[tokio::test(start_paused = true)]
@@ -108,7 +114,7 @@ async fn a_cell_that_waits_for_a_place_can_be_cancelled_reset_and_closed() {
     };
     let (refused, ()) = tokio::join!(setting.run("closed", "print x"), close);
     assert!(matches!(refused, Err(Refused::ClosedWhileWaiting)));
-    assert_eq!(setting.sessions.load(), (1, 0));
+    assert_eq!(load(&setting), (1, 0));
     running.await.unwrap();
     setting.ok("reset", "print x").await;
 }
@@ -118,7 +124,7 @@ async fn a_place_is_given_back_however_a_cell_ends() {
     let setting = places(1);
     for code in ["print x", "raise x", "exit 1", "crash", "garbage", "sleep 100", "ignore-interrupt"] {
         setting.ok(code.split(' ').next().unwrap(), code).await;
-        assert_eq!(setting.sessions.load(), (0, 0), "after {code}");
+        assert_eq!(load(&setting), (0, 0), "after {code}");
     }
 }
 

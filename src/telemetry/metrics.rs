@@ -44,9 +44,7 @@ struct Figures {
     sessions: Gauge,
     sessions_created: Counter,
     sessions_ended: Family<Labels<1>, Counter>,
-    launch_seconds: Family<Labels<1>, Histogram, fn() -> Histogram>,
     queue: Gauge,
-    queue_seconds: Histogram,
     quota_refusals: Family<Labels<1>, Counter>,
     file_bytes: Family<Labels<1>, Counter<u64, AtomicU64>>,
 }
@@ -82,9 +80,7 @@ impl Metrics {
             sessions: Gauge::default(),
             sessions_created: Counter::default(),
             sessions_ended: Family::default(),
-            launch_seconds: Family::new_with_constructor(seconds),
             queue: Gauge::default(),
-            queue_seconds: seconds(),
             quota_refusals: Family::default(),
             file_bytes: Family::default(),
         };
@@ -133,19 +129,9 @@ impl Metrics {
         self.0.sessions_ended.get_or_create(&[("reason", reason)]).inc();
     }
 
-    /// A sandbox was launched, or could not be.
-    pub fn launched(&self, outcome: &'static str, elapsed: Duration) {
-        self.0.launch_seconds.get_or_create(&[("outcome", outcome)]).observe(elapsed.as_secs_f64());
-    }
-
     /// So many executions wait now.
     pub fn queue_length(&self, count: usize) {
         self.0.queue.set(count as i64);
-    }
-
-    /// An execution began after it had waited.
-    pub fn queued(&self, wait: Duration) {
-        self.0.queue_seconds.observe(wait.as_secs_f64());
     }
 
     pub fn quota_refused(&self, quota: &'static str) {
@@ -186,9 +172,7 @@ impl Figures {
         registry.register("sessions", "Sessions that exist", self.sessions.clone());
         registry.register("sessions_created", "Sessions that began", self.sessions_created.clone());
         registry.register("sessions_ended", "Sessions that ended", self.sessions_ended.clone());
-        registry.register("launch_seconds", "Time that launches of sandboxes took", self.launch_seconds.clone());
         registry.register("queue_length", "Executions that wait", self.queue.clone());
-        registry.register("queue_seconds", "Time that executions waited", self.queue_seconds.clone());
         registry.register("quota_refusals", "Calls refused by a quota", self.quota_refusals.clone());
         registry.register("file_bytes", "Bytes of files moved into and out of sessions", self.file_bytes.clone());
         registry.register_collector(Box::new(Ready(health.clone())));
@@ -242,9 +226,7 @@ mod tests {
         metrics.sessions_live(3);
         metrics.session_created();
         metrics.session_ended("idle");
-        metrics.launched("ok", Duration::from_millis(3));
         metrics.queue_length(2);
-        metrics.queued(Duration::from_millis(1));
         metrics.quota_refused("sessions");
         metrics.file_moved(Direction::Into, 1_000);
         metrics.file_moved(Direction::OutOf, 5);
@@ -260,9 +242,7 @@ mod tests {
             "cellblock_sessions 3",
             "cellblock_sessions_created_total 1",
             "cellblock_sessions_ended_total{reason=\"idle\"} 1",
-            "cellblock_launch_seconds_count{outcome=\"ok\"} 1",
             "cellblock_queue_length 2",
-            "cellblock_queue_seconds_count 1",
             "cellblock_quota_refusals_total{quota=\"sessions\"} 1",
             "cellblock_file_bytes_total{direction=\"into\"} 1000",
             "cellblock_file_bytes_total{direction=\"out_of\"} 5",

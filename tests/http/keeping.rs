@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::client::Raw;
 use crate::support::server::{finished, program};
-use crate::support::service::Service;
+use crate::support::service::{Service, keeper_name};
 
 const CALLERS: &[(&str, &[&str])] = &[("alice", &["python:execute"]), ("bob", &["python:execute"])];
 
@@ -40,7 +40,7 @@ async fn sessions_and_running_cells_survive_the_death_of_the_server() {
     drop(service);
 
     let mut stop = program();
-    stop.env("XDG_RUNTIME_DIR", folder.path()).args(["keeper", "stop", "--now"]);
+    stop.env("XDG_RUNTIME_DIR", folder.path()).args(["keeper", "stop", "--now", &keeper_name(folder.path())]);
     let (ended, _, errors) = finished(&mut stop);
     assert_eq!(ended, Some(0), "{errors}");
 }

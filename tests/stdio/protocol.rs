@@ -66,6 +66,7 @@ fn the_list_of_tools_is_short_and_says_all_a_client_may_ask() {
     let names: Vec<&str> = tools.iter().map(|tool| tool["name"].as_str().unwrap()).collect();
     let expected = [
         "execute_ipython_cell",
+        "check_execution",
         "install_package",
         "reset",
         "undo",
@@ -233,7 +234,7 @@ fn requests_are_answered_while_the_environment_is_being_built_and_a_cell_waits_w
     let told = server.notification(|message| message["params"]["progressToken"] == waiting.id());
     assert_eq!(told["method"], "notifications/progress");
     assert!(told["params"]["message"].as_str().is_some_and(|text| !text.is_empty()), "{told}");
-    assert_eq!(server.request("tools/list", json!({}))["result"]["tools"].as_array().unwrap().len(), 11);
+    assert_eq!(server.request("tools/list", json!({}))["result"]["tools"].as_array().unwrap().len(), 12);
     assert!(!waiting.is_answered());
 
     patiently(move || OpenOptions::new().write(true).open(gate).unwrap().write_all(b"go\n").unwrap());

@@ -66,6 +66,8 @@ impl Service {
         command.env("CELLBLOCK_CONFIG", configuration).env("XDG_RUNTIME_DIR", folder);
         command.args(["serve", "--listen", "127.0.0.1:0", "--environment", "minimal", "--keep-sessions"]);
         command.arg(if keep_sessions { "on" } else { "off" }).args(more);
+        // Whoever runs as root shares a runtime folder with all others.
+        command.args(["--keeper", &keeper_name(folder)]);
         let mut service = Service::run(command);
         service.keys = keys;
         service
@@ -149,6 +151,12 @@ impl Drop for Service {
             let _ = self.child.wait();
         }
     }
+}
+
+/// The name of the keeper of a test's services.
+pub(crate) fn keeper_name(folder: &Path) -> String {
+    let name = folder.file_name().expect("a folder has a name").to_string_lossy().into_owned();
+    name.chars().filter(char::is_ascii_alphanumeric).collect()
 }
 
 /// Returns a new key and the lines about it for the configuration file.

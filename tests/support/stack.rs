@@ -5,7 +5,6 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use axum::Router;
 use cellblock::audit::Audit;
 use cellblock::http::routes::Access;
 use cellblock::http::{Allowed, Reception, Routes, connections};
@@ -40,7 +39,7 @@ impl Stack {
             allowed: Allowed::new(address, Vec::new(), Vec::new()),
             access: Access::Open,
             public_url: format!("http://{address}"),
-            more: Router::new(),
+            sessions: None,
             health,
             metrics: metrics.clone(),
             audit: Audit::off(),
