@@ -168,7 +168,8 @@ fn path_of(request: &Request) -> Result<InsidePath, No> {
     InsidePath::from_str(&decoded).map_err(|cause| bad(cause.to_string()))
 }
 
-fn percent_decoded(text: &str) -> Option<String> {
+/// Takes percent-encoding off a text, once.
+pub(crate) fn percent_decoded(text: &str) -> Option<String> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();
     while let Some(byte) = rest.next() {

@@ -31,7 +31,7 @@ pub(super) const MOST_CALLS: usize = 256;
 const INSTALL_TIME: Duration = Duration::from_secs(300);
 
 /// The largest file that a result holds. A model reads less, and larger files have a route of their own.
-const LARGEST_INLINE: u64 = 1024 * 1024;
+pub(super) const LARGEST_INLINE: u64 = 1024 * 1024;
 
 /// Why a call was given up by this room.
 #[derive(Debug, thiserror::Error)]

@@ -105,6 +105,7 @@ impl ServerHandler for Server {
                 listed.push(resources::listed(&session, execution, size));
             }
         }
+        listed.extend(self.files_of(owner).await);
         let mut result = ListResourcesResult::with_all_items(listed);
         if let Some(meta) = modern_meta(&context) {
             // Every execution may change this list.
@@ -134,10 +135,16 @@ impl ServerHandler for Server {
         context: RequestContext<RoleServer>,
     ) -> Result<ReadResourceResponse, ErrorData> {
         let owner = &Principal(self.caller(&context)?.principal);
-        let mut result = self.read_output(owner, &request.uri).await?;
-        if let Some(meta) = modern_meta(&context) {
+        let (mut result, fresh_for) = match resources::file_at(&request.uri) {
+            // A file can change at any time.
+            Some((session, path)) => {
+                (self.read_session_file(owner, &request.uri, &session, &path).await?, Duration::ZERO)
+            }
             // The output of a finished execution never changes, but it can go.
-            result = result.with_ttl_ms(FIXED_FOR.as_millis() as u64).with_cache_scope(CacheScope::Private);
+            None => (self.read_output(owner, &request.uri).await?, FIXED_FOR),
+        };
+        if let Some(meta) = modern_meta(&context) {
+            result = result.with_ttl_ms(fresh_for.as_millis() as u64).with_cache_scope(CacheScope::Private);
             result.meta = Some(meta);
         }
         Ok(result.into())

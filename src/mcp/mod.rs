@@ -41,15 +41,15 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rmcp::RoleServer;
-use rmcp::model::{ClientRequest, CustomRequest, ErrorCode, ErrorData, Implementation, ReadResourceResult};
+use rmcp::model::{ClientRequest, CustomRequest, ErrorCode, ErrorData, Implementation, ReadResourceResult, Resource};
 use rmcp::service::RequestContext;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use crate::auth::Caller;
 use crate::sandbox::{Rule, Rules};
-use crate::session::{Principal, SessionAccess, WorkFolder};
-use calls::MOST_CALLS;
+use crate::session::{InsidePath, Principal, SessionAccess, SessionId, WorkFolder};
+use calls::{LARGEST_INLINE, MOST_CALLS};
 use desk::{Desk, Places};
 pub use host_files::{HostFiles, RootError};
 use resources::{Address, CutOutputs};
@@ -71,6 +71,9 @@ const ANSWERED_METHODS: [&str; 11] = [
     "tools/call",
     "tools/list",
 ];
+
+/// Files that are listed as resources. More would bury the rest.
+const MOST_FILES_LISTED: usize = 1000;
 
 /// Rules that a client is told one by one; of more only the number.
 const MOST_RULES_TOLD: usize = 8;
@@ -222,6 +225,39 @@ impl Server {
             }
             None => Err(not_found("the output of this execution is not kept (any more)".to_owned())),
         }
+    }
+
+    /// Lists the files of an owner's sessions that have folders of their own and nothing to do.
+    async fn files_of(&self, owner: &Principal) -> Vec<Resource> {
+        let sessions = &self.shared.sessions;
+        let mut listed = Vec::new();
+        if self.shared.work_folder == WorkFolder::Shared {
+            return listed;
+        }
+        for session in sessions.list(owner).await.into_iter().filter(|session| session.state == "idle") {
+            // One that has begun something meanwhile is left out.
+            let Ok(list) = sessions.list_files(owner, &session.id).await else { continue };
+            let files = list.files.iter().filter_map(|file| Some((file.path.parse().ok()?, file.size)));
+            listed.extend(files.map(|(path, size)| resources::listed_file(&session.id, &path, size)));
+            if listed.len() >= MOST_FILES_LISTED {
+                listed.truncate(MOST_FILES_LISTED);
+                break;
+            }
+        }
+        listed
+    }
+
+    async fn read_session_file(
+        &self,
+        owner: &Principal,
+        uri: &str,
+        session: &SessionId,
+        path: &InsidePath,
+    ) -> Result<ReadResourceResult, ErrorData> {
+        let mut bytes = Vec::new();
+        let read = self.shared.sessions.read_file(owner, session, path, LARGEST_INLINE, &mut bytes).await;
+        read.map_err(|refused| ErrorData::invalid_params(refused.to_string(), Some(json!({"uri": uri}))))?;
+        Ok(ReadResourceResult::new(vec![resources::file_contents(uri, &bytes)]))
     }
 
     fn implementation() -> Implementation {

@@ -70,7 +70,7 @@ pub(super) fn execution(session: &SessionId, outcome: &Outcome, can_undo: u32) -
     finished(content, structured, !matches!(outcome.status, Status::Completed))
 }
 
-/// Renders a cell that goes on. Its fields are those of a finished one; what is not known yet is null or empty.
+/// Renders a cell that goes on. Its fields are those of a finished one, without what is not known yet.
 pub(super) fn underway(underway: &Underway) -> CallToolResult {
     let session = underway.session.as_str();
     let (status, state) = match underway.ahead {
@@ -87,19 +87,14 @@ pub(super) fn underway(underway: &Underway) -> CallToolResult {
     let text = page.finish();
     let structured = json!({
         "session_id": session,
-        "execution": null,
         "status": status,
         "text": text,
         "images": [],
         "error": null,
         "duration_ms": underway.elapsed.as_micros() as f64 / 1000.0,
-        "cpu_ms": null,
-        "memory_bytes": null,
-        "peak_memory_bytes": null,
         "variables": null,
         "files": null,
-        "output": {"chars": null, "lines": null, "cut_chars": underway.omitted, "resource": null},
-        "can_undo": null,
+        "output": {"cut_chars": underway.omitted, "resource": null},
         "isolation": {},
         "blocked": [],
         "notes": [],

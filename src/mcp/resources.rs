@@ -1,7 +1,8 @@
-//! Resources: the whole output of an execution, for readers who need what was cut from a result.
+//! Resources: the whole output of an execution, for readers who need what was cut from a result, and the files of sessions.
 //!
 //! ```text
 //! cellblock://sessions/{session_id}/executions/{execution}/output[?offset=BYTES&limit=BYTES]
+//! cellblock://sessions/{session_id}/files/{path}
 //! ```
 //!
 //! A read answers with one slice of text that starts and ends between characters, and says in its metadata, and in a
@@ -11,9 +12,12 @@
 use std::collections::VecDeque;
 use std::str::FromStr;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use rmcp::model::{MetaObject, Resource, ResourceContents, ResourceTemplate};
 use serde_json::Value;
 
+use crate::http::files::percent_decoded;
 use crate::session::{ExecutionId, InsidePath, Principal, SessionId, Slice};
 
 /// Bytes in one answer unless the reader asks for another number. Large enough for nearly every output, small enough
@@ -51,6 +55,27 @@ pub(super) enum BadAddress {
     Parameter(String),
     #[error("{name} must be a whole number of bytes from {least} to {most}")]
     Number { name: &'static str, least: u64, most: u64 },
+}
+
+/// The file of a session that an address leads to, if it is one of a file.
+pub(super) fn file_at(uri: &str) -> Option<(SessionId, InsidePath)> {
+    let (session, path) = uri.strip_prefix(PREFIX)?.split_once("/files/")?;
+    Some((session.parse().ok()?, percent_decoded(path)?.parse().ok()?))
+}
+
+/// The content of a file, as text where it is text.
+pub(super) fn file_contents(uri: &str, bytes: &[u8]) -> ResourceContents {
+    match std::str::from_utf8(bytes) {
+        Ok(text) => ResourceContents::text(text, uri),
+        Err(_) => ResourceContents::blob(STANDARD.encode(bytes), uri),
+    }
+}
+
+/// A file of a session as it is listed.
+pub(super) fn listed_file(session: &SessionId, path: &InsidePath, size: u64) -> Resource {
+    Resource::new(file_uri(session, path), format!("{}/{path}", session.as_str()))
+        .with_title(format!("File \"{path}\" of session \"{}\"", session.as_str()))
+        .with_size(size)
 }
 
 /// The address of an execution's whole output.
@@ -150,6 +175,9 @@ pub(super) fn templates() -> Vec<ResourceTemplate> {
         .with_title("The whole output of an execution")
         .with_description("Text of an execution with what was cut from its result. offset and limit are bytes.")
         .with_mime_type("text/plain"),
+        ResourceTemplate::new("cellblock://sessions/{session_id}/files/{+path}", "session-file")
+            .with_title("A file of a session")
+            .with_description("A file in the working folder of a session, as text or bytes."),
     ]
 }
 

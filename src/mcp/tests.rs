@@ -21,10 +21,10 @@ use crate::sandbox::fake::FakeBackend;
 use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation, Rules};
 use crate::session::install::{InstallError, InstallReport};
 use crate::session::{
-    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange,
-    FilesCarried, ForkNames, ForkReport, InsidePath, Load, News, Outcome, Output, Part, Refused, ResetReport,
-    SessionId, SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart,
-    Uploaded, VariantReport, Which,
+    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote,
+    FileRange, FilesCarried, ForkNames, ForkReport, InsidePath, Load, News, Outcome, Output, Part, Refused,
+    ResetReport, SessionId, SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport,
+    UploadPart, Uploaded, VariantReport, Which,
 };
 
 /// What the answerer of these tests printed for `long`: more than one default slice of a resource.
@@ -223,7 +223,7 @@ impl SessionAccess for FakeSessions {
     }
 
     async fn list_files(&self, _owner: &Principal, _id: &SessionId) -> Result<FileList, Refused> {
-        Ok(FileList::default())
+        Ok(FileList { files: vec![FileNote { path: "data/ä.csv".to_owned(), size: 9 }], omitted: 0 })
     }
 
     async fn upload(

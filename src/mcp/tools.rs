@@ -719,6 +719,7 @@ impl fmt::Display for Seconds {
 pub(super) mod tests {
     use super::*;
     use crate::sandbox::Rules;
+    use crate::session::Underway;
 
     fn catalogue() -> Catalogue {
         Catalogue::new(&McpSettings::default())
@@ -820,6 +821,23 @@ pub(super) mod tests {
             let bytes = serde_json::to_vec(catalogue.all()).unwrap().len();
             assert!(bytes < 10_400, "{bytes} bytes on {front:?}");
         }
+    }
+
+    #[test]
+    fn what_is_told_of_a_cell_that_goes_on_fits_the_schema_of_results() {
+        let underway = Underway {
+            handle: "0123456789abcdef0123456789abcdef".parse().unwrap(),
+            session: SessionId::default_session(),
+            ahead: 0,
+            elapsed: Duration::from_secs(50),
+            text: "epoch 1\n".to_owned(),
+            omitted: 3,
+        };
+        let told = super::super::render::underway(&underway).structured_content.unwrap();
+        let catalogue = catalogue();
+        let schema = catalogue.get(ToolName::Execute).output_schema.as_deref().unwrap();
+        assert_eq!(violations(&Value::Object(schema.clone()), &told, ""), Vec::<String>::new());
+        assert_eq!(told["status"], "running");
     }
 
     #[test]

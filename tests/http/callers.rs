@@ -271,3 +271,64 @@ async fn what_is_ambiguous_or_malformed_is_answered_and_refused() {
     let answer = request(&mut alice, "mcp-param-session-id: b\r\n", &call("reset", json!({"session_id": "a"}))).await;
     assert_eq!(answer.status, 400, "header and body disagree: {answer:?}");
 }
+
+#[tokio::test]
+async fn who_may_call_can_change_while_the_server_runs() {
+    let folder = tempfile::tempdir().unwrap();
+    let service = service(&folder);
+    let status = async |caller: &str| {
+        Raw::with_key(&service, caller).await.ask("GET", "/sessions/a/files", "", b"").await.status
+    };
+    assert_eq!((status("alice").await, status("bob").await), (404, 404));
+
+    let configuration = folder.path().join("config.yaml");
+    let before = std::fs::read_to_string(&configuration).unwrap();
+    let (first, rest) = before.split_once("    - name: \"bob\"").unwrap();
+    let others = rest.split_once("    - name: \"reader\"").unwrap().1;
+    std::fs::write(&configuration, format!("{first}    - name: \"reader\"{others}")).unwrap();
+    assert!(service.read_again().contains("the settings were read again"));
+    assert_eq!((status("alice").await, status("bob").await), (404, 401), "his key is good no more");
+
+    std::fs::write(&configuration, "auth: {api_keys: nonsense}").unwrap();
+    assert!(service.read_again().contains("the settings were not read again"));
+    assert_eq!((status("alice").await, status("bob").await), (404, 401), "what makes no sense changes nothing");
+}
+
+#[tokio::test]
+async fn everything_that_reaches_a_session_is_recorded_and_nothing_of_what_it_was() {
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("audit.jsonl");
+    let service = Service::with_keys(folder.path(), ALICE_AND_BOB, false, &["--audit-file", log.to_str().unwrap()]);
+    let mut alice = Raw::with_key(&service, "alice").await;
+    let secret = "canary-in-code";
+    let cell = json!({"code": format!("print('{secret}')"), "session_id": "a", "allowed_domains": []});
+    alice.result("execute_ipython_cell", cell).await;
+    alice.ask("PUT", "/sessions/a/files/f", "", secret.as_bytes()).await;
+    alice.ask("GET", "/sessions/a/files/f", "", b"").await;
+    alice.result("fork_session", json!({"session_id": "a"})).await;
+    alice.result("close_session", json!({"session_id": "a"})).await;
+    let mut nobody = Raw::connect(service.address).await;
+    nobody.ask("GET", "/metrics", "authorization: Bearer canary-in-token\r\n", b"").await;
+    let said = service.finish();
+    let records = std::fs::read_to_string(&log).unwrap();
+    for kind in [
+        "server_started",
+        "session_created",
+        "execution",
+        "tool_call",
+        "file",
+        "session_ended",
+        "authentication_refused",
+        "server_stopped",
+    ] {
+        assert!(records.contains(&format!("\"{kind}\"")), "{kind} is not in {records}");
+    }
+    assert!(records.contains("key:alice"), "{records}");
+    for text in [&records, &said] {
+        assert!(!text.contains("canary"), "{text}");
+    }
+    let mut verify = crate::support::server::program();
+    verify.args(["audit", "verify"]).arg(&log);
+    let (status, output, errors) = crate::support::server::finished(&mut verify);
+    assert_eq!(status, Some(0), "{output}{errors}");
+}

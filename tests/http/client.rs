@@ -79,6 +79,19 @@ impl Raw {
         serde_json::from_str::<Value>(&answer.body).expect("an answer is JSON")["result"].take()
     }
 
+    /// Sends a message of any kind and returns its result.
+    pub(super) async fn rpc(&mut self, method: &str, mut params: Value) -> Value {
+        let name = params["uri"].as_str().map(|uri| format!("mcp-name: {uri}\r\n")).unwrap_or_default();
+        params["_meta"] = meta();
+        let body = json!({"jsonrpc": "2.0", "id": 1, "method": method, "params": params}).to_string();
+        let head = format!(
+            "content-type: application/json\r\naccept: application/json, text/event-stream\r\n\
+             mcp-protocol-version: 2026-07-28\r\nmcp-method: {method}\r\n{name}"
+        );
+        let answer = self.ask("POST", "/mcp", &head, body.as_bytes()).await;
+        serde_json::from_str::<Value>(&answer.body).unwrap_or_else(|_| panic!("{answer:?}"))["result"].take()
+    }
+
     async fn head_only(&mut self) -> Answer {
         let mut read = Vec::new();
         while !read.ends_with(b"\r\n\r\n") {
@@ -132,10 +145,14 @@ pub(crate) fn head(tool: &str, more: &str) -> String {
 
 /// The body of a call.
 pub(crate) fn call(tool: &str, arguments: Value) -> String {
-    let meta = json!({
+    let params = json!({"name": tool, "arguments": arguments, "_meta": meta()});
+    json!({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}).to_string()
+}
+
+/// What every message since 2026-07-28 says of itself.
+fn meta() -> Value {
+    json!({
         "io.modelcontextprotocol/protocolVersion": "2026-07-28",
         "io.modelcontextprotocol/clientCapabilities": {},
-    });
-    let params = json!({"name": tool, "arguments": arguments, "_meta": meta});
-    json!({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}).to_string()
+    })
 }

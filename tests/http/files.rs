@@ -109,3 +109,18 @@ async fn what_cannot_be_a_file_below_the_working_folder_is_refused() {
         assert_eq!(client.ask(method, "/sessions/a/files/f", "", b"").await.status, 405, "{method}");
     }
 }
+
+#[tokio::test]
+async fn files_of_sessions_are_resources() {
+    let (_service, mut client, _folder) = alice().await;
+    client.ask("PUT", "/sessions/a/files/data/t%20%C3%A4.csv", "", b"1,2\n").await;
+    client.ask("PUT", "/sessions/a/files/b.bin", "", &[0xff, 0]).await;
+    let listed = client.rpc("resources/list", json!({})).await;
+    let uris: Vec<&str> =
+        listed["resources"].as_array().unwrap().iter().filter_map(|one| one["uri"].as_str()).collect();
+    assert_eq!(uris, ["cellblock://sessions/a/files/b.bin", "cellblock://sessions/a/files/data/t%20%C3%A4.csv"]);
+    let text = client.rpc("resources/read", json!({"uri": uris[1]})).await;
+    assert_eq!(text["contents"][0]["text"], "1,2\n");
+    let bytes = client.rpc("resources/read", json!({"uri": uris[0]})).await;
+    assert_eq!(bytes["contents"][0]["blob"], "/wA=");
+}

@@ -13,6 +13,9 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::server::{PATIENCE, finished, program};
 
+/// What is waited for in the log.
+const NEWS: [&str; 3] = ["serving MCP over HTTP", "development mode, with a token", "the settings were"];
+
 /// A running service. Dropping it asks it to end and waits.
 pub(crate) struct Service {
     child: Child,
@@ -76,12 +79,12 @@ impl Service {
     fn run(mut command: Command) -> Service {
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("the program can be run");
         let log = BufReader::new(child.stderr.take().expect("it is a pipe"));
-        let (sender, told) = sync_channel(2);
+        let (sender, told) = sync_channel(8);
         let log = std::thread::spawn(move || {
             let mut all = String::new();
             for line in log.lines().map_while(Result::ok) {
-                if line.contains("serving MCP over HTTP") || line.contains("development mode, with a token") {
-                    // Nobody waits for more than the first two.
+                if NEWS.iter().any(|news| line.contains(news)) {
+                    // Nobody waits for more than a few.
                     let _ = sender.try_send(line.clone());
                 }
                 all += &line;
@@ -100,6 +103,12 @@ impl Service {
                 panic!("the service did not say where it is: {}", log.join().unwrap_or_default())
             }
         }
+    }
+
+    /// Tells the service to read its settings again, and waits for what it says about them.
+    pub(crate) fn read_again(&self) -> String {
+        let _ = kill_process(Pid::from_child(&self.child), Signal::HUP);
+        self.told.recv_timeout(PATIENCE).expect("it says what came of it")
     }
 
     /// The key of a caller.
