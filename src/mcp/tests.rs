@@ -889,7 +889,7 @@ async fn a_resource_that_does_not_exist_is_an_invalid_parameter() {
         );
     }
     let templates = client.ask(request(2, "resources/templates/list", json!({}))).await;
-    assert_eq!(templates["result"]["resourceTemplates"].as_array().unwrap().len(), 1);
+    assert_eq!(templates["result"]["resourceTemplates"].as_array().unwrap().len(), 2);
 }
 
 #[tokio::test]

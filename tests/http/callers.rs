@@ -332,3 +332,21 @@ async fn everything_that_reaches_a_session_is_recorded_and_nothing_of_what_it_wa
     let (status, output, errors) = crate::support::server::finished(&mut verify);
     assert_eq!(status, Some(0), "{output}{errors}");
 }
+
+#[tokio::test]
+async fn a_caller_may_narrow_what_its_session_reaches_and_never_widen_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let more = ["--allowed-domain", "*.example.test"];
+    let service = Service::with_keys(folder.path(), ALICE_AND_BOB, false, &more);
+    let mut alice = Raw::with_key(&service, "alice").await;
+    let mut run = async |rules: Value| {
+        alice.result("execute_ipython_cell", json!({"code": "1", "session_id": "a", "allowed_domains": rules})).await
+    };
+    assert_eq!(run(json!(["api.example.test"])).await["structuredContent"]["text"], "1", "the control");
+    for beyond in [json!(["example.org"]), json!(["*.example.test:8443"]), json!(["10.0.0.0/8"])] {
+        let refused = run(beyond.clone()).await;
+        assert_eq!(refused["isError"], true, "{beyond}: {refused}");
+    }
+    let listed = alice.result("list_sessions", json!({})).await;
+    assert_eq!(listed["structuredContent"]["sessions"][0]["network"], json!(["api.example.test"]));
+}
