@@ -210,8 +210,10 @@ async fn identify(access: &Access, headers: &HeaderMap) -> Result<Caller, Denied
 }
 
 fn challenged(mut response: Response<Body>, denied: &Denied, metadata_url: &str) -> Response<Body> {
-    if let Some(challenge) = denied.challenge(metadata_url) {
-        response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge);
+    match denied.challenge(metadata_url) {
+        Some(challenge) => drop(response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge)),
+        // The keys cannot be had at the moment; that is not the caller's fault.
+        None => drop(response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("5"))),
     }
     response
 }
