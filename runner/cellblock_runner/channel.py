@@ -32,6 +32,9 @@ class Channel:
         """Takes the socket that was put at the channel's number."""
         return cls(socket.socket(fileno=CHANNEL_DESCRIPTOR))
 
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
     def receive(self) -> tuple[Header, bytes] | None:
         """Returns the next frame, or None when the host has closed the channel."""
         if self._early:
