@@ -200,6 +200,9 @@ class Desk:
             # Before the frame gets its place in the order: one that is announced and does not come would stop the host.
             if len(encode_header(header)) > _LARGEST_QUESTION:
                 raise CannotAsk("the question is too large")
+            # Whoever puts many questions takes their answers meanwhile. A host that waits until it can answer must not be waited for.
+            while self._questions and not self._channel.wait_to_send():
+                self._receive()
             question.number = self._last
             self._questions[self._last] = question
             self._lanes.send(header)

@@ -58,6 +58,12 @@ class Channel:
         poll.register(self._connection, select.POLLIN)
         poll.poll(milliseconds)
 
+    def wait_to_send(self) -> bool:
+        """Waits until the host has read what it was sent, or has said something. Returns whether the former is so."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN | select.POLLOUT)
+        return any(events & ~select.POLLIN for _, events in poll.poll())
+
     def receive_arrived(self) -> list[tuple[Header, bytes]] | None:
         """Returns the frames that have arrived by now, without waiting; None when the host has closed the channel."""
         try:

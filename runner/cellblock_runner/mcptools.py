@@ -22,6 +22,7 @@ from .tool_models import Model as Model
 from .tool_models import Null as Null
 from .tool_models import OneOf as OneOf
 from .tool_models import Pattern as Pattern
+from .tool_models import Sent as Sent
 from .tool_models import Url as Url
 from .tool_models import arguments, sent_as
 from .tool_modules import modules_when_used as modules_when_used

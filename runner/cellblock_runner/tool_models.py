@@ -50,6 +50,17 @@ class _NullIsSent:
 Null = Annotated[None, _NullIsSent()]
 
 
+class _AlwaysSent:
+    """Marks a field that is sent even if nobody set it."""
+
+    def __repr__(self) -> str:
+        return "Sent"
+
+
+# Of a field that has a default although it must be sent.
+Sent = _AlwaysSent()
+
+
 class Pattern(AfterValidator):
     """A text in which this expression is found. One that is none in Python is not checked here; the host checks it too."""
 
@@ -202,7 +213,7 @@ class Model(BaseModel, metaclass=_ShortlyListed):
         if info.context is not _SENDING:
             return values
         for name, field in type(self).model_fields.items():
-            if field.is_required():
+            if field.is_required() or Sent in field.metadata:
                 continue
             key = sent_as(name, field)
             was_set = name in self.model_fields_set

@@ -246,6 +246,15 @@ class Tasks(AskingTest):
             "value:True",
         )
 
+    def test_answers_are_taken_while_questions_are_put(self) -> None:
+        # This host answers each question before it reads the next one, and waits until it can.
+        self.runner.respond = lambda question: {"text": question["name"] + "x" * 2000}
+        self.assert_order(
+            "answers = await asyncio.gather(*[ask_async('x', name=str(n)) for n in range(1000)])\n"
+            "[answer['text'].rstrip('x') for answer in answers] == [str(n) for n in range(1000)]",
+            "value:True",
+        )
+
     def test_other_tasks_go_on_while_one_waits(self) -> None:
         self.runner.respond = lambda question: None if question["what"] == "slow" else self.answer_first()
         self.assert_order(

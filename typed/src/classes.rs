@@ -407,12 +407,18 @@ impl<'p> Planner<'p> {
     }
 
     fn field(&mut self, member: &Member, hint: &str) -> Field {
-        let kind = if member.is_required { self.kind(&member.shape, hint) } else { self.optional(&member.shape, hint) };
-        let default = if member.is_required { None } else { Some(self.preset(member, &kind)) };
+        let (kind, default) = match member.is_required {
+            true => self.required(member, hint),
+            false => {
+                let kind = self.optional(&member.shape, hint);
+                let default = self.preset(member, &kind);
+                (kind, Some(default))
+            }
+        };
         let mut description = member.description.clone();
         if let Some(value) = unspoken_default(member, default.as_ref()) {
             let text = description.map_or_else(String::new, |text| text.trim_end().to_owned() + "\n\n");
-            description = Some(format!("{text}Default: {value}"));
+            description = Some(format!("{text}Default: `{value}`"));
         }
         let title = member.title.clone().filter(|title| !only_repeats(title, &member.name));
         Field {
@@ -423,6 +429,21 @@ impl<'p> Planner<'p> {
             examples: member.examples.clone(),
             is_deprecated: member.is_deprecated,
             description,
+        }
+    }
+
+    /// The annotation of a field that must be sent. One that has a default need not be set, and is sent all the same.
+    fn required(&mut self, member: &Member, hint: &str) -> (Code, Option<Preset>) {
+        let kind = self.kind(&member.shape, hint);
+        let fits = |value: &&Value| {
+            !value.is_null() && self.schema.accepts(&member.shape, value) && self.schema.is_plain(&member.shape, value)
+        };
+        match member.default.as_ref().filter(fits) {
+            Some(value) if self.direction == Direction::In => {
+                let kind = Code::subscript(self.uses("Annotated"), vec![kind, Code::text(self.uses("Sent"))]);
+                (kind, Some(Preset::Value(literal::value(value))))
+            }
+            _ => (kind, None),
         }
     }
 

@@ -27,7 +27,7 @@ const HOMES: [(&str, &[&str]); 4] = [
     ("uuid", &["UUID"]),
     (
         "cellblock_runner.mcptools",
-        &["Base64", "Email", "Model", "Null", "OneOf", "Pattern", "Reply", "Url", "call", "call_async"],
+        &["Base64", "Email", "Model", "Null", "OneOf", "Pattern", "Reply", "Sent", "Url", "call", "call_async"],
     ),
     ("pydantic", &["AwareDatetime", "Field", "RootModel"]),
 ];

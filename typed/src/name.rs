@@ -88,7 +88,7 @@ pub(crate) const INDEX_NAMES: [&str; 13] = [
 ];
 
 /// Names that annotations in a generated module use, so that no field and no class may take them.
-pub(crate) const USED_NAMES: [&str; 31] = [
+pub(crate) const USED_NAMES: [&str; 32] = [
     "Annotated",
     "Any",
     "AwareDatetime",
@@ -104,6 +104,7 @@ pub(crate) const USED_NAMES: [&str; 31] = [
     "Reply",
     "Result",
     "RootModel",
+    "Sent",
     "UUID",
     "Url",
     "annotations",

@@ -47,7 +47,8 @@ fn page_text(page: &str) -> String {
 
 fn listed(entries: &[Entry<'_>]) -> String {
     let longest = entries.iter().map(|entry| entry.name.len()).max().unwrap_or(0).min(40);
-    let room = WIDTH.saturating_sub(longest + 2).max(SHORTEST_SUMMARY);
+    // Two spaces between the columns; docstrings leave room for quotation marks.
+    let room = WIDTH.saturating_sub(longest + 2 + 3).max(SHORTEST_SUMMARY);
     let line = |entry: &Entry<'_>| {
         let summary = literal::summary(entry.description, room);
         format!("{:longest$}  {summary}", entry.name).trim_end().to_owned()
