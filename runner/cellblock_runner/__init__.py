@@ -11,6 +11,10 @@ one at a time:
     processes   !cmd and %%script without a terminal and without threads
     asking      questions of a running cell to the host
     packages    folders of packages that the host adds
+    mcptools    how generated modules call tools of MCP servers, with these:
+      tool_models   arguments
+      tool_values   results
+      tool_modules  when the modules are imported
     pip_lines   what a command line of pip asks for, which is done by these:
       pip_answers   installing, listing, showing
       pip_programs  where a cell starts pip as a program

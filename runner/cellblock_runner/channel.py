@@ -32,6 +32,9 @@ class Channel:
         """Takes the socket that was put at the channel's number."""
         return cls(socket.socket(fileno=CHANNEL_DESCRIPTOR))
 
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
     def receive(self) -> tuple[Header, bytes] | None:
         """Returns the next frame, or None when the host has closed the channel."""
         if self._early:
@@ -54,6 +57,12 @@ class Channel:
         poll = select.poll()  # One of its own, because it cannot be used twice at a time.
         poll.register(self._connection, select.POLLIN)
         poll.poll(milliseconds)
+
+    def wait_to_send(self) -> bool:
+        """Waits until the host has read what it was sent, or has said something. Returns whether the former is so."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN | select.POLLOUT)
+        return any(events & ~select.POLLIN for _, events in poll.poll())
 
     def receive_arrived(self) -> list[tuple[Header, bytes]] | None:
         """Returns the frames that have arrived by now, without waiting; None when the host has closed the channel."""

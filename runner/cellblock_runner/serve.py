@@ -33,6 +33,7 @@ from . import (
     luggage,
     packages,
     processes,
+    tool_modules,
     variables,
 )
 from .asking import Desk
@@ -308,6 +309,7 @@ class Session:
     def _execute(self, number: Any, code: str) -> None:
         self._execution = number
         harmless = changes_nothing(code, self._shell)
+        tool_modules.forget_changed()
         self._gate.open()
         self._lanes.open_cell({"type": "started", "id": number})
         self.desk.open_cell(number)

@@ -219,6 +219,130 @@ class Threads(AskingTest):
         self.assert_order("thread.join()\ntold", "value:['the cell ended before the host had answered']")
 
 
+class Tasks(AskingTest):
+    """Questions of tasks in an event loop."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.run_ok("import asyncio\nfrom cellblock_runner.asking import ask_async")
+
+    def answer_when_all_asked(self, count: int) -> None:
+        def respond(_question: dict[str, Any]) -> None:
+            if len(self.runner.asked) == count:
+                for asked in reversed(self.runner.asked):
+                    self.runner.answer(asked["ask"], text=asked["name"])
+
+        self.runner.respond = respond
+
+    def test_a_task_gets_its_answer(self) -> None:
+        self.assert_order("(await ask_async('x', name='task'))['text']", "value:'x task'")
+        self.assert_order("asyncio.run(ask_async('x', name='loop'))['text']", "value:'x loop'")
+
+    def test_many_tasks_ask_at_once_and_answers_come_in_any_order(self) -> None:
+        self.answer_when_all_asked(50)
+        self.assert_order(
+            "answers = await asyncio.gather(*[ask_async('x', name=str(n)) for n in range(50)])\n"
+            "[answer['text'] for answer in answers] == [str(n) for n in range(50)]",
+            "value:True",
+        )
+
+    def test_answers_are_taken_while_questions_are_put(self) -> None:
+        # This host answers each question before it reads the next one, and waits until it can.
+        self.runner.respond = lambda question: {"text": question["name"] + "x" * 2000}
+        self.assert_order(
+            "answers = await asyncio.gather(*[ask_async('x', name=str(n)) for n in range(1000)])\n"
+            "[answer['text'].rstrip('x') for answer in answers] == [str(n) for n in range(1000)]",
+            "value:True",
+        )
+
+    def test_other_tasks_go_on_while_one_waits(self) -> None:
+        self.runner.respond = lambda question: None if question["what"] == "slow" else self.answer_first()
+        self.assert_order(
+            "async def other():\n"
+            "    for _ in range(3): await asyncio.sleep(0)\n"
+            "    print('went on')\n"
+            "    ask('now')\n"
+            "(await asyncio.gather(ask_async('slow'), other()))[0]['text']",
+            "out:went on\n",
+            "value:'slow'",
+        )
+
+    def answer_first(self) -> dict[str, Any]:
+        self.runner.answer(self.runner.asked[0]["ask"], text="slow")
+        return {"text": "now"}
+
+    def test_a_thread_and_a_task_and_a_blocked_loop_ask_at_once(self) -> None:
+        # The task waits first; then its own thread waits without the loop, and another thread too.
+        self.answer_when_all_asked(3)
+        self.assert_order(
+            "got = {}\n"
+            "def one(name): got[name] = ask('x', name=name)['text']\n"
+            "async def task(): got['task'] = (await ask_async('x', name='task'))['text']\n"
+            "waiting = asyncio.ensure_future(task())\n"
+            "await asyncio.sleep(0)\n"
+            "thread = threading.Thread(target=one, args=('thread',)); thread.start()\n"
+            "one('blocked')\n"
+            "thread.join()\n"
+            "await waiting\n"
+            "sorted(got.items())",
+            "value:[('blocked', 'blocked'), ('task', 'task'), ('thread', 'thread')]",
+        )
+
+    def test_loops_of_several_threads_ask_at_once(self) -> None:
+        self.answer_when_all_asked(8)
+        self.assert_order(
+            "got = []\n"
+            "async def two(name): return [a['text'] for a in await asyncio.gather(ask_async('x', name=name + '1'), ask_async('x', name=name + '2'))]\n"
+            "def run(name): got.append(asyncio.run(two(name)))\n"
+            "threads = [threading.Thread(target=run, args=(name,)) for name in 'abc']\n"
+            "for thread in threads: thread.start()\n"
+            "got.append(await two('m'))\n"
+            "for thread in threads: thread.join()\n"
+            "sorted(got)",
+            "value:[['a1', 'a2'], ['b1', 'b2'], ['c1', 'c2'], ['m1', 'm2']]",
+        )
+
+    def test_a_task_that_is_cancelled_withdraws_its_question(self) -> None:
+        self.runner.respond = lambda question: None if question["what"] == "slow" else {"text": "ok"}
+        self.run_ok(
+            "try: await asyncio.wait_for(ask_async('slow'), 0.01)\n"
+            "except asyncio.TimeoutError: pass\n"
+            "else: raise AssertionError"
+        )
+        slow, withdrawn = self.runner.asked
+        self.assertEqual((slow["what"], withdrawn["what"], withdrawn["of"]), ("slow", "withdraw", slow["ask"]))
+        self.assert_order("(await ask_async('x'))['text']", "value:'ok'")
+
+    def test_an_interrupt_ends_the_waiting_of_a_task(self) -> None:
+        self.runner.respond = lambda question: self.runner.interrupt() if question["what"] == "slow" else {"text": "ok"}
+        self.run_failing("await ask_async('slow')", "KeyboardInterrupt")
+        self.runner.answer(self.runner.asked[0]["ask"], text="late")
+        self.assert_order("(await ask_async('x'))['text']", "value:'ok'")
+
+    def test_an_interrupted_thread_withdraws_its_question(self) -> None:
+        self.runner.respond = lambda question: self.runner.interrupt() if question["what"] == "slow" else None
+        self.assert_order("try: ask('slow')\nexcept KeyboardInterrupt: print('interrupted')", "out:interrupted\n")
+        self.assertEqual([question["what"] for question in self.runner.asked], ["slow", "withdraw"])
+
+    def test_a_task_that_outlives_its_cell_is_told_and_takes_no_request(self) -> None:
+        self.runner.respond = lambda question: None if question["what"] == "slow" else {"text": "ok"}
+        self.run_ok("left = asyncio.ensure_future(ask_async('slow'))\nawait asyncio.sleep(0)")
+        for number in range(20):
+            self.assert_order(f"{number}", f"value:{number}")
+        self.assert_order(
+            "try: await left\nexcept CannotAsk as error: print(error)", "out:the cell ended before the host had answered\n"
+        )
+        self.assert_order("(await ask_async('x'))['text']", "value:'ok'")
+
+    def test_a_copy_loses_nothing_by_it_and_can_ask(self) -> None:
+        self.run_ok("(await ask_async('x'))['text']")
+        copy = self.runner.fork()
+        self.assertEqual(copy.hello["lost"], [])
+        copy.respond = _echo
+        self.assertEqual(copy.run("(await ask_async('x', name='copy'))['text']").value, {"text/plain": "'x copy'"})
+        self.assert_order("(await ask_async('x', name='original'))['text']", "value:'x original'")
+
+
 class WithoutAHost(unittest.TestCase):
     def test_nobody_can_ask_between_cells(self) -> None:
         ours, theirs = socket.socketpair()

@@ -33,6 +33,7 @@ const FILES: &[(&str, &str)] = embedded![
     "lanes.py",
     "luggage.py",
     "mappings.py",
+    "mcptools.py",
     "packages.py",
     "pages.py",
     "pip_answers.py",
@@ -43,6 +44,9 @@ const FILES: &[(&str, &str)] = embedded![
     "reseed.py",
     "serve.py",
     "shell.py",
+    "tool_models.py",
+    "tool_modules.py",
+    "tool_values.py",
     "variables.py",
     "zygote.py",
 ];

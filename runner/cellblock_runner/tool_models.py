@@ -1,0 +1,277 @@
+"""Models of generated modules: the base of their classes, types of fields that Pydantic does not have, and what is sent for a model.
+
+A field is sent when it was set, under the name that the schema has for it. Texts of a format stay as they were written. What cannot be checked here is not: the
+host checks every argument against the schema itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import functools
+import inspect
+import math
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Union, cast, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    model_serializer,
+)
+from pydantic._internal._model_construction import ModelMetaclass  # What others that extend models use too.
+from pydantic.fields import FieldInfo
+
+from .tool_modules import stamp
+
+# What `model_dump` is told when its result goes to a server.
+_SENDING = {"cellblock": "sending"}
+# The largest integer that every reader of JSON takes as it is.
+_LARGEST_SAFE = 2**53
+
+
+class _NullIsSent:
+    """Marks that null is a value of a field, and not the absence of one."""
+
+    def __repr__(self) -> str:
+        return "Null"
+
+
+# Of a field that may be left out: `| Null` says that `None`, when it is set, is sent as null; `| None` that it is the same as leaving it out.
+Null = Annotated[None, _NullIsSent()]
+
+
+class _AlwaysSent:
+    """Marks a field that is sent even if nobody set it."""
+
+    def __repr__(self) -> str:
+        return "Sent"
+
+
+# Of a field that has a default although it must be sent.
+Sent = _AlwaysSent()
+
+
+class Pattern(AfterValidator):
+    """A text in which this expression is found. One that is none in Python is not checked here; the host checks it too."""
+
+    def __init__(self, expression: str) -> None:
+        def check(text: str) -> str:
+            compiled = _compiled(expression)
+            if compiled is not None and compiled.search(text) is None:
+                raise ValueError(f"does not match {expression!r}")
+            return text
+
+        super().__init__(check)
+        self.__dict__["_repr"] = f"Pattern({expression!r})"
+
+    def __repr__(self) -> str:
+        return str(self.__dict__["_repr"])
+
+
+@functools.cache
+def _compiled(expression: str) -> re.Pattern[str] | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return re.compile(expression)
+    except (re.error, RecursionError, OverflowError):
+        return None
+
+
+class OneOf(AfterValidator):
+    """One of these values, for those that `Literal` cannot hold."""
+
+    def __init__(self, values: list[Any]) -> None:
+        def check(value: Any) -> Any:
+            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values):
+                raise ValueError(f"is none of {values!r}")
+            return value
+
+        super().__init__(check)
+        self.__dict__["_repr"] = f"OneOf({values!r})"
+
+    def __repr__(self) -> str:
+        return str(self.__dict__["_repr"])
+
+
+def _check_url(text: str) -> str:
+    _url().validate_python(text)
+    return text
+
+
+@functools.cache
+def _url() -> TypeAdapter[Any]:
+    from pydantic import AnyUrl  # Takes longer to import than all of this.
+
+    return TypeAdapter(AnyUrl)
+
+
+def _as_text(value: Any) -> Any:
+    return value if isinstance(value, (str, bytes)) else str(value)
+
+
+def _check_email(text: str) -> str:
+    name, at, host = text.rpartition("@")
+    if not (name and at and host) or re.search(r"\s", text):
+        raise ValueError("is no mail address")
+    return text
+
+
+def _from_base64(value: Any) -> Any:
+    return base64.b64decode(value, validate=True) if isinstance(value, str) else value
+
+
+# Texts of these formats stay as they were written.
+Url = Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_url)]
+Email = Annotated[str, AfterValidator(_check_email)]
+# Bytes that travel as base64. A text is taken as base64 already.
+Base64 = Annotated[
+    bytes,
+    BeforeValidator(_from_base64),
+    PlainSerializer(lambda value: base64.b64encode(value).decode(), return_type=str, when_used="json"),
+]
+
+
+def _documentation(model: type[BaseModel], own: str | None) -> str | None:
+    """Returns the docstring of a model: its own, and below it what its source says about each field."""
+    texts = _texts_below_fields(model)
+    kinds = getattr(model, "__annotations__", {})
+    lines: list[str] = []
+    for name, field in model.model_fields.items():
+        default = "" if field.is_required() or field.default_factory is not None else f" = {field.default!r}"
+        sent_as = "" if field.serialization_alias is None else f"  (sent as {field.serialization_alias!r})"
+        lines.append(f"{name}: {kinds.get(name, 'Any')}{default}{sent_as}")
+        lines += [f"    {texts[name]}"] if name in texts else []
+    return "\n\n".join(part for part in (inspect.cleandoc(own or ""), "\n".join(lines)) if part) or None
+
+
+def _texts_below_fields(model: type[BaseModel]) -> dict[str, str]:
+    module = sys.modules.get(model.__module__)
+    file = getattr(module, "__file__", None)
+    return _texts_in(file, stamp(file)).get(model.__qualname__, {}) if isinstance(file, str) else {}
+
+
+@functools.lru_cache(maxsize=16)
+def _texts_in(file: str, _stamp: Any) -> dict[str, dict[str, str]]:
+    """Returns the texts below the fields of all classes in a file, which is read once for all of them."""
+    try:
+        with open(file, "rb") as source:
+            tree = ast.parse(source.read())
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    return {node.name: dict(_texts_of(node.body)) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _texts_of(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for statement, below in zip(body, body[1:]):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and isinstance(below, ast.Expr):
+            if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+                yield statement.target.id, " ".join(below.value.value.split())
+
+
+if TYPE_CHECKING:
+    # What makes a class a model to type checkers is this metaclass, and none that extends it.
+    _ShortlyListed = ModelMetaclass
+else:
+
+    class _ShortlyListed(ModelMetaclass):
+        """Lists of a model its fields only, so that `help` shows these and not the hundred methods of Pydantic."""
+
+        def __dir__(cls) -> list[str]:
+            return list(cls.__dict__.get("__pydantic_fields__", ()))
+
+
+class Model(BaseModel, metaclass=_ShortlyListed):
+    """An object of a schema. Fields are set by their Python names or by the names in the schema, and sent under the latter."""
+
+    model_config = ConfigDict(
+        allow_inf_nan=False,  # JSON has no such numbers.
+        defer_build=True,  # A module has many classes of which a cell uses one.
+        populate_by_name=True,
+        protected_namespaces=(),
+        ser_json_inf_nan="constants",  # So that they are seen, and refused, where they are in something untyped.
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        cls.__doc__ = _documentation(cls, cls.__dict__.get("__doc__"))
+
+    @model_serializer(mode="wrap")
+    def _serialized(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
+        values = handler(self)
+        if info.context is not _SENDING:
+            return values
+        for name, field in type(self).model_fields.items():
+            if field.is_required() or Sent in field.metadata:
+                continue
+            key = sent_as(name, field)
+            was_set = name in self.model_fields_set
+            if not was_set or (getattr(self, "__dict__", {}).get(name) is None and name not in _nullable(type(self))):
+                values.pop(key, None)
+        return values
+
+
+def sent_as(name: str, field: FieldInfo) -> str:
+    """Returns the name of a field in the schema."""
+    return name if field.serialization_alias is None else field.serialization_alias
+
+
+@functools.cache
+def _nullable(model: type[BaseModel]) -> frozenset[str]:
+    """Returns the fields of which null is a value."""
+    return frozenset(name for name, field in model.model_fields.items() if _admits_null(field.annotation, field.metadata))
+
+
+def _admits_null(annotation: Any, metadata: Iterable[Any] = ()) -> bool:
+    if annotation is Any or any(isinstance(each, _NullIsSent) for each in (*metadata, *getattr(annotation, "__metadata__", ()))):
+        return True
+    return any(_admits_null(part) for part in get_args(annotation)) if _is_union(annotation) else False
+
+
+def _is_union(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) is Union or type(annotation).__name__ == "UnionType"
+
+
+def arguments(params: BaseModel | dict[str, Any] | None) -> dict[str, Any]:
+    """Returns what is sent for `params`: what was set, under the names of the schema, as JSON has it."""
+    if params is None:
+        return {}
+    if isinstance(params, BaseModel):
+        with warnings.catch_warnings():
+            # Objects that were changed after they were checked are the host's to judge.
+            warnings.filterwarnings("ignore", category=UserWarning, module="pydantic")
+            values = params.model_dump(mode="json", by_alias=True, context=_SENDING)
+    else:
+        values = _untyped().dump_python(params, mode="json", by_alias=True, context=_SENDING)
+    if not isinstance(values, dict):
+        raise TypeError(f"the arguments of a tool are an object, not {type(values).__name__}")
+    return cast("dict[str, Any]", _as_json(values))
+
+
+@functools.cache
+def _untyped() -> TypeAdapter[dict[str, Any]]:
+    return TypeAdapter(dict[str, Any], config=ConfigDict(ser_json_inf_nan="constants"))
+
+
+def _as_json(value: Any) -> Any:
+    """Writes whole numbers as such (`5.0` as `5`, which is the same in JSON), and refuses what JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _as_json(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_as_json(each) for each in value]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"JSON has no number {value}")
+        return int(value) if value.is_integer() and abs(value) < _LARGEST_SAFE else value
+    return value

@@ -1,0 +1,259 @@
+//! Schemas of MCP tools in, a typed Python package out.
+//!
+//!     generate(server, tools)  →  mcptools/<server>/__init__.py      what there is
+//!                                 mcptools/<server>/<tool>.py        Params, Result, run, run_async
+//!     index(packages)          →  mcptools/__init__.py
+//!
+//!     name      what a server calls things → identifiers
+//!     schema    JSON Schema → shapes
+//!     classes   shapes → classes and their names
+//!     literal   text and values → literals, in which they are only ever data
+//!     layout    expressions over lines
+//!     module, package   the text of the files
+//!
+//! Everything that a server says is hostile. Names become identifiers of plain letters, all else becomes literals, references lead nowhere outside,
+//! depth and size have limits. The same input gives the same text. Nothing here reads or writes a file.
+//!
+//! What the modules need when they run is `runner/cellblock_runner/mcptools.py`.
+
+#![forbid(unsafe_code)]
+
+mod classes;
+mod layout;
+mod literal;
+mod module;
+mod name;
+mod package;
+mod schema;
+mod shape;
+
+use std::collections::HashSet;
+use std::fmt;
+
+use serde_json::Value;
+
+pub use name::{ServerName, ServerNameError};
+pub use schema::SchemaError;
+
+use classes::{Plan, ResultKind};
+use module::Subject;
+use package::Entry;
+use shape::{Others, Schema, Shape};
+
+/// One server has at most so many tools. The largest that are known have some hundreds.
+const MOST_TOOLS: usize = 1000;
+/// All schemas and descriptions of one server together.
+const LARGEST_LIST: usize = 16 * 1024 * 1024;
+/// The name of one tool. The protocol asks for 128.
+const LONGEST_TOOL_NAME: usize = 256;
+/// The name under which servers send a result that is no object.
+const WRAPPER: &str = "result";
+
+/// A tool as a server describes it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ToolSchema {
+    pub name: String,
+    pub title: Option<String>,
+    pub description: Option<String>,
+    pub input: Value,
+    pub output: Option<Value>,
+}
+
+/// The files of one server, and what became of its tools.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Package {
+    pub server: ServerName,
+    /// The first is the index of the server; the others are one per tool, in the order of `tools`.
+    pub files: Vec<GeneratedFile>,
+    /// In the order of their Python names.
+    pub tools: Vec<GeneratedTool>,
+    /// What is not as the server said it, and why.
+    pub notes: Vec<Note>,
+}
+
+/// A file to be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GeneratedFile {
+    /// Relative, with `/`; made of `mcptools`, the server's Python name and the tool's.
+    pub path: String,
+    pub text: String,
+}
+
+/// A tool that has a module.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GeneratedTool {
+    /// The name that the server knows.
+    pub original: String,
+    /// The name of the module.
+    pub python: String,
+    /// The first sentence of the description.
+    pub summary: String,
+}
+
+/// A difference between what a server said and what was made of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Note {
+    /// The tool has no module.
+    LeftOut { tool: String, why: LeftOut },
+    /// The tool has a module without `Result`.
+    Untyped { tool: String, why: SchemaError },
+}
+
+/// Why a tool has no module.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum LeftOut {
+    #[error("its name has {length} characters, and may have {LONGEST_TOOL_NAME}")]
+    LongName { length: usize },
+    #[error("the server has two tools of this name")]
+    Repeated,
+    #[error("its input schema cannot be read: {0}")]
+    Schema(#[source] SchemaError),
+}
+
+impl fmt::Display for Note {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Note::LeftOut { tool, why } => write!(formatter, "the tool {tool:?} is left out: {why}"),
+            Note::Untyped { tool, why } => {
+                write!(
+                    formatter,
+                    "the results of the tool {tool:?} have no type, because its output schema cannot be read: {why}"
+                )
+            }
+        }
+    }
+}
+
+/// Why no package can be made.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum GenerateError {
+    #[error("the server has {count} tools, and may have {MOST_TOOLS}")]
+    TooManyTools { count: usize },
+    #[error("the tools of the server are described in {bytes} bytes, and may be in {LARGEST_LIST}")]
+    TooLarge { bytes: usize },
+}
+
+/// Makes the package of one server. A tool that cannot be made is left out and noted; it does not spoil the others.
+pub fn generate(server: &ServerName, tools: &[ToolSchema]) -> Result<Package, GenerateError> {
+    if tools.len() > MOST_TOOLS {
+        return Err(GenerateError::TooManyTools { count: tools.len() });
+    }
+    let bytes = tools.iter().map(size).sum();
+    if bytes > LARGEST_LIST {
+        return Err(GenerateError::TooLarge { bytes });
+    }
+    let mut notes = Vec::new();
+    let named = usable(tools, &mut notes);
+    let names: Vec<&str> = named.iter().map(|tool| tool.name.as_str()).collect();
+    let modules = name::modules(&names);
+    let mut made: Vec<(GeneratedTool, GeneratedFile)> = Vec::new();
+    for tool in named {
+        let python = &modules[tool.name.as_str()];
+        match tool_module(server, tool, python, &mut notes) {
+            Ok(text) => {
+                let path = format!("mcptools/{}/{python}.py", server.python());
+                let summary = literal::summary(description(tool), 200);
+                let tool = GeneratedTool { original: tool.name.clone(), python: python.clone(), summary };
+                made.push((tool, GeneratedFile { path, text }));
+            }
+            Err(cause) => notes.push(Note::LeftOut { tool: tool.name.clone(), why: LeftOut::Schema(cause) }),
+        }
+    }
+    made.sort_by(|(first, _), (second, _)| first.python.cmp(&second.python));
+    let (tools, mut files): (Vec<GeneratedTool>, Vec<GeneratedFile>) = made.into_iter().unzip();
+    let entries: Vec<Entry<'_>> =
+        tools.iter().map(|tool| Entry { name: &tool.python, description: &tool.summary }).collect();
+    let text = package::server(server.as_str(), server.python(), &entries);
+    files.insert(0, GeneratedFile { path: format!("mcptools/{}/__init__.py", server.python()), text });
+    Ok(Package { server: server.clone(), files, tools, notes })
+}
+
+/// Makes the index of all servers, `mcptools/__init__.py`.
+pub fn index(packages: &[&Package]) -> GeneratedFile {
+    let described = packages.iter().map(|package| {
+        let names: Vec<&str> = package.tools.iter().map(|tool| tool.python.as_str()).collect();
+        let count = if names.len() == 1 { "1 tool".to_owned() } else { format!("{} tools", names.len()) };
+        (package.server.python(), format!("{count}: {}", names.join(", ")))
+    });
+    let mut described: Vec<(&str, String)> = described.collect();
+    described.sort();
+    let entries: Vec<Entry<'_>> = described.iter().map(|(name, description)| Entry { name, description }).collect();
+    GeneratedFile { path: "mcptools/__init__.py".to_owned(), text: package::index(&entries) }
+}
+
+fn size(tool: &ToolSchema) -> usize {
+    let schemas = std::iter::once(&tool.input).chain(&tool.output).map(|schema| schema.to_string().len());
+    tool.name.len() + description(tool).len() + schemas.sum::<usize>()
+}
+
+/// Returns the tools that can have a module by their names.
+fn usable<'a>(tools: &'a [ToolSchema], notes: &mut Vec<Note>) -> Vec<&'a ToolSchema> {
+    let mut seen = HashSet::new();
+    let mut usable = Vec::new();
+    for tool in tools {
+        let length = tool.name.chars().count();
+        let why = match () {
+            () if length > LONGEST_TOOL_NAME => LeftOut::LongName { length },
+            () if !seen.insert(tool.name.as_str()) => LeftOut::Repeated,
+            () => {
+                usable.push(tool);
+                continue;
+            }
+        };
+        notes.push(Note::LeftOut { tool: tool.name.clone(), why });
+    }
+    usable
+}
+
+fn description(tool: &ToolSchema) -> &str {
+    tool.description.as_deref().or(tool.title.as_deref()).unwrap_or_default()
+}
+
+fn tool_module(
+    server: &ServerName,
+    tool: &ToolSchema,
+    module: &str,
+    notes: &mut Vec<Note>,
+) -> Result<String, SchemaError> {
+    let mut plan = Plan::new();
+    let input = schema::read(&tool.input, "Params")?;
+    plan.add_params(&input, others_at_the_top(&tool.input), format!("Arguments of `{}`.", tool.name));
+    let output = tool.output.as_ref().map(|output| schema::read(output, "Result"));
+    let output = match output.transpose() {
+        Ok(output) => output,
+        Err(why) => {
+            notes.push(Note::Untyped { tool: tool.name.clone(), why });
+            None
+        }
+    };
+    let is_wrapped = output.as_ref().is_some_and(is_wrapped);
+    let result: Option<ResultKind> = output.map(|schema| {
+        plan.add_result(&schema, is_wrapped.then_some(WRAPPER), format!("What `{}` returns.", tool.name))
+    });
+    let subject = Subject {
+        server: server.as_str(),
+        package: server.python(),
+        tool: &tool.name,
+        module,
+        description: description(tool),
+        result,
+        is_wrapped,
+    };
+    Ok(module::text(&subject, &plan))
+}
+
+/// Whether a tool without known arguments takes others: only if its schema says so.
+fn others_at_the_top(schema: &Value) -> Others {
+    let speaks = ["additionalProperties", "patternProperties"].iter().any(|key| schema.get(key).is_some());
+    if speaks { Others::Allowed } else { Others::Unsaid }
+}
+
+/// Tells whether an output schema is an object around the result proper, as Python servers make it for results that are no objects.
+fn is_wrapped(schema: &Schema) -> bool {
+    match schema.meant(schema.root()) {
+        Shape::Record(record) => {
+            matches!(record.members.as_slice(), [member] if member.name == WRAPPER && member.is_required)
+        }
+        _ => false,
+    }
+}

@@ -1,0 +1,269 @@
+//! Shapes: what a schema says about values, as far as Python's types can say it.
+//!
+//! A shape may be wider than its schema, never narrower: the host checks arguments against the schema itself.
+
+use serde_json::{Map, Value};
+
+/// So many comparisons may show whether a default fits. Alternatives of alternatives could otherwise take for ever.
+const MOST_COMPARISONS: usize = 10_000;
+
+/// A schema that was read: its definitions, of which the first is the schema itself.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Schema {
+    pub(crate) definitions: Vec<Definition>,
+}
+
+/// Something that a schema refers to by name, and maybe refers to itself.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Definition {
+    /// The name in the schema. Any text.
+    pub(crate) name: String,
+    pub(crate) shape: Shape,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Shape {
+    Any,
+    Null,
+    Boolean,
+    Integer(Bounds),
+    Number(Bounds),
+    Text(TextRules),
+    /// One of these values.
+    Choice(Vec<Value>),
+    List(Box<Shape>, Lengths),
+    Tuple(Vec<Shape>),
+    Map {
+        keys: Box<Shape>,
+        values: Box<Shape>,
+    },
+    Record(Record),
+    /// One of several, none of which is a union.
+    Union(Vec<Shape>),
+    /// A definition, by its place.
+    Named(usize),
+}
+
+/// Limits of a number.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Bounds {
+    /// Pairs of Pydantic's word and the limit, such as `ge`.
+    pub(crate) limits: Vec<(&'static str, Value)>,
+}
+
+/// Rules for a text.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct TextRules {
+    pub(crate) format: Option<Format>,
+    pub(crate) pattern: Option<String>,
+    pub(crate) lengths: Lengths,
+}
+
+/// Formats that have a type of their own. Others are plain text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Format {
+    Date,
+    DateTime,
+    Uri,
+    Uuid,
+    Email,
+    Binary,
+    Base64,
+}
+
+impl Format {
+    /// Tells whether values of this format stay texts in Python.
+    pub(crate) fn is_text(self) -> bool {
+        matches!(self, Format::Uri | Format::Email)
+    }
+}
+
+/// How long something may be.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Lengths {
+    pub(crate) least: Option<u64>,
+    pub(crate) most: Option<u64>,
+}
+
+impl Lengths {
+    fn allow(&self, length: usize) -> bool {
+        let length = length as u64;
+        self.least.is_none_or(|least| length >= least) && self.most.is_none_or(|most| length <= most)
+    }
+}
+
+/// An object with known members: a class.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Record {
+    pub(crate) title: Option<String>,
+    pub(crate) description: Option<String>,
+    pub(crate) members: Vec<Member>,
+    pub(crate) others: Others,
+}
+
+/// What a schema says about members that it does not name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Others {
+    Unsaid,
+    Forbidden,
+    Allowed,
+}
+
+/// A member of an object: a field.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Member {
+    /// The name in the schema. Any text.
+    pub(crate) name: String,
+    pub(crate) shape: Shape,
+    pub(crate) is_required: bool,
+    pub(crate) default: Option<Value>,
+    pub(crate) title: Option<String>,
+    pub(crate) description: Option<String>,
+    pub(crate) examples: Vec<Value>,
+    pub(crate) is_deprecated: bool,
+}
+
+impl Schema {
+    pub(crate) fn root(&self) -> &Shape {
+        &self.definitions[0].shape
+    }
+
+    /// Follows names to the shape that they stand for.
+    pub(crate) fn meant<'a>(&'a self, shape: &'a Shape) -> &'a Shape {
+        let mut shape = shape;
+        // A name may stand for a name, but not in a circle: the reader refuses that.
+        while let Shape::Named(place) = shape {
+            shape = &self.definitions[*place].shape;
+        }
+        shape
+    }
+
+    /// Tells whether null is a value of this shape by itself.
+    pub(crate) fn admits_null(&self, shape: &Shape) -> bool {
+        self.meant(shape) == &Shape::Any || self.accepts(shape, &Value::Null)
+    }
+
+    /// Tells whether a value fits, as far as shapes know. A default that does not fit is no default.
+    pub(crate) fn accepts(&self, shape: &Shape, value: &Value) -> bool {
+        Check { schema: self, left: MOST_COMPARISONS }.accepts(shape, value)
+    }
+
+    /// Tells whether a value of this shape is in Python what it is in JSON: no class, and no type of another format.
+    pub(crate) fn is_plain(&self, shape: &Shape, value: &Value) -> bool {
+        Check { schema: self, left: MOST_COMPARISONS }.is_plain(shape, value)
+    }
+}
+
+/// A comparison of values with shapes that ends, with "no" when it has taken too long.
+struct Check<'a> {
+    schema: &'a Schema,
+    left: usize,
+}
+
+impl Check<'_> {
+    fn gives_up(&mut self) -> bool {
+        self.left = self.left.saturating_sub(1);
+        self.left == 0
+    }
+
+    fn accepts(&mut self, shape: &Shape, value: &Value) -> bool {
+        if self.gives_up() {
+            return false;
+        }
+        match (self.schema.meant(shape), value) {
+            (Shape::Any, _) | (Shape::Null, Value::Null) | (Shape::Boolean, Value::Bool(_)) => true,
+            (Shape::Integer(bounds), Value::Number(number)) => !number.is_f64() && bounds.allow(number.as_f64()),
+            (Shape::Number(bounds), Value::Number(number)) => bounds.allow(number.as_f64()),
+            // Whether a text fits a pattern or a format is known only to whoever checks it.
+            (Shape::Text(rules), Value::String(text)) => {
+                rules.format.is_none() && rules.pattern.is_none() && rules.lengths.allow(text.chars().count())
+            }
+            (Shape::Choice(values), value) => values.contains(value),
+            (Shape::List(items, lengths), Value::Array(values)) => {
+                lengths.allow(values.len()) && values.iter().all(|value| self.accepts(items, value))
+            }
+            (Shape::Map { keys, values }, Value::Object(members)) => members
+                .iter()
+                .all(|(key, value)| self.accepts(keys, &Value::String(key.clone())) && self.accepts(values, value)),
+            (Shape::Record(record), Value::Object(members)) => self.accepts_members(record, members),
+            (Shape::Union(shapes), value) => shapes.iter().any(|shape| self.accepts(shape, value)),
+            _ => false,
+        }
+    }
+
+    fn accepts_members(&mut self, record: &Record, members: &Map<String, Value>) -> bool {
+        let known = |name: &str| record.members.iter().find(|member| member.name == name);
+        let fits = members.iter().all(|(name, value)| match known(name) {
+            Some(member) => self.accepts(&member.shape, value),
+            None => record.others == Others::Allowed,
+        });
+        fits && record.members.iter().all(|member| !member.is_required || members.contains_key(&member.name))
+    }
+
+    fn is_plain(&mut self, shape: &Shape, value: &Value) -> bool {
+        if self.gives_up() {
+            return false;
+        }
+        match (self.schema.meant(shape), value) {
+            (Shape::Record(_) | Shape::Tuple(_), _) => false,
+            (Shape::List(items, _), Value::Array(values)) => values.iter().all(|value| self.is_plain(items, value)),
+            (Shape::Map { values: shape, .. }, Value::Object(members)) => {
+                members.values().all(|value| self.is_plain(shape, value))
+            }
+            (Shape::Union(shapes), value) => {
+                shapes.iter().any(|shape| self.accepts(shape, value) && self.is_plain(shape, value))
+            }
+            _ => true,
+        }
+    }
+}
+
+impl Bounds {
+    fn allow(&self, number: Option<f64>) -> bool {
+        let Some(number) = number else { return false };
+        self.limits.iter().all(|(word, limit)| {
+            let limit = limit.as_f64().unwrap_or(f64::NAN);
+            match *word {
+                "ge" => number >= limit,
+                "gt" => number > limit,
+                "le" => number <= limit,
+                "lt" => number < limit,
+                _ => number % limit == 0.0,
+            }
+        })
+    }
+}
+
+/// Puts alternatives together: no union in a union, nothing twice, all choices in one.
+pub(crate) fn union(shapes: Vec<Shape>) -> Shape {
+    let mut members: Vec<Shape> = Vec::new();
+    let flat = shapes.into_iter().flat_map(|shape| match shape {
+        Shape::Union(inner) => inner,
+        other => vec![other],
+    });
+    for shape in flat {
+        if shape == Shape::Any {
+            return Shape::Any;
+        }
+        let earlier = members.iter().position(|member| matches!(member, Shape::Choice(_)));
+        match (shape, earlier.map(|place| &mut members[place])) {
+            (Shape::Choice(more), Some(Shape::Choice(values))) => {
+                for value in more {
+                    if !values.contains(&value) {
+                        values.push(value);
+                    }
+                }
+            }
+            (shape, _) => {
+                if !members.contains(&shape) {
+                    members.push(shape);
+                }
+            }
+        }
+    }
+    match members.len() {
+        0 => Shape::Any,
+        1 => members.swap_remove(0),
+        _ => Shape::Union(members),
+    }
+}
