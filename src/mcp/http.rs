@@ -260,3 +260,59 @@ impl<B: HttpBody<Data = Bytes>> HttpBody for Until<B> {
         SizeHint::default()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A stream that says one thing and then nothing more.
+    struct Talks(bool);
+
+    impl HttpBody for Talks {
+        type Data = Bytes;
+        type Error = std::convert::Infallible;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            _context: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+            if std::mem::take(&mut self.0) {
+                Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(b"data: 1\n\n")))))
+            } else {
+                Poll::Pending
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stream_ends_when_the_token_that_opened_it_does() {
+        let expires = SystemTime::now() + Duration::from_secs(60);
+        let started = tokio::time::Instant::now();
+        let said = until(Talks(true), Some(expires)).collect().await.unwrap().to_bytes();
+        assert_eq!(said, "data: 1\n\n");
+        assert!((59..=61).contains(&started.elapsed().as_secs()), "{:?}", started.elapsed());
+        let endless = tokio::time::timeout(Duration::from_secs(3600), until(Talks(true), None).collect()).await;
+        assert!(endless.is_err(), "the control: without an end it goes on");
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_is_whole_is_written_to_its_end() {
+        let long_ago = SystemTime::now() - Duration::from_secs(60);
+        assert_eq!(until(Body::from("whole"), Some(long_ago)).collect().await.unwrap().to_bytes(), "whole");
+    }
+
+    #[test]
+    fn every_tool_names_its_scope_and_looking_needs_less_than_doing() {
+        let needs = |text: &str| scope_of(&read_message(text.as_bytes()).unwrap().unwrap());
+        let call = |tool: &str| {
+            needs(&format!(r#"{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{"name":"{tool}"}}}}"#))
+        };
+        for tool in ToolName::ALL {
+            assert_eq!(call(tool.as_str()), Some(tool.scope()));
+        }
+        assert_eq!(call("no_such_tool"), Some(Scope::Read));
+        assert_eq!(needs(r#"{"jsonrpc":"2.0","id":1,"method":"tools/list"}"#), None);
+        assert_eq!(needs(r#"{"jsonrpc":"2.0","id":1,"method":"resources/list"}"#), Some(Scope::Read));
+        assert_eq!(needs(r#"{"jsonrpc":"2.0","id":1,"method":"what/ever"}"#), Some(Scope::Read));
+    }
+}
