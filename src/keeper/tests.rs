@@ -282,6 +282,7 @@ fn finished(note: &str) -> Executed {
         variables: None,
         files: None,
         isolation: Default::default(),
+        can_undo: 0,
         blocked: Vec::new(),
         notes: vec![note.to_owned()],
     }))

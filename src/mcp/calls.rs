@@ -161,7 +161,7 @@ impl Server {
             },
         };
         match executed {
-            Ok(Executed::Finished(outcome)) => self.told(owner, session, &outcome).await.into(),
+            Ok(Executed::Finished(outcome)) => self.told(owner, session, &outcome).into(),
             Ok(Executed::Underway(underway)) if knows_tasks => tasks::created(&underway),
             Ok(Executed::Underway(underway)) => render::underway(&underway).into(),
             Err(refused) => render::refused(&refused).into(),
@@ -179,15 +179,12 @@ impl Server {
     }
 
     /// Renders an outcome and remembers where the whole of a cut output can be read.
-    pub(super) async fn told(&self, owner: &Principal, session: &SessionId, outcome: &Outcome) -> CallToolResult {
-        let Shared { sessions, cut_outputs, .. } = &*self.shared;
+    pub(super) fn told(&self, owner: &Principal, session: &SessionId, outcome: &Outcome) -> CallToolResult {
         if outcome.output.cut_chars > 0 {
-            let mut outputs = cut_outputs.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut outputs = self.shared.cut_outputs.lock().unwrap_or_else(PoisonError::into_inner);
             outputs.remember(owner, session, outcome.execution);
         }
-        // A session that was closed meanwhile has nothing to undo.
-        let can_undo = sessions.checkpoints(owner, session).await.map_or(0, |left| render::most_undone(&left));
-        render::execution(session, outcome, can_undo)
+        render::execution(session, outcome)
     }
 
     async fn check(
@@ -220,7 +217,7 @@ impl Server {
         let checking = sessions.check(owner, &which, wait, *most_compared_chars, news);
         match with_progress(checking, reporter, context).await {
             Ok(Checked::Finished { session, outcome, again }) => {
-                let result = self.told(owner, &session, &outcome).await;
+                let result = self.told(owner, &session, &outcome);
                 if again { render::told_again(result) } else { result }
             }
             Ok(Checked::Underway(underway)) => render::underway(&underway),

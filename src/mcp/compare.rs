@@ -389,6 +389,7 @@ mod tests {
             }),
             files: None,
             isolation: Isolation::default(),
+            can_undo: 0,
             blocked: Vec::new(),
             notes: Vec::new(),
         }

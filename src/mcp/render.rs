@@ -23,17 +23,16 @@ use crate::session::install::InstallReport;
 use crate::session::{
     CheckpointInfo, FileChanges, FileNote, FilesCarried, ForkReport, Image, InsidePath, Outcome, Output, Part,
     PythonError, ResetReport, SessionId, SessionInfo, StateAfter, Status, Stream, Underway, UndoReport, Variable,
-    VariableChanges, WorkFolder,
+    VariableChanges, WorkFolder, most_undone,
 };
 
 /// What an execution without output reads.
 pub(super) const NO_OUTPUT: &str = "(no output)";
 
-/// Renders a finished execution. Every status but `Completed` sets `isError`. `can_undo` is how many cells of the session can be taken
-/// back now, this one included.
-pub(super) fn execution(session: &SessionId, outcome: &Outcome, can_undo: u32) -> CallToolResult {
+/// Renders a finished execution. Every status but `Completed` sets `isError`.
+pub(super) fn execution(session: &SessionId, outcome: &Outcome) -> CallToolResult {
     let resource = (outcome.output.cut_chars > 0).then(|| resources::output_uri(session, outcome.execution));
-    let text = execution_text(outcome, resource.as_deref(), can_undo);
+    let text = execution_text(outcome, resource.as_deref());
     let images: Vec<&Image> = images(&outcome.output).collect();
     let structured = json!({
         "session_id": session.as_str(),
@@ -60,7 +59,7 @@ pub(super) fn execution(session: &SessionId, outcome: &Outcome, can_undo: u32) -
             "cut_chars": outcome.output.cut_chars,
             "resource": resource,
         },
-        "can_undo": can_undo,
+        "can_undo": outcome.can_undo,
         "isolation": isolation_fields(&outcome.isolation),
         "blocked": outcome.blocked.iter().map(ToString::to_string).collect::<Vec<_>>(),
         "notes": outcome.notes,
@@ -260,11 +259,6 @@ pub(super) fn checkpoints(session: &SessionId, checkpoints: &[CheckpointInfo]) -
     finished(vec![ContentBlock::text(text)], structured, false)
 }
 
-/// How many cells can be taken back in all.
-pub(super) fn most_undone(checkpoints: &[CheckpointInfo]) -> u32 {
-    checkpoints.iter().map(|checkpoint| checkpoint.cells_back).max().unwrap_or(0)
-}
-
 /// The line about what a copy could not take with it; nothing when it has everything.
 pub(super) fn not_carried_over(lost: &[String]) -> Option<String> {
     (!lost.is_empty()).then(|| format!("Not carried over: {}.", lost.join(", ")))
@@ -346,7 +340,7 @@ pub(super) fn finished(content: Vec<ContentBlock>, structured: Value, failed: bo
     result
 }
 
-fn execution_text(outcome: &Outcome, resource: Option<&str>, can_undo: u32) -> String {
+fn execution_text(outcome: &Outcome, resource: Option<&str>) -> String {
     let mut page = Page::default();
     let mut image_number = 0;
     for part in &outcome.output.parts {
@@ -362,7 +356,7 @@ fn execution_text(outcome: &Outcome, resource: Option<&str>, can_undo: u32) -> S
     for blocked in &outcome.blocked {
         page.line(&blocked.to_string());
     }
-    if let Some(ending) = ending(outcome, can_undo) {
+    if let Some(ending) = ending(outcome) {
         page.line(&ending);
     }
     page.finish()
@@ -416,7 +410,8 @@ pub(super) fn image_mark(number: usize, image: &Image) -> String {
 }
 
 /// Says how an execution ended, what is lost and what to do; nothing when all went well.
-fn ending(outcome: &Outcome, can_undo: u32) -> Option<String> {
+fn ending(outcome: &Outcome) -> Option<String> {
+    let can_undo = outcome.can_undo;
     Some(match &outcome.status {
         Status::Completed => return None,
         Status::Raised(error) => return untold(error, &outcome.output),
@@ -643,6 +638,7 @@ mod tests {
             variables: None,
             files: None,
             isolation: Isolation::default(),
+            can_undo: 0,
             blocked: Vec::new(),
             notes: Vec::new(),
         }
@@ -668,7 +664,7 @@ mod tests {
     /// Renders an outcome, checks it against the output schema, and returns it as it goes over the wire.
     #[track_caller]
     fn rendered(outcome: &Outcome) -> Value {
-        let result = serde_json::to_value(execution(&"default".parse().unwrap(), outcome, 0)).unwrap();
+        let result = serde_json::to_value(execution(&"default".parse().unwrap(), outcome)).unwrap();
         assert_valid_output(ToolName::Execute, &result["structuredContent"]);
         assert_eq!(result["structuredContent"]["text"], result["content"][0]["text"]);
         result
@@ -833,7 +829,8 @@ mod tests {
     fn what_died_can_be_brought_back_when_there_is_a_checkpoint() {
         let dead = outcome(Status::Died { exit: Exit::Code(1) }, vec![]);
         let told = |can_undo| {
-            let result = serde_json::to_value(execution(&"default".parse().unwrap(), &dead, can_undo)).unwrap();
+            let dead = Outcome { can_undo, ..dead.clone() };
+            let result = serde_json::to_value(execution(&"default".parse().unwrap(), &dead)).unwrap();
             assert_valid_output(ToolName::Execute, &result["structuredContent"]);
             assert_eq!(result["structuredContent"]["can_undo"], can_undo);
             result["content"][0]["text"].as_str().unwrap().to_owned()

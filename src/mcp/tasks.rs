@@ -48,7 +48,7 @@ impl Server {
                 (None, TaskPayload::Cancelled)
             }
             Ok(Checked::Finished { session, outcome, .. }) => {
-                let result = self.told(owner, &session, &outcome).await;
+                let result = self.told(owner, &session, &outcome);
                 let result = match json!(result) {
                     Value::Object(result) => result,
                     _ => JsonObject::new(),

@@ -88,6 +88,7 @@ impl SessionAccess for FakeSessions {
             variables: None,
             files: None,
             isolation: Isolation::default(),
+            can_undo: 3,
             blocked: Vec::new(),
             notes: Vec::new(),
         })))

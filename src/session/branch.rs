@@ -90,6 +90,11 @@ pub struct CheckpointInfo {
     pub age: Duration,
 }
 
+/// How many cells can be taken back in all.
+pub fn most_undone(checkpoints: &[CheckpointInfo]) -> u32 {
+    checkpoints.iter().map(|checkpoint| checkpoint.cells_back).max().unwrap_or(0)
+}
+
 /// Several cells to be tried, each in a fork of its own.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ExploreRequest {

@@ -1305,6 +1305,7 @@ impl Driver {
             variables,
             files,
             isolation,
+            can_undo: 0,
             blocked,
             notes,
         };

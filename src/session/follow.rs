@@ -17,7 +17,7 @@ use super::manager::{Entry, Silence};
 use super::output::Glance;
 use super::{
     Checked, ExecuteRequest, Executed, LARGEST_CODE, News, Outcome, Principal, Refused, SessionId, Sessions, Underway,
-    Which,
+    Which, most_undone,
 };
 
 impl Sessions {
@@ -50,7 +50,8 @@ impl Sessions {
         let (entry, execution) = self.submit_code(owner, id, request, &cancel)?;
         match ended(&entry, &execution, wait, Some(&cancel), &news).await {
             Some(ending) => {
-                answer_at_once(&entry, &execution, &ending).map(|outcome| Executed::Finished(Box::new(outcome)))
+                let outcome = answer_at_once(&entry, &execution, &ending)?;
+                Ok(Executed::Finished(self.told(owner, id, outcome)))
             }
             None => Ok(Executed::Underway(underway(id, &entry, &execution, max_chars).await)),
         }
@@ -76,7 +77,14 @@ impl Sessions {
             return Ok(Checked::Underway(underway(&id, &entry, &execution, max_chars).await));
         };
         let Collected { ending, again } = entry.shared.docket.collect(&execution, &ending);
-        Ok(Checked::Finished { session: id, outcome: Box::new(ending?), again })
+        let outcome = self.told(owner, &id, ending?);
+        Ok(Checked::Finished { session: id, outcome, again })
+    }
+
+    /// Adds to an outcome what is true when it is told. A session that was closed meanwhile has nothing to undo.
+    fn told(&self, owner: &Principal, id: &SessionId, outcome: Outcome) -> Box<Outcome> {
+        let can_undo = self.checkpoints(owner, id).map_or(0, |left| most_undone(&left));
+        Box::new(Outcome { can_undo, ..outcome })
     }
 
     /// Interrupts an execution that runs, or takes it out of the queue. One that is over stays as it is.

@@ -23,6 +23,8 @@ pub struct Outcome {
     /// As the runner claims; `None` when it could not say or there are too many files to follow.
     pub files: Option<FileChanges>,
     pub isolation: Isolation,
+    /// How many cells of the session can be taken back, this one included, when the outcome is told.
+    pub can_undo: u32,
     /// Connections that were refused since the execution before.
     #[serde(with = "super::serial::blocked")]
     pub blocked: Vec<Blocked>,

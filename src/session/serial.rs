@@ -136,6 +136,7 @@ mod tests {
             variables: None,
             files: Some(Default::default()),
             isolation: Default::default(),
+            can_undo: 2,
             blocked: vec![refused.clone()],
             notes: vec!["a note".to_owned()],
         };
