@@ -25,7 +25,7 @@ use super::{asked_to_end, mcp_settings, open_audit};
 use crate::audit::{Audit, Event, ServerReloaded, ServerStarted, ServerStopped};
 use crate::auth::Authenticator;
 use crate::config::{ConfigError, Settings};
-use crate::http::routes::{Access, Routes};
+use crate::http::routes::Routes;
 use crate::http::{Allowed, Reception, connections, tls};
 use crate::mcp::http::{Endpoint, Keeping};
 use crate::mcp::{self, Front, HostFiles};
@@ -124,7 +124,7 @@ impl Desk<'_> {
         let routes = Routes {
             endpoint: self.endpoint.clone(),
             allowed: Allowed::new(self.address, service.allowed_hosts.clone(), service.allowed_origins.clone()),
-            access: Access::Tokens(authenticator),
+            authenticator,
             public_url: public_url(settings, self.address),
             sessions: Some(self.sessions.clone()),
             health: self.health.clone(),

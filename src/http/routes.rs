@@ -15,7 +15,7 @@ use std::sync::Arc;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, header};
+use axum::http::{HeaderName, HeaderValue, Method, Response, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::IntoResponse;
 use axum::routing::{any, get};
@@ -39,19 +39,11 @@ pub const ENDPOINT: &str = "/mcp";
 /// How long a browser may remember which origins are listed.
 const PREFLIGHT_AGE: HeaderValue = HeaderValue::from_static("600");
 
-/// Who may call.
-#[derive(Clone)]
-pub enum Access {
-    /// Everybody is the same caller. Only for addresses that nobody else can reach.
-    Open,
-    Tokens(Authenticator),
-}
-
 /// Everything that routes need.
 pub struct Routes<H> {
     pub endpoint: Endpoint<H>,
     pub allowed: Allowed,
-    pub access: Access,
+    pub authenticator: Authenticator,
     /// The address by which callers know this server, without a path: `https://cells.example.com`.
     pub public_url: String,
     /// Sessions whose files have routes, and whose number is among the figures.
@@ -64,7 +56,7 @@ pub struct Routes<H> {
 #[derive(Clone)]
 struct Doors {
     allowed: Arc<Allowed>,
-    access: Access,
+    authenticator: Authenticator,
     metadata_url: Arc<str>,
     metrics: Metrics,
     audit: Audit,
@@ -73,10 +65,10 @@ struct Doors {
 impl<H: Handler> Routes<H> {
     /// Makes the router.
     pub fn router(self) -> Router {
-        let Routes { endpoint, allowed, access, public_url, sessions, health, metrics, audit } = self;
+        let Routes { endpoint, allowed, authenticator, public_url, sessions, health, metrics, audit } = self;
         let doors = Doors {
             allowed: Arc::new(allowed),
-            access: access.clone(),
+            authenticator: authenticator.clone(),
             metadata_url: format!("{public_url}{METADATA}{ENDPOINT}").into(),
             metrics: metrics.clone(),
             audit,
@@ -88,16 +80,7 @@ impl<H: Handler> Routes<H> {
             .merge(sessions.map(files::routes).unwrap_or_default())
             .layer(middleware::from_fn_with_state(doors.clone(), identified));
         let resource = format!("{public_url}{ENDPOINT}");
-        let metadata = move || {
-            let document = match &access {
-                Access::Open => None,
-                Access::Tokens(authenticator) => Some(authenticator.metadata(&resource)),
-            };
-            async move {
-                document
-                    .map_or_else(|| StatusCode::NOT_FOUND.into_response(), |document| json(StatusCode::OK, &document))
-            }
-        };
+        let metadata = move || async move { json(StatusCode::OK, &authenticator.metadata(&resource)) };
         Router::new()
             .route(METADATA, get(metadata.clone()))
             .route(&format!("{METADATA}{ENDPOINT}"), get(metadata))
@@ -180,7 +163,7 @@ fn preflight() -> Response<Body> {
 /// Finds out who is calling, or says where to get a token.
 async fn identified(State(doors): State<Doors>, mut request: Request, next: Next) -> Response<Body> {
     let peer = request.extensions().get::<Peer>().copied();
-    let caller = match identify(&doors.access, request.headers()).await {
+    let caller = match doors.authenticator.authenticate(request.headers()).await {
         Ok(caller) => caller,
         Err(denied) => {
             tracing::warn!(status = denied.status().as_u16(), "a request without a good token was refused");
@@ -199,13 +182,6 @@ async fn identified(State(doors): State<Doors>, mut request: Request, next: Next
             challenged(response, &denied, &doors.metadata_url)
         }
         None => response,
-    }
-}
-
-async fn identify(access: &Access, headers: &HeaderMap) -> Result<Caller, Denied> {
-    match access {
-        Access::Open => Ok(Caller::local()),
-        Access::Tokens(authenticator) => authenticator.authenticate(headers).await,
     }
 }
 

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use cellblock::audit::Audit;
-use cellblock::http::routes::Access;
+use cellblock::auth::{AuthChoice, AuthSettings, Authenticator};
 use cellblock::http::{Allowed, Reception, Routes, connections};
 use cellblock::mcp::http::{Endpoint, Keeping};
 use cellblock::telemetry::{Health, Metrics};
@@ -34,10 +34,12 @@ impl Stack {
         let address = listener.local_addr().unwrap();
         let (end, health) = (CancellationToken::new(), Health::new());
         let metrics = Metrics::new(&health);
+        let off = AuthSettings { choice: AuthChoice::Off, ..AuthSettings::default() };
+        let authenticator = Authenticator::from_settings(&off).await.unwrap();
         let routes = Routes {
             endpoint: Endpoint::new(handler, |_| None, Keeping { idle: IDLE, folder: None }, end.clone()),
             allowed: Allowed::new(address, Vec::new(), Vec::new()),
-            access: Access::Open,
+            authenticator,
             public_url: format!("http://{address}"),
             sessions: None,
             health,
