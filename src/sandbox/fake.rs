@@ -30,6 +30,8 @@
 //!
 //! It reports every layer of isolation as missing, because that is true, and must never run anything but these commands.
 
+mod programs;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
@@ -51,9 +53,10 @@ use tokio::net::UnixStream;
 use tokio::net::unix::pipe::Sender;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 
+use self::programs::Launched;
 use super::{
-    Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Layer,
-    LayerKind, MemoryUse, Preparation, Process, Sandbox,
+    Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
+    Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox,
 };
 
 const MARKER: [u8; 16] = *b"fake interpreter";
@@ -86,6 +89,7 @@ struct World {
     rules: Mutex<Rules>,
     /// Bytes that each interpreter holds.
     memory_of_interpreter: AtomicU64,
+    launched: Arc<Launched>,
     /// What whoever asks next is told to have been refused.
     blocked: Mutex<Vec<Blocked>>,
 }
@@ -135,6 +139,16 @@ impl FakeBackend {
     /// Counts the sandboxes that exist.
     pub fn sandboxes(&self) -> usize {
         self.world.alive.load(Ordering::SeqCst)
+    }
+
+    /// Returns the words of all programs that were launched.
+    pub fn launched(&self) -> Vec<Vec<String>> {
+        self.world.launched.all()
+    }
+
+    /// Counts the programs that have not ended.
+    pub fn programs(&self) -> usize {
+        self.world.launched.alive()
     }
 
     /// Says how copying goes from now on.
@@ -475,6 +489,10 @@ impl Sandbox for FakeSandbox {
 
     fn forget(&self, checkpoint: CheckpointId) {
         self.world.checkpoints().remove(&(self.number, checkpoint));
+    }
+
+    fn launcher(&self) -> Arc<dyn Launcher> {
+        self.world.launched.clone()
     }
 
     fn rules(&self) -> Rules {
