@@ -9,6 +9,7 @@
 mod branching;
 mod packages;
 mod questions;
+mod shell;
 
 use std::collections::{HashMap, VecDeque};
 use std::future::Future;
