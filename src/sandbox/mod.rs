@@ -23,6 +23,7 @@ use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
 
 pub use isolation::{Isolation, Layer, LayerKind};
+pub use native::WORK_FOLDER;
 
 /// Makes sandboxes.
 #[async_trait]
