@@ -9,6 +9,7 @@
 pub mod fake;
 pub mod isolation;
 pub mod native;
+mod way_out;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -23,6 +24,7 @@ use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
 
 pub use isolation::{Isolation, Layer, LayerKind};
+pub use way_out::Network;
 
 /// Makes sandboxes.
 #[async_trait]
