@@ -10,19 +10,20 @@ use std::time::Duration;
 use rmcp::RoleClient;
 use rmcp::model::{
     CallToolRequest, CallToolRequestParams, CancelledNotificationParam, ClientRequest, JsonObject, ListToolsRequest,
-    PaginatedRequestParams, RequestId, ServerNotification, ServerResult, SubscriptionFilter,
+    PaginatedRequestParams, RequestId, ServerResult, SubscriptionFilter,
 };
 use rmcp::service::{Peer, PeerRequestOptions, RunningService, ServiceError};
 use rmcp::transport::streamable_http_client::StreamableHttpError;
 use serde_json::Value;
 use tokio::time::{Instant, sleep_until, timeout};
 
-use crate::call::CallOptions;
+use crate::call::{CallOptions, Progress, ProgressSink};
 use crate::child::LastWords;
-use crate::greeting::{ConnectError, Era, Sent, Watch};
-use crate::handler::{Changed, Handler};
+use crate::greeting::{ConnectError, Era};
+use crate::handler::Handler;
 use crate::upstream::Limits;
 use crate::variables::Mask;
+use crate::watched::{Sent, Watch};
 use crate::web::WebError;
 use crate::wire;
 
@@ -83,13 +84,22 @@ impl Connection {
 
     /// Tells whether the server said that its tools changed, and nobody has looked yet.
     pub(crate) fn is_stale(&self) -> bool {
-        self.service.service().changed.is_stale()
+        self.watch.changed.is_stale()
+    }
+
+    pub(crate) fn look(&self) -> u64 {
+        self.watch.changed.look()
+    }
+
+    /// What was listed after [`Connection::look`] has been compared.
+    pub(crate) fn seen(&self, look: u64) {
+        self.watch.changed.seen(look);
     }
 
     /// Waits until the server says that its tools changed, or the connection is lost.
     pub(crate) async fn changed(&self) {
         tokio::select! {
-            () = self.service.service().changed.told() => {}
+            () = self.watch.changed.told() => {}
             () = self.watch.broken.cancelled() => {}
         }
     }
@@ -117,11 +127,10 @@ impl Connection {
             info.capabilities.tools.as_ref().is_some_and(|tools| tools.list_changed.unwrap_or(false))
         });
         if self.era == Era::Modern && lists_changes {
-            let (peer, changed) = (self.service.peer().clone(), Arc::clone(&self.service.service().changed));
-            let broken = self.watch.broken.clone();
+            let (peer, broken) = (self.service.peer().clone(), self.watch.broken.clone());
             tokio::spawn(async move {
                 tokio::select! {
-                    () = hear(&peer, &changed) => {}
+                    () = keep_listening(&peer) => {}
                     () = broken.cancelled() => {}
                 }
             });
@@ -130,17 +139,17 @@ impl Connection {
 
     /// Returns all tools, as the server describes them.
     pub(crate) async fn list(&self, limits: &Limits) -> Result<Vec<Value>, ConnectError> {
-        self.service.service().changed.begin_to_look();
+        let listed = timeout(limits.connect, self.pages(limits)).await;
+        listed.unwrap_or_else(|_| Err(ConnectError::Timeout { limit: limits.connect, last_words: self.last_words() }))
+    }
+
+    async fn pages(&self, limits: &Limits) -> Result<Vec<Value>, ConnectError> {
         let mut tools = Vec::new();
         let mut cursors = HashSet::new();
         let mut cursor = None;
         let mut bytes = 0;
         for _ in 0..limits.most_pages {
-            let page = match timeout(limits.connect, self.page(cursor)).await {
-                Ok(page) => page?,
-                Err(_) => return Err(ConnectError::Timeout { limit: limits.connect, last_words: self.last_words() }),
-            };
-            let Some((listed, next)) = page else { return Ok(tools) };
+            let Some((listed, next)) = self.page(cursor).await? else { return Ok(tools) };
             bytes += listed.iter().map(|tool| tool.to_string().len()).sum::<usize>();
             tools.extend(listed);
             if bytes > limits.largest_list || tools.len() > limits.most_tools {
@@ -207,19 +216,22 @@ impl Connection {
         // Whatever ends this before there is an answer, the server is told. That includes being dropped.
         let mut told =
             Abandoned { peer: Some(peer.clone()), request: handle.id.clone(), sent: Arc::clone(&self.watch.sent) };
-        let mut progress = self.service.service().progress.follow(&handle.progress_token);
+        let mut progress = self.watch.progress.follow(&handle.progress_token);
         let mut answer = handle.rx;
         let begun = Instant::now();
         let (mut deadline, latest) = match time {
             Some((silence, most)) => (Some(begun + silence.min(most)), Some(begun + most)),
             None => (None, None),
         };
-        let mut furthest = f64::NEG_INFINITY;
+        let mut further = Further { furthest: f64::NEG_INFINITY, sink: options.progress.as_ref() };
         loop {
             tokio::select! {
                 biased;
                 answered = &mut answer => {
                     told.peer = None;
+                    while let Ok(step) = progress.receiver.try_recv() {
+                        further.tell(step);
+                    }
                     return match answered {
                         Ok(Err(ServiceError::TransportClosed)) | Err(_) => Err(self.lost(&told.request).await),
                         Ok(answered) => self.understand(answered),
@@ -234,13 +246,7 @@ impl Connection {
                     if let (Some((silence, _)), Some(latest)) = (time, latest) {
                         deadline = Some((Instant::now() + silence).min(latest));
                     }
-                    // Each must be more than the one before; what comes out of order is old.
-                    if step.progress > furthest {
-                        furthest = step.progress;
-                        if let Some(sink) = &options.progress {
-                            sink(step);
-                        }
-                    }
+                    further.tell(step);
                 }
                 () = sleep_until(deadline.unwrap_or(begun)), if deadline.is_some() => return Err(Failure::Timeout(begun.elapsed())),
             }
@@ -313,6 +319,23 @@ fn web_error<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a WebError> {
     }
 }
 
+/// Tells progress that is progress: each step must be further than the one before.
+struct Further<'a> {
+    furthest: f64,
+    sink: Option<&'a ProgressSink>,
+}
+
+impl Further<'_> {
+    fn tell(&mut self, step: Progress) {
+        if step.progress > self.furthest {
+            self.furthest = step.progress;
+            if let Some(sink) = self.sink {
+                sink(step);
+            }
+        }
+    }
+}
+
 /// Tells the server, when it is dropped, that nobody waits any more.
 struct Abandoned {
     peer: Option<Peer<RoleClient>>,
@@ -333,13 +356,9 @@ impl Drop for Abandoned {
     }
 }
 
-async fn hear(peer: &Peer<RoleClient>, changed: &Changed) {
-    let Ok(mut subscription) = peer.listen(SubscriptionFilter::builder().tools_list_changed().build()).await else {
-        return;
-    };
-    while let Ok(Some(notification)) = subscription.next().await {
-        if matches!(notification, ServerNotification::ToolListChangedNotification(_)) {
-            changed.tell();
-        }
+/// Keeps the stream of changes open. What comes on it is heard where everything is heard that comes beside answers.
+async fn keep_listening(peer: &Peer<RoleClient>) {
+    if let Ok(mut subscription) = peer.listen(SubscriptionFilter::builder().tools_list_changed().build()).await {
+        while let Ok(Some(_)) = subscription.next().await {}
     }
 }

@@ -22,7 +22,7 @@ pub(crate) fn of(response: reqwest::Response, largest: usize) -> BoxStream<'stat
             match response.chunk().await {
                 Ok(Some(chunk)) => decoder.feed(&chunk, &mut ready),
                 Ok(None) => return None,
-                Err(error) => return Some((Err(WebError::Request(error)), None)),
+                Err(error) => return Some((Err(WebError::request(error)), None)),
             }
         }
     });

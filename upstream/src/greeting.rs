@@ -3,23 +3,17 @@
 //! The newer era is asked for first (`server/discover`). A program that answers with an error is greeted in the old way on the same pipes; one that does
 //! not answer, or ends, is started anew for that.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rmcp::RoleClient;
-use rmcp::model::{ClientCapabilities, JsonRpcMessage, ProtocolVersion, RequestId, RequestMetaObject};
-use rmcp::service::{
-    ClientInitializeError, ClientLifecycleMode, RxJsonRpcMessage, TxJsonRpcMessage, serve_client_with_lifecycle,
-};
+use rmcp::model::{ClientCapabilities, ProtocolVersion, RequestMetaObject};
+use rmcp::service::{ClientInitializeError, ClientLifecycleMode, serve_client_with_lifecycle};
 use rmcp::transport::Transport;
 use rmcp::transport::streamable_http_client::{
     StreamableHttpClientTransport, StreamableHttpClientTransportConfig, StreamableHttpError,
 };
 use serde_json::Value;
-use tokio::sync::Notify;
-use tokio::time::{Instant, timeout, timeout_at};
-use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio::time::{Instant, timeout_at};
 
 use crate::addresses::AddressError;
 use crate::child::{self, LastWords, Program, StartError};
@@ -30,6 +24,7 @@ use crate::params::{self, BadParams, HttpTransport, Target};
 use crate::sse::SseTransport;
 use crate::upstream::Settings;
 use crate::variables::{Filled, Mask, MissingVariables};
+use crate::watched::{Watch, Watched};
 use crate::web::{ClientError, Web, WebError};
 
 /// Which generation of the protocol a server speaks.
@@ -173,14 +168,8 @@ impl Opening<'_> {
         last_words: Option<LastWords>,
         watch: Watch,
     ) -> Result<Connection, ConnectError> {
-        let watched = Watched {
-            inner: transport,
-            sent: Arc::clone(&watch.sent),
-            broken: watch.broken.clone(),
-            _ended: watch.ended.clone().drop_guard(),
-        };
-        let greeted =
-            timeout_at(self.deadline, serve_client_with_lifecycle(Handler::default(), watched, lifecycle)).await;
+        let watched = Watched::new(transport, &watch);
+        let greeted = timeout_at(self.deadline, serve_client_with_lifecycle(Handler, watched, lifecycle)).await;
         let words = || last_words.as_ref().and_then(LastWords::last);
         let service = match greeted {
             Ok(Ok(service)) => service,
@@ -223,11 +212,16 @@ impl Opening<'_> {
     }
 }
 
+/// A server that answers with plain JSON holds its request until the tool has ended, so that this bounds its calls.
+const MOST_POSTS: usize = 256;
+
 type ChildLines = Lines<tokio::process::ChildStdout, tokio::process::ChildStdin>;
 
 fn streamable_transport(web: Web, url: &str) -> StreamableHttpClientTransport<Web> {
     // A session that the server has forgotten is a lost connection like any other: what it has now is compared with what was registered.
-    let config = StreamableHttpClientTransportConfig::with_uri(url).reinit_on_expired_session(false);
+    let config = StreamableHttpClientTransportConfig::with_uri(url)
+        .reinit_on_expired_session(false)
+        .max_concurrent_requests(MOST_POSTS);
     StreamableHttpClientTransport::with_client(web.clone(), config.max_sse_event_size(web.largest))
 }
 
@@ -257,109 +251,4 @@ fn question() -> Value {
         ClientCapabilities::default(),
     );
     serde_json::to_value(meta).unwrap_or_default()
-}
-
-/// What is known of a transport that rmcp holds.
-#[derive(Clone, Default)]
-pub(crate) struct Watch {
-    pub(crate) sent: Arc<Sent>,
-    /// Nothing more comes.
-    pub(crate) broken: CancellationToken,
-    /// It has been closed, and whatever was behind it is gone.
-    pub(crate) ended: CancellationToken,
-}
-
-/// Which requests have been sent. A connection that is lost leaves open whether rmcp had come to send a request, and so whether it may be repeated.
-#[derive(Default)]
-pub(crate) struct Sent {
-    requests: Mutex<HashMap<RequestId, Sending>>,
-    changed: Notify,
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum Sending {
-    Begun,
-    Done,
-    Failed,
-}
-
-impl Sent {
-    fn set(&self, request: &RequestId, sending: Sending) {
-        self.lock().insert(request.clone(), sending);
-        self.changed.notify_waiters();
-    }
-
-    /// Tells, about a request on a connection that is lost, whether the server may have seen it.
-    pub(crate) async fn may_have_arrived(&self, request: &RequestId) -> bool {
-        let decided = async {
-            loop {
-                let changed = self.changed.notified();
-                match self.lock().get(request) {
-                    None | Some(Sending::Failed) => return false,
-                    Some(Sending::Done) => return true,
-                    Some(Sending::Begun) => {}
-                }
-                changed.await;
-            }
-        };
-        // Writing to a server that is gone fails at once. Whatever still waits is not known.
-        timeout(LONGEST_DOUBT, decided).await.unwrap_or(true)
-    }
-
-    pub(crate) fn forget(&self, request: &RequestId) {
-        self.lock().remove(request);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<RequestId, Sending>> {
-        self.requests.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-const LONGEST_DOUBT: Duration = Duration::from_secs(1);
-
-/// A transport whose end is seen at once. rmcp tells of it only after it has closed everything, which can take seconds.
-struct Watched<T> {
-    inner: T,
-    sent: Arc<Sent>,
-    broken: CancellationToken,
-    _ended: DropGuard,
-}
-
-impl<T: Transport<RoleClient>> Transport<RoleClient> for Watched<T> {
-    type Error = T::Error;
-
-    fn send(
-        &mut self,
-        message: TxJsonRpcMessage<RoleClient>,
-    ) -> impl Future<Output = Result<(), T::Error>> + Send + 'static {
-        let request = match &message {
-            JsonRpcMessage::Request(request) => Some(request.id.clone()),
-            _ => None,
-        };
-        let sent = Arc::clone(&self.sent);
-        if let Some(request) = &request {
-            sent.set(request, Sending::Begun);
-        }
-        let sending = self.inner.send(message);
-        async move {
-            let result = sending.await;
-            if let Some(request) = &request {
-                sent.set(request, if result.is_ok() { Sending::Done } else { Sending::Failed });
-            }
-            result
-        }
-    }
-
-    async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
-        let received = self.inner.receive().await;
-        if received.is_none() {
-            self.broken.cancel();
-        }
-        received
-    }
-
-    async fn close(&mut self) -> Result<(), T::Error> {
-        self.broken.cancel();
-        self.inner.close().await
-    }
 }

@@ -1,16 +1,15 @@
 //! What a server may tell its client: how far a call is, and that its tools changed.
 //!
-//! Whatever it may ask (input of a person, samples of a model, folders) is declined: nothing of the kind is declared, and rmcp's own answers say no or nothing.
+//! Whatever it may ask (input of a person, samples of a model, folders) is declined, and nothing of the kind is declared.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use rmcp::ClientHandler;
 use rmcp::model::{
     ClientCapabilities, ClientConfig, Implementation, ProgressNotificationParam, ProgressToken, ProtocolVersion,
 };
-use rmcp::service::NotificationContext;
-use rmcp::{ClientHandler, RoleClient};
 use tokio::sync::{Notify, mpsc};
 
 use crate::call::Progress;
@@ -20,44 +19,36 @@ use crate::variables::Mask;
 /// Progress that comes before anybody knows its token: of a call that has been sent, but not yet returned to whoever waits.
 const MOST_EARLY: usize = 64;
 
-/// What a server may tell or ask its client.
-#[derive(Default)]
-pub(crate) struct Handler {
-    pub(crate) progress: Arc<ProgressTokens>,
-    pub(crate) changed: Arc<Changed>,
-}
+/// What rmcp asks when a server asks. Its own answers are no, or nothing.
+pub(crate) struct Handler;
 
 impl ClientHandler for Handler {
-    async fn on_progress(&self, params: ProgressNotificationParam, _context: NotificationContext<RoleClient>) {
-        let message = params.message.map(|message| said(&message, &Mask::default()));
-        self.progress.tell(params.progress_token, Progress { progress: params.progress, total: params.total, message });
-    }
-
-    async fn on_tool_list_changed(&self, _context: NotificationContext<RoleClient>) {
-        self.changed.tell();
-    }
-
     fn get_info(&self) -> ClientConfig {
         ClientConfig::new(ClientCapabilities::default(), ourselves())
             .with_protocol_version(ProtocolVersion::V_2025_11_25)
     }
 }
 
-/// Whether the server said that its tools changed.
+/// How often the server said that its tools changed, and how much of that has been looked at.
 #[derive(Default)]
 pub(crate) struct Changed {
-    is_stale: AtomicBool,
+    told: AtomicU64,
+    seen: AtomicU64,
     notify: Notify,
 }
 
 impl Changed {
     pub(crate) fn is_stale(&self) -> bool {
-        self.is_stale.load(Ordering::Acquire)
+        self.told.load(Ordering::Acquire) != self.seen.load(Ordering::Acquire)
     }
 
-    /// Somebody looks now. What changes from here on is another change.
-    pub(crate) fn begin_to_look(&self) {
-        self.is_stale.store(false, Ordering::Release);
+    /// Returns what is to be given to [`Changed::seen`] when what is listed from now on has been compared. Until then it is not known.
+    pub(crate) fn look(&self) -> u64 {
+        self.told.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn seen(&self, look: u64) {
+        self.seen.store(look, Ordering::Release);
     }
 
     pub(crate) async fn told(&self) {
@@ -65,7 +56,7 @@ impl Changed {
     }
 
     pub(crate) fn tell(&self) {
-        self.is_stale.store(true, Ordering::Release);
+        self.told.fetch_add(1, Ordering::AcqRel);
         self.notify.notify_one();
     }
 }
@@ -102,7 +93,10 @@ impl ProgressTokens {
         Follower { tokens: Arc::clone(self), token: token.clone(), receiver }
     }
 
-    fn tell(&self, token: ProgressToken, progress: Progress) {
+    pub(crate) fn hear(&self, params: ProgressNotificationParam) {
+        let message = params.message.map(|message| said(&message, &Mask::default()));
+        let (token, progress) =
+            (params.progress_token, Progress { progress: params.progress, total: params.total, message });
         let mut followed = self.lock();
         if let Some(sender) = followed.calls.get(&token) {
             // Who is slow to listen misses some of it.

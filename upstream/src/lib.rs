@@ -7,7 +7,8 @@
 //!     addresses           which addresses may be dialled
 //!     wire                one message, within bounds
 //!     greeting            any of these as a connection, in both eras of the protocol
-//!     connection, handler the list of tools, calls, and what a server tells meanwhile
+//!     connection          the list of tools, and calls
+//!     watched, handler    what a server tells beside its answers, and when a connection ends
 //!     tools               the tools as they were when they were registered
 //!     upstream            a server that is called, watched, and connected again when it was lost
 //!     registry            which servers there are, and whose they are
@@ -36,6 +37,7 @@ mod streamable;
 mod tools;
 mod upstream;
 mod variables;
+mod watched;
 mod web;
 mod wire;
 

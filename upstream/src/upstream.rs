@@ -41,7 +41,7 @@ const MOST_NOTES: usize = 100;
 /// What is allowed to a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// For a connection, from the start of a program to its greeting; and for each page of tools.
+    /// For a connection, from the start of a program to its greeting; and once more for the list of tools.
     pub connect: Duration,
     /// How long a server may be silent in a call.
     pub call: Duration,
@@ -482,9 +482,11 @@ impl Driver {
 
     /// Compares what the server has now with what was registered. A connection on which that is not known is not used any more.
     async fn compare(&mut self, connection: &Arc<Connection>) -> bool {
+        let look = connection.look();
         match connection.list(&self.settings.limits).await {
             Ok(listed) => {
                 self.lost(self.pinned.compare(&tools::read(listed).tools));
+                connection.seen(look);
                 true
             }
             Err(error) => {
@@ -514,7 +516,10 @@ struct Opened {
 async fn open(params: &ServerParams, settings: &Settings, known: Option<Era>) -> Result<Opened, ConnectError> {
     let filled = params.fill(&settings.variables)?;
     let connection = greeting::open(&filled, settings, known).await?;
+    let look = connection.look();
     let listed = connection.list(&settings.limits).await?;
+    // Nobody uses this connection before its tools are pinned, or compared with those that are.
+    connection.seen(look);
     let tools::Readable { tools, notes } = tools::read(listed);
     Ok(Opened { connection, tools, notes })
 }

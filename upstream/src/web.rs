@@ -38,13 +38,18 @@ pub enum WebError {
 }
 
 impl WebError {
+    /// Keeps what went wrong, without the URL: it may hold secrets.
+    pub(crate) fn request(error: reqwest::Error) -> WebError {
+        WebError::Request(error.without_url())
+    }
+
     /// Tells whether the request cannot have reached the server.
     pub(crate) fn is_before_the_server(&self) -> bool {
         matches!(self, WebError::Request(error) if error.is_connect())
     }
 }
 
-/// Says what went wrong with a request. The URL may hold secrets, so it is left out.
+/// Says what went wrong with a request.
 fn told(error: &reqwest::Error) -> String {
     let mut innermost: &dyn std::error::Error = error;
     while let Some(source) = innermost.source() {
@@ -105,7 +110,7 @@ impl Web {
 
 /// Sends a request, and refuses every answer that is none of a server that does as it was asked.
 pub(crate) async fn send(request: reqwest::RequestBuilder) -> Result<reqwest::Response, WebError> {
-    let response = request.send().await.map_err(WebError::Request)?;
+    let response = request.send().await.map_err(WebError::request)?;
     match response.status().as_u16() {
         status @ 300..=399 => Err(WebError::Moved(status)),
         status @ (401 | 403) => Err(WebError::Refused(status)),
@@ -116,7 +121,7 @@ pub(crate) async fn send(request: reqwest::RequestBuilder) -> Result<reqwest::Re
 /// Reads a body, if it is small enough.
 pub(crate) async fn body(mut response: reqwest::Response, largest: usize) -> Result<Vec<u8>, WebError> {
     let mut body = Vec::new();
-    while let Some(chunk) = response.chunk().await.map_err(WebError::Request)? {
+    while let Some(chunk) = response.chunk().await.map_err(WebError::request)? {
         if body.len() + chunk.len() > largest {
             return Err(WebError::TooLarge(largest));
         }

@@ -58,6 +58,12 @@ impl Local {
         Local { address, task: tokio::spawn(axum::serve(listener, router).into_future()) }
     }
 
+    /// Ends it, and returns when nobody listens any more.
+    async fn end(mut self) {
+        self.task.abort();
+        let _ = (&mut self.task).await;
+    }
+
     fn params(&self, path: &str, more: Value) -> ServerParams {
         let mut params = json!({"url": format!("http://{}{path}", self.address)});
         params.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -154,10 +160,9 @@ async fn calls_over_http_run_at_a_time_and_can_be_cancelled() {
     let progress: crate::ProgressSink = Arc::new(move |_| {
         counted.fetch_add(1, Ordering::SeqCst);
     });
-    while steps.load(Ordering::SeqCst) == 0 {
-        let options = CallOptions { progress: Some(Arc::clone(&progress)), ..CallOptions::default() };
-        call_with(&upstream, "steps", json!({}), options).await.unwrap();
-    }
+    let options = CallOptions { progress: Some(progress), ..CallOptions::default() };
+    call_with(&upstream, "steps", json!({}), options).await.unwrap();
+    assert_eq!(steps.load(Ordering::SeqCst), 1);
     assert!(!slow.is_finished());
     cancel.cancel();
     assert_eq!(slow.await.unwrap(), Err(CallError::Cancelled));
@@ -238,8 +243,8 @@ async fn a_server_that_cannot_be_reached_is_told_from_a_call_that_was_lost() {
     let local = Local::serve(plain_router(Arc::clone(&server))).await;
     let address = local.address;
     let upstream = connect(&local.params("/mcp", json!({}))).await.unwrap();
-    drop(local);
-    // Connections that are still open end with the task.
+    local.end().await;
+    // Connections that are still open end one by one.
     let error = loop {
         match call(&upstream, "echo", json!({})).await {
             Ok(_) => tokio::task::yield_now().await,
@@ -293,6 +298,19 @@ async fn credentials_that_are_refused_are_a_plain_error() {
         let params = local.params("/mcp", json!({"type": kind, "headers": {"Authorization": "Bearer ${TOKEN}"}}));
         let error = connect(&params).await.unwrap_err();
         assert_eq!(error.to_string(), "the server cannot be used: it does not accept the credentials (status 401)");
+    }
+}
+
+#[tokio::test]
+async fn no_error_shows_a_url() {
+    let local = Local::serve(Router::new()).await;
+    let address = local.address;
+    local.end().await;
+    for kind in ["http", "sse"] {
+        let url = format!("http://{address}/s3cr3t?key=s3cr3t");
+        let error = connect(&ServerParams::parse(&json!({"url": url, "type": kind})).unwrap()).await.unwrap_err();
+        let printed = format!("{error} {error:?}");
+        assert!(printed.contains("refused") && !printed.contains("s3cr3t"), "{printed}");
     }
 }
 
