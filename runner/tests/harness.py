@@ -22,7 +22,7 @@ from .merger import Event, Frame, Merger, Text
 RUNNER = Path(__file__).resolve().parent.parent
 
 # The frames that end a request.
-_LAST_WORDS = ("file_list", "file_end", "written", "failed", "branched", "packages_added")
+_LAST_WORDS = ("file_list", "file_end", "written", "failed", "branched", "packages_added", "tools_written")
 
 # Nothing in these tests takes this long. A test that waits longer has found a bug.
 PATIENCE = 20
@@ -217,6 +217,24 @@ class Runner:
         """Adds folders of packages; returns the answer."""
         self._number += 1
         return self.request({"type": "packages", "id": self._number, "paths": list(paths)})[-1]
+
+    # Files that travel in one frame.
+    files_in_a_frame = 100
+
+    def deliver(self, packages: dict[str, dict[str, str]], index: str, **members: Any) -> Frame:
+        """Delivers packages of MCP servers; returns the answer."""
+        self._number += 1
+        common = {"type": "tools", "id": self._number}
+        for server, files in packages.items():
+            names = list(files)
+            step = self.files_in_a_frame
+            for start in range(0, max(len(names), 1), step):
+                some = {name: files[name].encode() for name in names[start : start + step]}
+                listed = [{"name": name, "size": len(data)} for name, data in some.items()]
+                last = start + step >= len(names)
+                header = {**common, "server": server, "modules": listed, "last": last}
+                self._send(header, b"".join(some.values()))
+        return self.request({**common, **members}, index.encode())[-1]
 
     def _hear(self, question: dict[str, Any]) -> None:
         assert question["id"] == self._number

@@ -96,6 +96,10 @@ pub enum Claim {
         id: u64,
         loaded: Vec<String>,
     },
+    /// The packages of MCP servers are in the working folder.
+    ToolsWritten {
+        id: u64,
+    },
     /// Code in a cell asks the host something. Every question is answered.
     Ask {
         /// The execution.
@@ -426,6 +430,7 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             message: shortened(header.message, LONGEST_MESSAGE),
         },
         "packages_added" => Claim::PackagesAdded { id: id()?, loaded: bounded_losses(header.loaded) },
+        "tools_written" => Claim::ToolsWritten { id: id()? },
         "ask" => {
             let ask = header.ask.ok_or_else(|| wrong("it has no number"))?;
             let question = match header.what.as_str() {
@@ -637,10 +642,10 @@ mod tests {
     #[test]
     fn a_hello_needs_a_whole_marker() {
         let marker = "000102030405060708090a0b0c0d0e0f";
-        let hello = claim(json!({"type": "hello", "version": 1, "python": "3.12", "marker": marker}), b"").unwrap();
+        let hello = claim(json!({"type": "hello", "version": 2, "python": "3.12", "marker": marker}), b"").unwrap();
         let bytes = std::array::from_fn(|index| index as u8);
         let carried = Carried::default();
-        assert_eq!(hello, Claim::Hello { version: 1, python: "3.12".to_owned(), marker: bytes, carried });
+        assert_eq!(hello, Claim::Hello { version: 2, python: "3.12".to_owned(), marker: bytes, carried });
         for wrong in ["", "00", "+00102030405060708090a0b0c0d0e0f", "zz0102030405060708090a0b0c0d0e0f"] {
             assert!(claim(json!({"type": "hello", "marker": wrong}), b"").is_err(), "{wrong}");
         }
@@ -650,7 +655,7 @@ mod tests {
     fn a_copy_tells_what_it_lacks_within_bounds() {
         let marker = "000102030405060708090a0b0c0d0e0f";
         let carried = |members: Value| {
-            let mut header = json!({"type": "hello", "version": 1, "python": "3.12", "marker": marker});
+            let mut header = json!({"type": "hello", "version": 2, "python": "3.12", "marker": marker});
             header.as_object_mut().unwrap().extend(members.as_object().unwrap().clone());
             match claim(header, b"").unwrap() {
                 Claim::Hello { carried, .. } => carried,
@@ -793,6 +798,7 @@ mod tests {
                 "write_end",
                 "branch",
                 "packages",
+                "tools",
                 "answer",
             ];
             let question = match name {

@@ -27,7 +27,7 @@ use super::frame::{self, Decoder, Frame, FrameError};
 use super::merge::{Merger, Need, Pipe};
 
 /// The version of `runner/PROTOCOL.md` that is spoken here.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// One read. As large as a pipe usually is, so that a full pipe is emptied by one call.
 const CHUNK: usize = 64 * 1024;
 /// Pipes of earlier cells that are still read, so that processes left behind neither block nor die. Older ones are closed.
@@ -615,7 +615,7 @@ mod tests {
         let (host, channel) = UnixStream::pair().unwrap();
         let (out, out_writer) = io::pipe().unwrap();
         let (err, err_writer) = io::pipe().unwrap();
-        send_with(&channel, json!({"type": "hello", "version": 1, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
+        send_with(&channel, json!({"type": "hello", "version": 2, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
         (Connection::open(host).await.unwrap(), Inside { channel, pipes: [out_writer, err_writer] })
     }
 
@@ -701,7 +701,7 @@ mod tests {
         let (host, channel) = UnixStream::pair().unwrap();
         let (out, _out_writer) = io::pipe().unwrap();
         let (err, _err_writer) = io::pipe().unwrap();
-        send_with(&channel, json!({"type": "hello", "version": 1, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
+        send_with(&channel, json!({"type": "hello", "version": 2, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
         let mut connection = Connection::open(host).await.unwrap();
         rustix::fs::fcntl_setfl(&out, rustix::fs::OFlags::empty()).unwrap();
         // On older kernels the pipe would have to be opened again first, which happens at the first read.
@@ -747,7 +747,7 @@ mod tests {
     #[tokio::test]
     async fn a_greeting_of_another_version_or_another_frame_is_refused() {
         for (header, expected) in [
-            (json!({"type": "hello", "version": 2, "marker": SECRET}), "version 2"),
+            (json!({"type": "hello", "version": 3, "marker": SECRET}), "version 3"),
             (json!({"type": "clear", "id": 1}), "not a greeting"),
         ] {
             let (host, mut channel) = UnixStream::pair().unwrap();

@@ -17,6 +17,7 @@
 //! | `late X` | prints after the end of the cell |
 //! | `mute` | answers nothing after this cell |
 //! | `keep NAME X`, `file NAME` | writes a file, prints one or raises `FileNotFoundError` |
+//! | `set refuse-tools` | says from now on that packages of MCP servers could not be written |
 //! | `lose X` | has something that a copy will lack |
 //! | `stand` | does not come to its branch point any more |
 //! | `call SERVER TOOL JSON` | calls a tool and prints the answer; an interrupt withdraws the call and raises |
@@ -546,7 +547,7 @@ fn start(files: &Path, birth: Birth, used: Arc<Mutex<Duration>>) -> Result<(Inte
     let (host, channel) = UnixStream::pair().map_err(start_failed)?;
     let (out, out_writer) = io::pipe().map_err(start_failed)?;
     let (err, err_writer) = io::pipe().map_err(start_failed)?;
-    let mut hello = json!({"type": "hello", "version": 1, "python": "fake", "marker": format!("{:032x}", u128::from_be_bytes(MARKER))});
+    let mut hello = json!({"type": "hello", "version": 2, "python": "fake", "marker": format!("{:032x}", u128::from_be_bytes(MARKER))});
     if let Some((files, why)) = birth.greeting {
         hello["lost"] = json!(birth.lost);
         hello["files"] = json!(files);
@@ -676,6 +677,7 @@ impl Script {
             }
             Some("write_end") => self.write_file(id).await,
             Some("branch") => self.branch(&header).await,
+            Some("tools") => self.take_tools(&header, &payload).await,
             _ => Ok(()),
         }
     }
@@ -744,6 +746,43 @@ impl Script {
         for _ in 0..2 {
             let answer = self.answer().await?;
             self.write(0, &format!("{answer}\n")).await?;
+        }
+        Ok(())
+    }
+
+    /// Puts packages of MCP servers into the working folder, and removes them.
+    async fn take_tools(&mut self, header: &Value, payload: &[u8]) -> Result<(), Interruption> {
+        let folder = self.files.join("mcptools");
+        let Some(server) = header["server"].as_str() else {
+            if let Some(servers) = header["servers"].as_array() {
+                for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+                    let is_named = servers.iter().any(|server| entry.file_name().to_str() == server.as_str());
+                    if entry.path().is_dir() && !is_named {
+                        fs::remove_dir_all(entry.path())?;
+                    }
+                }
+            }
+            fs::create_dir_all(&folder)?;
+            fs::write(folder.join("__init__.py"), payload)?;
+            let id = &header["id"];
+            return match self.variables.contains_key("refuse-tools") {
+                true => {
+                    self.say(json!({"type": "failed", "id": id, "reason": "no_space", "message": "no room"}), b"").await
+                }
+                false => self.say(json!({"type": "tools_written", "id": id}), b"").await,
+            };
+        };
+        let files = header["modules"].as_array().cloned().unwrap_or_default();
+        if files.is_empty() {
+            let _ = fs::remove_dir_all(folder.join(server));
+            return Ok(());
+        }
+        fs::create_dir_all(folder.join(server))?;
+        let mut rest = payload;
+        for file in &files {
+            let (bytes, later) = rest.split_at(file["size"].as_u64().unwrap_or(0) as usize);
+            fs::write(folder.join(server).join(file["name"].as_str().unwrap_or_default()), bytes)?;
+            rest = later;
         }
         Ok(())
     }

@@ -42,6 +42,7 @@ mod output;
 mod quota_behaviour;
 mod rich;
 mod serial;
+pub mod servers;
 pub mod shell;
 mod spool;
 mod state;
@@ -413,6 +414,14 @@ pub enum Refused {
         "the session's network was not changed: `{rule}` goes beyond what this server allows. Ask for less, or have the operator allow it"
     )]
     BeyondRules { rule: String },
+    #[error("other MCP servers cannot be used on this server")]
+    NoServers,
+    #[error("{why}")]
+    Server { why: String },
+    #[error(
+        "the session has no MCP server `{name}`, so no fork of it can have it; `list_mcp_servers` names those that are registered"
+    )]
+    NoServer { name: String },
     #[error(
         "nothing was executed, because the server cannot record what is done. Try again later; its operator has been told"
     )]

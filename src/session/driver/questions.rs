@@ -278,7 +278,8 @@ impl Driver {
     }
 
     fn call_tool(&mut self, ask: u64, call: ToolCall) {
-        let (Some(broker), Some(customer)) = (self.settings.tools.0.clone(), &self.customer) else {
+        let broker = self.settings.tools.0.clone().filter(|_| self.deliveries.grants.allow(&call.server));
+        let (Some(broker), Some(customer)) = (broker, &self.customer) else {
             let refused = ToolRefused::no_server(&call.server);
             return self.refuse_call(ask, &call, &refused);
         };
