@@ -267,7 +267,7 @@ def forge(words, outlets=None, **more):
         def take(self): pass
     members = {"words": words, "folder": "/", "environment": {}, **more}
     answer = asking._active.ask_for_command(members, Given())
-    return answer.get("ok"), answer.get("reason"), answer.get("status")
+    return answer.get("ok"), answer.get("reason"), answer.get("code")
 "#;
 
 #[test]
