@@ -181,9 +181,9 @@ fn failure(outcome: &Outcome, most: usize) -> Option<Failure> {
             let traceback = error.traceback.trim_end();
             cut(&format!("{}\n{traceback}", render::summary(error)), most)
         }
-        Status::TimedOut { limit, .. } => {
-            let ending = telling::ending(&outcome.status, WAY_BACK).unwrap_or_default();
-            format!("Code execution exceeded timeout of {:.2}s. {ending}", limit.as_secs_f64())
+        Status::TimedOut { limit, state } => {
+            let after = telling::kept_or_lost(*state, WAY_BACK);
+            format!("Code execution exceeded timeout of {:.2}s. {after}", limit.as_secs_f64())
         }
         other => telling::ending(other, WAY_BACK)?,
     };
@@ -335,4 +335,72 @@ fn tools(settings: &McpSettings) -> Vec<Tool> {
         tools.extend([upload, download]);
     }
     tools
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::examples::{outcome, raised, text};
+    use super::*;
+    use crate::session::{StateAfter, Stream};
+
+    fn failure_of(status: Status, printed: &str, most: usize) -> String {
+        let parts = vec![text(Stream::Stdout, printed), text(Stream::Traceback, "not this one")];
+        failure(&outcome(status, parts), most).unwrap().0
+    }
+
+    #[test]
+    fn a_text_is_cut_after_exactly_so_many_characters() {
+        assert_eq!(cut("äöü", 3), "äöü");
+        assert_eq!(cut("äöü", 2), "äö\n\n[Output truncated: exceeded 2 character limit]");
+    }
+
+    #[test]
+    fn a_failure_has_name_message_and_traceback_and_then_what_was_printed() {
+        let told = failure_of(Status::Raised(raised()), "before\n", 100);
+        let expected = "ValueError: bad\nTraceback\n  line 1\nValueError: bad\n\nOutput before the error:\nbefore";
+        assert_eq!(told, expected);
+        assert!(!failure_of(Status::Raised(raised()), "", 100).contains("Output before"));
+    }
+
+    #[test]
+    fn errors_are_limited_too() {
+        let told = failure_of(Status::Raised(raised()), &"x".repeat(50), 10);
+        assert_eq!(told.matches("[Output truncated: exceeded 10 character limit]").count(), 2, "{told}");
+    }
+
+    #[test]
+    fn a_time_out_tells_its_value() {
+        let status = Status::TimedOut { limit: Duration::from_millis(1500), state: StateAfter::Kept };
+        let told = failure_of(status, "", 100);
+        assert!(told.starts_with("Code execution exceeded timeout of 1.50s. Variables and files are kept"), "{told}");
+    }
+
+    #[test]
+    fn a_path_may_be_written_carelessly_and_must_stay_inside() {
+        assert_eq!(tidied("./a//b/./c"), "a/b/c");
+        for outside in ["/etc/passwd", "../a", "a/../../b"] {
+            assert!(tidied(outside).parse::<InsidePath>().is_err(), "{outside}");
+        }
+    }
+
+    #[test]
+    fn whoever_calls_over_a_network_has_no_tools_for_local_files() {
+        let names = |front| {
+            let settings = McpSettings { front, ..McpSettings::default() };
+            let toolbox = Ipybox::new(&settings, "images".parse().unwrap(), None);
+            let found = toolbox.find("upload_file").is_some();
+            (toolbox.tools().iter().map(|tool| tool.name.to_string()).collect::<Vec<_>>(), found)
+        };
+        let (all, found) = names(Front::Stdio);
+        assert_eq!(all, ["install_package", "execute_ipython_cell", "reset", "upload_file", "download_file"]);
+        assert!(found);
+        assert_eq!(names(Front::Http), (all[..3].to_vec(), false));
+    }
+
+    #[test]
+    fn names_of_pictures_are_eight_digits_and_come_once() {
+        let names: std::collections::HashSet<String> = (0..100).map(|_| random_name()).collect();
+        assert_eq!(names.len(), 100);
+        assert!(names.iter().all(|name| name.len() == 8 && name.chars().all(|letter| letter.is_ascii_hexdigit())));
+    }
 }

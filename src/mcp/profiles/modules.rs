@@ -115,3 +115,45 @@ fn verdict(outcome: &Outcome, word: &str) -> Option<Problem> {
         _ => unchecked("Python gave no answer"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::examples::{outcome, raised, text};
+    use super::*;
+
+    fn judged(status: Status, printed: &str) -> Option<Problem> {
+        verdict(&outcome(status, vec![text(Stream::Stdout, printed)]), "word")
+    }
+
+    #[test]
+    fn an_answer_is_the_line_that_begins_with_the_word() {
+        assert_eq!(judged(Status::Completed, "noise\nwordnull\n"), None);
+        let blocked = judged(Status::Completed, "noise[\"blocked\", \"x\"]\nword[\"blocked\", \"os\"]\n");
+        assert_eq!(blocked, Some(Problem::Blocked("os".to_owned())));
+        let problem = |answer: &str| judged(Status::Completed, &format!("word{answer}\n")).unwrap().to_string();
+        assert_eq!(problem("[\"blocked\", \"os\"]"), "Import 'os' is blocked for security reasons");
+        assert_eq!(problem("[\"not listed\", \"abc\"]"), "Import 'abc' is not in the allowed list");
+        assert_eq!(problem("[\"call\", \"eval\"]"), "Calling 'eval' is blocked for security reasons");
+        assert!(problem("[\"command\", \"\"]").starts_with("Shell commands"));
+    }
+
+    #[test]
+    fn code_that_was_not_checked_does_not_run() {
+        let limit = Duration::from_secs(1);
+        for (status, printed) in [
+            (Status::Completed, ""),
+            (Status::Completed, "word[\"what\"]"),
+            (Status::Completed, "word{broken"),
+            (Status::Raised(raised()), ""),
+            (Status::TimedOut { limit, state: crate::session::StateAfter::Kept }, ""),
+        ] {
+            assert!(matches!(judged(status, printed), Some(Problem::Unchecked(_))), "{printed}");
+        }
+    }
+
+    #[test]
+    fn a_program_and_its_request_are_one_line_of_python() {
+        let cell = inside("print(1)\n\"quoted\" \\ ä", &json!({"code": "x = 1\n"}));
+        assert!(!cell.contains('\n') && cell.contains(r#""print(1)\n\"quoted\" \\ ä""#), "{cell}");
+    }
+}
