@@ -104,7 +104,7 @@ impl Server {
                 Err(refused) => render::refused(&refused),
             },
             Call::Fork { session, names } => {
-                let done = or_cancelled(context, sessions.fork(owner, &session, names)).await;
+                let done = or_cancelled(context, sessions.fork(owner, &session, names.into())).await;
                 answer(done, |report| render::forked(&session, &report))
             }
             Call::Explore { session, variants, timeout, keep, replace } => {
