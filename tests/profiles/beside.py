@@ -72,8 +72,6 @@ async def main(theirs: list[str], ours: list[str]) -> None:
                 {tool.name: tool.inputSchema for tool in (await session.list_tools()).tools} for session in (they, we)
             ]
             for name, schema in their_tools.items():
-                if name == "register_mcp_server" and name not in our_tools:
-                    continue
                 mine = our_tools[name]
                 assert schema.get("required", []) == mine.get("required", []), name
                 for argument, described in schema["properties"].items():

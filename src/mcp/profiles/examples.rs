@@ -22,6 +22,7 @@ pub(super) fn outcome(status: Status, parts: Vec<Part>) -> Outcome {
         can_undo: 0,
         blocked: Vec::new(),
         notes: Vec::new(),
+        tool_calls: Default::default(),
     }
 }
 

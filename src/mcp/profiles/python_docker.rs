@@ -22,12 +22,10 @@ use super::super::arguments::{LARGEST_CODE, LONGEST_PATH};
 use super::super::toolbox::{Entry, Introduction, Toolbox};
 use super::super::turns::Extent;
 use super::super::{McpSettings, Server, render};
-use super::modules::{Modules, Problem, answer, inside};
+use super::modules::{Modules, Problem, answer, runners_own};
 use super::{Ran, Visit, Written, failed, said, schema, started_anew, telling};
 use crate::auth::Scope;
 use crate::session::{Outcome, Principal, Refused, SessionAccess, SessionId, StateAfter, Status, Stream};
-
-const STATE: &str = include_str!("state.py");
 
 /// How long the names of a run may take to be told. Their own `__str__` may be asked.
 const STATE_TIME: Duration = Duration::from_secs(10);
@@ -180,7 +178,8 @@ impl PythonDocker {
                 "given": given, "longest_text": LONGEST_TEXT, "most_characters": MOST_STATE, "word": word.as_str(),
             });
             // Twice the size leaves room for what threads of the cell still print.
-            let asked = visit.run(session, inside(STATE, &request), STATE_TIME, 2 * MOST_STATE).await;
+            let cell = runners_own("state", "tell", &["__import__('builtins').globals()"], &request);
+            let asked = visit.run(session, cell, STATE_TIME, 2 * MOST_STATE).await;
             if let Ok(asked) = asked
                 && let Some(Value::Object(state)) = answer(&asked, word.as_str())
             {
