@@ -9,6 +9,7 @@
 pub mod fake;
 pub mod isolation;
 pub mod native;
+mod way_out;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -24,6 +25,7 @@ use tokio::sync::{oneshot, watch};
 
 pub use isolation::{Isolation, Layer, LayerKind};
 pub use native::WORK_FOLDER;
+pub use way_out::Network;
 
 /// Makes sandboxes.
 #[async_trait]

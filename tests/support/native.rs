@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use cellblock::app::{Warmth, prepare_environment};
 use cellblock::environment;
-use cellblock::sandbox::native::{NativeBackend, NativeSettings, Network, Programs};
-use cellblock::sandbox::{Backend, LaunchError, Preparation, SandboxLimits};
+use cellblock::sandbox::native::{NativeBackend, NativeSettings, Programs};
+use cellblock::sandbox::{Backend, LaunchError, Network, Preparation, SandboxLimits};
 use cellblock::session::{
     CheckpointInfo, ExecuteRequest, ExploreReport, ExploreRequest, ForkNames, ForkReport, InsidePath, News, Outcome,
     Part, Principal, Refused, SessionId, SessionSettings, Sessions, Status, Stream, UndoReport,
