@@ -6,6 +6,7 @@
 //!
 //! A sandbox that has run a user's code is destroyed, never handed to another session.
 
+pub mod container;
 pub mod fake;
 pub mod isolation;
 pub mod native;
