@@ -595,6 +595,10 @@ class Supervisor:
                 self._hang_up(interpreter.number)
                 return False
             interpreter.credit -= len(data)
+            # Text that came before these frames is in the pipes by now, and should arrive first.
+            for pipe in list(interpreter.pipes):
+                if not pipe.retired:
+                    self._pull(pipe)
             if len(descriptors) == 2:
                 self._announce_pipes(interpreter, descriptors, data)
             else:

@@ -32,6 +32,10 @@ const BRANCH_PATIENCE: Duration = Duration::from_secs(10);
 /// How long a removal by the engine may take.
 const REMOVAL_PATIENCE: Duration = Duration::from_secs(20);
 
+/// How much later one lane of an interpreter may bring what was written earlier than what another one brought: a few microseconds by the order in which the supervisor
+/// reads, and a journey to the engine and back when one has used up its credit.
+const LARGEST_SKEW: Duration = Duration::from_secs(1);
+
 /// The state in which a session begins: a fresh interpreter and an empty folder. It needs no copy.
 const BEGINNING: CheckpointId = CheckpointId(0);
 
@@ -203,7 +207,7 @@ impl Container {
             killed: Arc::default(),
             mark,
         };
-        Ok(Interpreter { channel: ends.channel, process: Box::new(process), beginning })
+        Ok(Interpreter { channel: ends.channel, skew: LARGEST_SKEW, process: Box::new(process), beginning })
     }
 
     /// Gives the container as much memory as its members may have together.
