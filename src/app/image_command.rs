@@ -1,6 +1,5 @@
 //! `cellblock image …`: images for sessions in containers, from the command line.
 
-use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -12,12 +11,12 @@ use tokio_util::sync::CancellationToken;
 use super::asked_to_end;
 use super::cli::{EngineArguments, ImageArguments, ImageCommand};
 use super::progress;
-use crate::config::Settings;
 use crate::config::quantity::format_size;
-use crate::engine::{Engine, EngineAddress, EngineKind};
+use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{EnvironmentProgress, EnvironmentSpec, Input, Lockfile, spec};
 use crate::image::{self, Built, Filling, ImageError, ImageReference, ImageUser, ImageWish, MadeImage};
 use crate::sandbox::Preparation;
+use crate::sandbox::container::{Engine, EngineKind};
 
 /// Carries out one command and writes its result to `output`.
 pub(super) async fn execute(
@@ -28,31 +27,37 @@ pub(super) async fn execute(
     match command {
         ImageCommand::Build(arguments) => build(&arguments, settings, output).await?,
         ImageCommand::List { json, engine } => {
-            let made = image::list(&connect(&engine).await?).await?;
+            let made = image::list(&connect(&engine, settings).await?).await?;
             let text = if json { as_json(&made)? } else { as_text(&made) };
             output.write_all(text.as_bytes())?;
         }
         ImageCommand::Remove { name, engine } => {
-            image::remove(&connect(&engine).await?, &reference("the image", &name)?).await?;
+            image::remove(&connect(&engine, settings).await?, &reference("the image", &name)?).await?;
             writeln!(output, "removed {name}")?;
         }
     }
     Ok(())
 }
 
-/// Connects to the engine that the engine's own program would use.
-async fn connect(arguments: &EngineArguments) -> anyhow::Result<Engine> {
-    let kind = arguments.engine.as_deref().and_then(EngineKind::parse).unwrap_or(EngineKind::Docker);
-    // A variable that is not UTF-8 is not an address.
-    let all =
-        std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-    let address = EngineAddress::find(kind, &all.collect::<BTreeMap<String, String>>())?;
+/// Connects to the engine that sessions would use, or to the one that was asked for.
+async fn connect(arguments: &EngineArguments, settings: &Settings) -> anyhow::Result<Engine> {
+    let asked = arguments.engine.as_deref().map(|word| match word {
+        "podman" => EngineKind::Podman,
+        _ => EngineKind::Docker,
+    });
+    let (kind, address) = match (&settings.backend, asked) {
+        (BackendChoice::Containers(containers), None) => (containers.kind, containers.address.clone()),
+        (_, asked) => {
+            let kind = asked.unwrap_or(EngineKind::Docker);
+            (kind, config::engine_address(kind)?)
+        }
+    };
     Ok(Engine::connect(kind, &address).await?)
 }
 
 async fn build(arguments: &ImageArguments, settings: &Settings, output: &mut (dyn Write + Send)) -> anyhow::Result<()> {
     let wish = wanted(arguments, Caller::own())?;
-    let engine = connect(&arguments.engine).await?;
+    let engine = connect(&arguments.engine, settings).await?;
     let (told, heard) = watch::channel(Preparation::Working { step: "starting".to_owned(), done: 0, total: None });
     let tell = |progress: EnvironmentProgress| {
         let EnvironmentProgress { step, done, total } = progress;

@@ -30,10 +30,10 @@ use tokio_util::sync::CancellationToken;
 use self::base::Base;
 use self::context::Context;
 use self::recipe::{LABEL_RECIPE, Recipe};
-use crate::engine::{BuildFailure, BuildNews, Building, Engine, EngineError, ImageFacts};
 use crate::environment::{
     Contents, EnvironmentError, EnvironmentProgress, Input, Lockfile, Progress, install_elsewhere, lock_elsewhere,
 };
+use crate::sandbox::container::{BuildFailure, BuildNews, Building, Engine, EngineError, ImageFacts};
 
 pub use self::recipe::ImageUser;
 pub use self::shelf::{MadeImage, list, remove};
@@ -184,7 +184,7 @@ pub async fn build(
 ) -> Result<Built, ImageError> {
     let (base, lockfile) = plan(wish, engine, data_dir, cancelled, progress).await?;
     let recipe = Recipe { name: &wish.base, base: &base, lockfile: &lockfile, user: wish.user };
-    let before = engine.image(wish.tag.as_str()).await.ok();
+    let before = engine.image_facts(wish.tag.as_str()).await.ok();
     if let Some(found) = before.as_ref().filter(|found| !wish.afresh && is_made_by(found, &recipe)) {
         return Ok(Built { image: MadeImage::new(found.clone()), was_there: true });
     }
@@ -197,7 +197,7 @@ pub async fn build(
     unless_cancelled(cancelled, installed).await?.map_err(packages_missing(wish, &base))?;
     let context = pack(&recipe, workshop.path().to_owned()).await?;
     unless_cancelled(cancelled, send(engine, wish, context, progress)).await??;
-    let made = engine.image(wish.tag.as_str()).await?;
+    let made = engine.image_facts(wish.tag.as_str()).await?;
     if let Some(replaced) = before.filter(|before| before.id != made.id) {
         shelf::put_away(engine, &replaced).await;
     }
