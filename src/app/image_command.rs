@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::asked_to_end;
 use super::cli::{EngineArguments, ImageArguments, ImageCommand};
-use super::progress;
+use super::{ipybox_commands, progress};
 use crate::config::quantity::format_size;
 use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{EnvironmentProgress, EnvironmentSpec, Input, Lockfile, spec};
@@ -149,14 +149,15 @@ fn user(arguments: &ImageArguments, caller: Caller) -> anyhow::Result<ImageUser>
 
 fn filling(arguments: &ImageArguments) -> anyhow::Result<Filling> {
     if let Some(file) = &arguments.locked {
-        let text = read("the lock", file)?;
+        let text =
+            std::fs::read_to_string(file).with_context(|| format!("could not read the lock {}", file.display()))?;
         let lockfile = Lockfile::parse(&text).with_context(|| format!("{} is not a lock", file.display()))?;
         return Ok(Filling::Locked(lockfile));
     }
     let mut packages = if arguments.no_science { Vec::new() } else { science() };
     packages.extend(arguments.packages.iter().cloned());
     if let Some(file) = &arguments.dependencies {
-        packages.extend(quoted_requirements(&read("the dependencies", file)?));
+        packages.extend(ipybox_commands::dependencies(file)?);
     }
     if let Some(misfit) = packages.iter().find(|package| !spec::is_requirement(package)) {
         bail!("\"{misfit}\" cannot be installed: it must be {}", spec::REQUIREMENT_ALLOWED);
@@ -174,22 +175,6 @@ fn filling(arguments: &ImageArguments) -> anyhow::Result<Filling> {
 fn science() -> Vec<String> {
     let [default, _] = EnvironmentSpec::built_in();
     default.packages
-}
-
-/// Reads lines such as `"numpy>=2",`, the way a list of dependencies is written. Quotes and commas may be left out.
-fn quoted_requirements(text: &str) -> Vec<String> {
-    let requirement = |line: &str| {
-        let line = line.trim();
-        let bare = line.strip_suffix(',').unwrap_or(line).trim_end();
-        let quoted = ['"', '\''].into_iter().find_map(|quote| bare.strip_prefix(quote)?.strip_suffix(quote));
-        quoted.unwrap_or(bare).trim().to_owned()
-    };
-    let lines = text.lines().filter(|line| !line.trim_start().starts_with('#'));
-    lines.map(requirement).filter(|requirement| !requirement.is_empty()).collect()
-}
-
-fn read(what: &str, file: &Path) -> anyhow::Result<String> {
-    std::fs::read_to_string(file).with_context(|| format!("could not read {what} {}", file.display()))
 }
 
 /// Returns the full path of a file, because the installer works in another folder.
@@ -272,9 +257,10 @@ mod tests {
 
     #[test]
     fn dependencies_may_be_written_as_a_project_has_them() {
-        let text = "\"numpy>=2,<3\",\n  'pandas[excel]' ,\n\n# a comment\nsix==1.17\n\"x; python_version > '3.9'\"\n";
-        let expected = ["numpy>=2,<3", "pandas[excel]", "six==1.17", "x; python_version > '3.9'"];
-        assert_eq!(quoted_requirements(text), expected);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "\"polars>=1\",\n").unwrap();
+        let given = ImageArguments { no_science: true, dependencies: Some(file.path().to_owned()), ..arguments() };
+        assert_eq!(packages(&given), ["polars>=1", "ipython", "pydantic"]);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! container is ever left behind, so that cleaning up removes packages that no session uses.
 
 use std::io::Write;
+use std::path::Path;
 
 use anyhow::{Context, bail};
 
@@ -25,15 +26,20 @@ pub(super) async fn build(
     }
     let mut packages = vec!["ipython".to_owned()];
     if let Some(file) = &arguments.dependencies {
-        let text = std::fs::read_to_string(file).with_context(|| format!("could not read {}", file.display()))?;
-        packages.extend(requirements(&text).map_err(|line| {
-            anyhow::anyhow!("{} line {line}: a line is a requirement in quotes, with a comma behind it", file.display())
-        })?);
+        packages.extend(dependencies(file)?);
     }
     let wanted = BuildArguments { name: Some(name.clone()), packages, ..BuildArguments::default() };
     env_command::execute(EnvCommand::Build(wanted), settings, output).await?;
     writeln!(output, "use it with: cellblock mcp --profile ipybox --environment {name}")?;
     Ok(())
+}
+
+/// Reads a file of dependencies.
+pub(super) fn dependencies(file: &Path) -> anyhow::Result<Vec<String>> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("could not read {}", file.display()))?;
+    requirements(&text).map_err(|line| {
+        anyhow::anyhow!("{} line {line}: a line is a requirement in quotes, with a comma behind it", file.display())
+    })
 }
 
 /// Reads lines of a TOML array: `"numpy>=2",`. Returns the number of the first line that is none.
