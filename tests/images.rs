@@ -8,9 +8,9 @@ use std::time::Instant;
 use serde_json::Value;
 
 use crate::support::containers::{self, IMAGE, TestEngine};
-use crate::support::data_folder;
 use crate::support::native::run;
 use crate::support::server::{PATIENCE, finished, program_below};
+use crate::support::{data_folder, skipped};
 
 /// Small packages of nothing but Python, which nothing else in the image needs.
 const SMALL: [&str; 2] = ["six", "iniconfig"];
@@ -107,9 +107,14 @@ fn an_image_is_built_by_docker_and_runs_without_rights() {
 
 #[test]
 fn an_image_is_built_by_podman_and_runs_without_rights() {
-    if let Some(podman) = containers::podman() {
-        an_image_goes_its_way(podman);
+    let Some(podman) = containers::podman() else { return };
+    // The usual runtime of Podman runs no step of a build where control groups of both versions are mounted.
+    let (_, _, errors) = finished(&mut build(podman, "cellblock-test-trial:1", &[]));
+    if errors.contains("cgroups in hybrid mode not supported") {
+        return skipped("a runtime of Podman that can build on this machine");
     }
+    podman.command(&["rmi", "--force", "cellblock-test-trial:1"]);
+    an_image_goes_its_way(podman);
 }
 
 #[test]
@@ -176,7 +181,7 @@ fn what_cannot_be_built_is_told_with_a_cure() {
         (&mut on("localhost:1/missing:1", "six"), ["localhost:1/missing:1", "--base"]),
         (&mut on(empty, "six"), ["no program called python3 or python", "--base"]),
         (&mut on(IMAGE, "pywin32"), ["Only wheels are taken", "pywin32"]),
-        (&mut on(IMAGE, "--root"), ["unexpected", "value"]),
+        (&mut on(IMAGE, "./folder"), ["./folder", "cannot be installed"]),
         (&mut on("Not A Name", "six"), ["--base", "lower-case"]),
     ] {
         let (status, output, errors) = finished(command);

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use bollard::container::LogOutput;
-use bollard::models::{ContainerCreateBody, HostConfig};
+use bollard::models::{ContainerCreateBody, HostConfig, ResourcesUlimits};
 use bollard::query_parameters::{AttachContainerOptionsBuilder, CreateContainerOptions, StartContainerOptions};
 use futures_util::StreamExt;
 use tokio_util::sync::CancellationToken;
@@ -104,6 +104,8 @@ fn container(question: &Question) -> ContainerCreateBody {
         readonly_rootfs: Some(true),
         memory: Some(512 << 20),
         pids_limit: Some(32),
+        // Few, because a limit above that of the engine itself may not be set, and some engines would try.
+        ulimits: Some(vec![ResourcesUlimits { name: Some("nofile".to_owned()), soft: Some(1024), hard: Some(1024) }]),
         ..HostConfig::default()
     };
     ContainerCreateBody {
