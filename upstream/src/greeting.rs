@@ -170,11 +170,14 @@ impl Opening<'_> {
     ) -> Result<Connection, ConnectError> {
         let watched = Watched::new(transport, &watch);
         let greeted = timeout_at(self.deadline, serve_client_with_lifecycle(Handler, watched, lifecycle)).await;
-        let words = || last_words.as_ref().and_then(LastWords::last);
+        let words = async || match &last_words {
+            Some(words) => words.last().await,
+            None => None,
+        };
         let service = match greeted {
             Ok(Ok(service)) => service,
-            Ok(Err(error)) => return Err(self.ungreeted(error, words())),
-            Err(_) => return Err(ConnectError::Timeout { limit: self.limit, last_words: words() }),
+            Ok(Err(error)) => return Err(self.ungreeted(error, words().await)),
+            Err(_) => return Err(ConnectError::Timeout { limit: self.limit, last_words: words().await }),
         };
         let info = service.peer().peer_info();
         let is_modern = info.as_ref().is_some_and(|info| info.protocol_version >= ProtocolVersion::V_2026_07_28);

@@ -256,7 +256,7 @@ impl Upstream {
                     return CallReply::read(result).map_err(|why| CallError::Protocol { server, why });
                 }
                 Err(Failure::NotSent { .. }) if attempts == 1 => {}
-                Err(failure) => return Err(self.failed(failure, &connection)),
+                Err(failure) => return Err(self.failed(failure, &connection).await),
             }
         }
     }
@@ -320,11 +320,11 @@ impl Upstream {
         connection.await.map_err(|_| closed())?.map_err(unavailable)
     }
 
-    fn failed(&self, failure: Failure, connection: &Connection) -> CallError {
+    async fn failed(&self, failure: Failure, connection: &Connection) -> CallError {
         let server = self.0.name.to_string();
         match failure {
             Failure::NotSent { why } => CallError::Unavailable { server, why },
-            Failure::Lost => CallError::Interrupted { server, last_words: connection.last_words() },
+            Failure::Lost => CallError::Interrupted { server, last_words: connection.last_words().await },
             Failure::Refused { code, message } => CallError::Refused { server, code, message },
             Failure::NotAResult(why) => CallError::Protocol { server, why },
             Failure::TooLarge => CallError::TooLarge { server, largest: self.0.limits.largest_message },

@@ -365,11 +365,11 @@ async fn private_addresses_are_dialled_only_for_hosts_that_are_listed() {
 /// A server with the older transport.
 #[derive(Clone, Default)]
 struct Older {
-    streams: Arc<Mutex<HashMap<usize, (mpsc::UnboundedSender<Value>, SharedScript)>>>,
+    streams: Arc<Mutex<HashMap<usize, OlderStream>>>,
     endpoint: Option<String>,
 }
 
-type SharedScript = Arc<Mutex<Script>>;
+type OlderStream = (mpsc::UnboundedSender<Value>, Arc<Mutex<Script>>);
 
 impl Older {
     fn router(self) -> Router {
