@@ -119,6 +119,7 @@ impl Script {
             "environment",
             "change",
             "ask",
+            "ticks",
             "pid",
             "input",
             "notes",
@@ -177,6 +178,17 @@ impl Script {
             "ask" => {
                 let id = message["id"].as_i64().unwrap() + 1000;
                 vec![json!({"jsonrpc": "2.0", "id": id, "method": arguments["method"], "params": arguments["params"]})]
+            }
+            "ticks" => {
+                let token = message["params"]["_meta"]["progressToken"].clone();
+                std::thread::spawn(move || {
+                    for step in 1.. {
+                        let params = json!({"progressToken": token, "progress": step});
+                        println!("{}", json!({"jsonrpc": "2.0", "method": "notifications/progress", "params": params}));
+                        std::thread::sleep(std::time::Duration::from_millis(20));
+                    }
+                });
+                Vec::new()
             }
             "pid" => structured(json!(std::process::id())),
             "input" => reply(json!({"resultType": "input_required", "inputRequests": {}, "requestState": "x"})),
@@ -279,6 +291,9 @@ fn child_server() {
     let mut output = std::io::stdout();
     // The test runner may have written the beginning of a line.
     output.write_all(b"\n").unwrap();
+    if let Some(time) = script.settings["starts_after_milliseconds"].as_u64() {
+        std::thread::sleep(std::time::Duration::from_millis(time));
+    }
     if script.is("garbage") {
         output.write_all(b"Listening on stdio\n{\"half\": \n[]\n\xff\xfe\n").unwrap();
     }
