@@ -5,8 +5,11 @@
 
 mod audit_command;
 mod cli;
+mod containers;
 mod doctor;
 mod env_command;
+mod image_command;
+mod ipybox_commands;
 mod keeper;
 mod key_command;
 mod network;
@@ -31,13 +34,14 @@ use clap::Parser;
 use tokio::sync::watch;
 
 use self::cli::{Arguments, Command, KeeperCommand};
+pub use self::containers::OwnSupplies;
 use self::network::WayOut;
 use self::packages::Packages;
 use crate::audit::Audit;
-use crate::config::{self, Settings};
+use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
-use crate::mcp::{Front, McpSettings};
-use crate::sandbox::native::{NativeBackend, NativeSettings, WORK_FOLDER, WarmEnvironment};
+use crate::mcp::{self, Front, McpSettings};
+use crate::sandbox::native::{NativeBackend, NativeSettings, Programs, WORK_FOLDER, WarmEnvironment};
 use crate::sandbox::{Backend, Preparation};
 use crate::session::install::{Installer, Source};
 use crate::session::{self, SessionSettings, Sessions, WorkFolder};
@@ -77,7 +81,11 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
         // Commands that end at once have nothing to trace.
         traces: settings.traces.clone().filter(|_| serves),
     })?;
-    for notice in &settings.notices {
+    let ineffective = match &arguments.command {
+        Command::Mcp(mcp) => mcp.other.notices(),
+        _ => Vec::new(),
+    };
+    for notice in settings.notices.iter().chain(&ineffective) {
         tracing::warn!("{notice}");
     }
     raise_descriptor_limit();
@@ -97,7 +105,17 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             Command::Env(command) => {
                 env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
+            Command::Image(command) => {
+                image_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
+            }
             Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
+            Command::Build(build) => {
+                ipybox_commands::build(&build, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
+            }
+            Command::Cleanup(cleanup) => {
+                print(&ipybox_commands::clean_up(&cleanup, &settings)?)?;
+                Ok(ExitCode::SUCCESS)
+            }
             Command::Packages(command) => {
                 print(&packages_command::execute(&command, &settings)?)?;
                 Ok(ExitCode::SUCCESS)
@@ -152,8 +170,8 @@ pub enum Warmth {
 /// Makes the backend and its sessions; the environment and the warm interpreter are prepared in the background.
 fn house(settings: &Settings, warmth: Warmth) -> anyhow::Result<House> {
     // One run of code ends before an installation would pay off.
-    let packages = if warmth == Warmth::OneShot { None } else { Packages::new(settings)? };
-    let backend = native_backend(settings, warmth, packages.clone())?;
+    let packages = if warmth == Warmth::OneShot || !can_install(settings) { None } else { Packages::new(settings)? };
+    let backend = backend(settings, warmth, packages.clone())?;
     let sessions = sessions(settings, warmth, backend, packages.clone());
     if let Some(packages) = &packages {
         packages.work_in(sessions.clone());
@@ -174,6 +192,19 @@ impl House {
         if let Some(packages) = &self.packages {
             packages.clean_up();
         }
+    }
+}
+
+/// Whether sessions may install packages. Their store is a folder of this machine, which containers elsewhere could not see.
+fn can_install(settings: &Settings) -> bool {
+    settings.packages.allowed && settings.backend == BackendChoice::Native
+}
+
+/// Starts the backend that the operator has chosen.
+fn backend(settings: &Settings, warmth: Warmth, packages: Option<Arc<Packages>>) -> anyhow::Result<Arc<dyn Backend>> {
+    match &settings.backend {
+        BackendChoice::Native => native_backend(settings, warmth, packages),
+        BackendChoice::Containers(choice) => containers::backend(settings, choice, warmth),
     }
 }
 
@@ -230,6 +261,7 @@ fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
         mounts: workspace.chain(mounts).collect(),
         variables: settings.variables.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         allow_missing: settings.allow_missing.clone(),
+        programs: Programs::Free,
         pool: settings.pool,
         empty: EMPTY_SANDBOXES,
         leave_out: Vec::new(),
@@ -301,6 +333,7 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
 fn mcp_settings(settings: &Settings, front: Front) -> McpSettings {
     McpSettings {
         front,
+        profile: profile(settings),
         max_wait: settings.service.max_wait,
         default_timeout: settings.timeout,
         max_timeout: settings.max_timeout,
@@ -308,8 +341,28 @@ fn mcp_settings(settings: &Settings, front: Front) -> McpSettings {
         work_folder: work_folder(settings),
         can_undo: settings.undo != config::Undo::Off,
         network: settings.network.rules.clone(),
-        can_install: settings.packages.allowed,
+        can_install: can_install(settings),
         ..McpSettings::default()
+    }
+}
+
+/// Which tools clients see, with what those need to know.
+fn profile(settings: &Settings) -> mcp::Profile {
+    let modules = || mcp::Modules {
+        allowed: settings.allowed_modules.clone(),
+        blocked: settings.blocked_modules.clone(),
+        installed: crate::packages::PACKAGES_INSIDE.to_owned(),
+        ..mcp::Modules::default()
+    };
+    match settings.profile {
+        config::Profile::Default => mcp::Profile::Default,
+        config::Profile::Ipybox => mcp::Profile::Ipybox {
+            images: settings.images_dir.to_string_lossy().parse().expect("it was checked to be a path inside"),
+            workspace: settings.workspace.clone(),
+        },
+        config::Profile::PythonDocker => mcp::Profile::PythonDocker { modules: modules() },
+        config::Profile::CodeExecuter => mcp::Profile::CodeExecuter { modules: modules() },
+        config::Profile::Pyexec => mcp::Profile::Pyexec,
     }
 }
 

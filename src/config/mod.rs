@@ -1,7 +1,7 @@
 //! Settings: what was written, checked once.
 //!
 //! ```text
-//! file (YAML)  <  CELLBLOCK_… variables  <  flags
+//! (profile  <)  file (YAML)  <  CELLBLOCK_… variables  <  flags
 //!      \                 |                  /
 //!       layers: the same form for all, laid over each other
 //!                        |
@@ -15,8 +15,10 @@
 
 mod checks;
 mod dotenv;
+pub mod engine;
 mod folders;
 mod layers;
+mod profiles;
 pub mod quantity;
 mod variables;
 
@@ -39,6 +41,7 @@ use crate::auth::AuthSettings;
 use crate::environment::{self, EnvironmentName, EnvironmentSpec};
 use crate::http::{AllowedHost, Origin as PageOrigin};
 use crate::keeper::KeeperName;
+use crate::sandbox::container::{EngineAddress, EngineKind};
 use crate::sandbox::{LayerKind, SandboxLimits};
 use crate::telemetry::LogFormat;
 use checks::{NamedFile, Sources};
@@ -74,6 +77,8 @@ pub struct Settings {
     pub idle_timeout: Duration,
     /// How many warm sessions are kept ready.
     pub pool: usize,
+    /// What sandboxes are made of.
+    pub backend: BackendChoice,
     pub undo: Undo,
     /// How many variants of one `explore` run at the same time.
     pub explore_parallel: usize,
@@ -82,8 +87,14 @@ pub struct Settings {
     pub quotas: Quotas,
     pub network: Network,
     pub packages: Packages,
+    pub package_index: PackageIndex,
     pub service: Service,
     pub profile: Profile,
+    /// What code may import, in profiles that have such lists. If any are allowed, only those.
+    pub allowed_modules: Vec<String>,
+    pub blocked_modules: Vec<String>,
+    /// Where the profile `ipybox` keeps pictures, below the working folder.
+    pub images_dir: PathBuf,
     /// Isolation layers that may be missing.
     pub allow_missing: BTreeSet<LayerKind>,
     /// Who may call over HTTP.
@@ -133,6 +144,28 @@ pub struct Quotas {
     pub stored: Option<u64>,
 }
 
+/// What sandboxes are made of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum BackendChoice {
+    /// Namespaces of this machine's kernel.
+    Native,
+    Containers(Containers),
+}
+
+/// How containers are made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Containers {
+    pub kind: EngineKind,
+    pub address: EngineAddress,
+    pub image: String,
+    /// Another runtime than the engine's usual one.
+    pub runtime: Option<String>,
+    /// How long a container may wait to be used.
+    pub pool_max_age: Duration,
+    /// How many are made at the same time.
+    pub pool_creations: usize,
+}
+
 /// How much of a session's past is kept, so that cells can be undone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Undo {
@@ -167,6 +200,22 @@ pub struct Packages {
     pub store_size: u64,
     /// How long one installation may take.
     pub timeout: Duration,
+}
+
+/// Where packages for sessions come from, if not from where uv would take them.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct PackageIndex {
+    /// It may hold a password.
+    pub url: Option<String>,
+    /// Hosts whose certificates are not checked.
+    pub trusted_hosts: Vec<String>,
+}
+
+impl std::fmt::Debug for PackageIndex {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let url = self.url.as_ref().map(|_| "[redacted]");
+        formatter.debug_struct("PackageIndex").field("url", &url).field("trusted_hosts", &self.trusted_hosts).finish()
+    }
 }
 
 /// How `cellblock serve` is reached.
@@ -212,14 +261,23 @@ pub struct Mount {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Profile {
     Default,
+    Ipybox,
+    PythonDocker,
+    CodeExecuter,
+    Pyexec,
 }
 
 impl Profile {
-    pub const ALL: [Profile; 1] = [Profile::Default];
+    pub const ALL: [Profile; 5] =
+        [Profile::Default, Profile::Ipybox, Profile::PythonDocker, Profile::CodeExecuter, Profile::Pyexec];
 
     pub fn name(self) -> &'static str {
         match self {
             Profile::Default => "default",
+            Profile::Ipybox => "ipybox",
+            Profile::PythonDocker => "python-docker-mcp",
+            Profile::CodeExecuter => "code-executer",
+            Profile::Pyexec => "pyexec",
         }
     }
 
@@ -262,6 +320,8 @@ pub enum ConfigError {
         "there is no environment \"{name}\"; known: {known}. Describe it in the configuration file or build it with \"cellblock env build {name} --packages …\""
     )]
     UnknownEnvironment { name: EnvironmentName, known: String },
+    #[error("the container engine cannot be found")]
+    Engine(#[from] engine::EngineProblem),
     #[error("there is no place for environments: set HOME, XDG_DATA_HOME or CELLBLOCK_DATA_DIR")]
     NoDataDir,
     #[error("the folder {} of the setting {key} cannot be used", path.display())]

@@ -3,6 +3,9 @@
 //! All reading and writing is non-blocking by the call itself, never by a flag on the descriptor alone: a pipe's read end may be shared
 //! with code inside, which could clear such a flag and hold a thread of ours for ever.
 //!
+//! Where bytes are carried to us from elsewhere, the lanes may be a little out of step (`skew`). Then a lane that must be looked at is waited for so long before it
+//! counts as dry; whoever forges markers holds up nothing but the own text.
+//!
 //! `next` may be dropped at any await: what was read stays in the connection.
 
 use std::collections::VecDeque;
@@ -10,6 +13,7 @@ use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -21,12 +25,12 @@ use tokio::net::UnixStream;
 use tokio::net::unix::pipe::Receiver;
 use tokio::time::Sleep;
 
-use super::claim::{self, Carried, Claim};
+use super::claim::{self, Carried, Claim, Outlets, Question};
 use super::frame::{self, Decoder, Frame, FrameError};
 use super::merge::{Merger, Need, Pipe};
 
 /// The version of `runner/PROTOCOL.md` that is spoken here.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// One read. As large as a pipe usually is, so that a full pipe is emptied by one call.
 const CHUNK: usize = 64 * 1024;
 /// Pipes of earlier cells that are still read, so that processes left behind neither block nor die. Older ones are closed.
@@ -34,6 +38,8 @@ const MOST_RETIRED: usize = 16;
 /// What is read from each lane after the end of the interpreter: all that a pipe can hold. A process that was left behind may go on
 /// writing for ever.
 const LAST_WORDS: usize = 1024 * 1024;
+/// Descriptors of frames that have not been told yet: several threads of a cell may ask for commands at once.
+const MOST_DESCRIPTORS: usize = 64;
 /// The file system of pipes made by `pipe`. A named one could live on a file system the user controls.
 const PIPE_FILE_SYSTEM: u64 = 0x5049_5045;
 
@@ -91,6 +97,19 @@ pub struct Connection {
     /// Runs while a frame is unfinished, anew with every byte of it.
     patience: Option<Pin<Box<Sleep>>>,
     carried: Carried,
+    /// How long after each other lanes may bring what was written one after the other.
+    skew: Duration,
+    /// What the lane that is needed has not brought yet.
+    late: Late,
+}
+
+/// Whether a lane is waited for that another one is ahead of.
+enum Late {
+    No,
+    /// Until then.
+    Awaited(Pin<Box<Sleep>>),
+    /// It was waited for long enough.
+    GivenUp,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -104,8 +123,9 @@ enum Ending {
 }
 
 impl Connection {
-    /// Takes over the channel of a new interpreter and waits for its greeting. The caller bounds the time.
-    pub async fn open(channel: UnixStream) -> Result<Connection, ConnectionError> {
+    /// Takes over the channel of a new interpreter and waits for its greeting. The caller bounds the time. `skew` is zero when the interpreter itself writes into
+    /// the channel and the pipes.
+    pub async fn open(channel: UnixStream, skew: Duration) -> Result<Connection, ConnectionError> {
         let mut connection = Connection {
             channel,
             decoder: Decoder::default(),
@@ -120,6 +140,8 @@ impl Connection {
             ending: Ending::Open,
             patience: None,
             carried: Carried::default(),
+            skew,
+            late: Late::No,
         };
         match connection.next().await? {
             Event::Claim(Claim::Hello { version: VERSION, marker, carried, .. }) => {
@@ -205,9 +227,17 @@ impl Connection {
                 progress |= self.poll_pipe(pipe, context).is_ready();
             }
             self.poll_retired(context);
-            if !progress {
-                return self.poll_patience(context);
+            if progress {
+                self.late = Late::No;
+                continue;
             }
+            if let Late::Awaited(until) = &mut self.late
+                && until.as_mut().poll(context).is_ready()
+            {
+                self.late = Late::GivenUp;
+                continue;
+            }
+            return self.poll_patience(context);
         }
     }
 
@@ -230,6 +260,9 @@ impl Connection {
             match self.merger.need() {
                 Some(Need::Pipe(pipe)) => {
                     if self.read_pipe_now(pipe) == 0 {
+                        if self.pipes[pipe as usize].is_some() && self.waits_for_late() {
+                            return Ok(None);
+                        }
                         self.merger.dry(Need::Pipe(pipe));
                     }
                     continue;
@@ -239,6 +272,9 @@ impl Connection {
                         return Ok(Some(event));
                     }
                     if self.pending.is_none() && !self.read_channel_now()? {
+                        if self.waits_for_late() {
+                            return Ok(None);
+                        }
                         self.merger.dry(Need::Channel);
                     }
                     continue;
@@ -277,6 +313,21 @@ impl Connection {
         }
     }
 
+    /// Tells whether a lane that brought nothing now may still bring something.
+    fn waits_for_late(&mut self) -> bool {
+        if self.skew.is_zero() || self.ending != Ending::Open {
+            return false;
+        }
+        match self.late {
+            Late::No => {
+                self.late = Late::Awaited(Box::pin(tokio::time::sleep(self.skew)));
+                true
+            }
+            Late::Awaited(_) => true,
+            Late::GivenUp => false,
+        }
+    }
+
     /// Reads the next whole frame. One that has a place among the text becomes `pending`; any other is an event at once.
     fn take_frame(&mut self) -> Result<Option<Event>, ConnectionError> {
         let Some(frame) = self.decoder.next()? else { return Ok(None) };
@@ -293,7 +344,12 @@ impl Connection {
 
     fn read_claim(&mut self, frame: Frame) -> Result<(Claim, Option<u32>), ConnectionError> {
         let (claim, seq) = claim::read(frame)?;
-        let takes_descriptors = matches!(claim, Claim::Hello { .. } | Claim::Started { rotated: true, .. });
+        let takes_descriptors = matches!(
+            claim,
+            Claim::Hello { .. }
+                | Claim::Started { rotated: true, .. }
+                | Claim::Ask { question: Question::Shell(_), .. }
+        );
         // Descriptors arrive together with the first bytes of their frame, so those of a later frame leave bytes in the decoder.
         if !takes_descriptors && !self.descriptors.is_empty() && self.decoder.is_empty() {
             return Err(ConnectionError::Descriptors);
@@ -301,9 +357,15 @@ impl Connection {
         Ok((claim, seq))
     }
 
-    fn told(&mut self, claim: Claim) -> Result<Event, ConnectionError> {
-        if matches!(claim, Claim::Started { rotated: true, .. }) {
-            self.adopt_pipes()?;
+    fn told(&mut self, mut claim: Claim) -> Result<Event, ConnectionError> {
+        match &mut claim {
+            Claim::Started { rotated: true, .. } => self.adopt_pipes()?,
+            Claim::Ask { question: Question::Shell(command), .. } => {
+                if let (Some(output), Some(errors)) = (self.descriptors.pop_front(), self.descriptors.pop_front()) {
+                    command.outlets = Some(Outlets(Arc::new([output, errors])));
+                }
+            }
+            _ => {}
         }
         Ok(Event::Claim(claim))
     }
@@ -454,12 +516,17 @@ fn receive(channel: &UnixStream, buffer: &mut [u8], descriptors: &mut VecDeque<O
             Err(error) => return Err(error.into()),
         }
     };
+    let held = descriptors.len();
     for ancillary in control.drain() {
         if let RecvAncillaryMessage::ScmRights(received) = ancillary {
             descriptors.extend(received);
         }
     }
-    if message.flags.contains(ReturnFlags::CTRUNC) || descriptors.len() > 2 || !descriptors.iter().all(is_pipe) {
+    if message.flags.contains(ReturnFlags::CTRUNC)
+        || descriptors.len() > held + 2
+        || descriptors.len() > MOST_DESCRIPTORS
+        || !descriptors.iter().all(is_pipe)
+    {
         return Ok(Received::WrongDescriptors);
     }
     Ok(Received::Bytes(message.bytes))
@@ -596,8 +663,8 @@ mod tests {
         let (host, channel) = UnixStream::pair().unwrap();
         let (out, out_writer) = io::pipe().unwrap();
         let (err, err_writer) = io::pipe().unwrap();
-        send_with(&channel, json!({"type": "hello", "version": 1, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
-        (Connection::open(host).await.unwrap(), Inside { channel, pipes: [out_writer, err_writer] })
+        send_with(&channel, json!({"type": "hello", "version": 2, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
+        (Connection::open(host, Duration::ZERO).await.unwrap(), Inside { channel, pipes: [out_writer, err_writer] })
     }
 
     fn text(pipe: Pipe, text: &str) -> Event {
@@ -682,8 +749,8 @@ mod tests {
         let (host, channel) = UnixStream::pair().unwrap();
         let (out, _out_writer) = io::pipe().unwrap();
         let (err, _err_writer) = io::pipe().unwrap();
-        send_with(&channel, json!({"type": "hello", "version": 1, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
-        let mut connection = Connection::open(host).await.unwrap();
+        send_with(&channel, json!({"type": "hello", "version": 2, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
+        let mut connection = Connection::open(host, Duration::ZERO).await.unwrap();
         rustix::fs::fcntl_setfl(&out, rustix::fs::OFlags::empty()).unwrap();
         // On older kernels the pipe would have to be opened again first, which happens at the first read.
         assert_eq!(connection.read_pipe_now(Pipe::Out), 0);
@@ -728,14 +795,14 @@ mod tests {
     #[tokio::test]
     async fn a_greeting_of_another_version_or_another_frame_is_refused() {
         for (header, expected) in [
-            (json!({"type": "hello", "version": 2, "marker": SECRET}), "version 2"),
+            (json!({"type": "hello", "version": 3, "marker": SECRET}), "version 3"),
             (json!({"type": "clear", "id": 1}), "not a greeting"),
         ] {
             let (host, mut channel) = UnixStream::pair().unwrap();
             let mut bytes = Vec::new();
             frame::encode(&header, b"", &mut bytes);
             channel.write_all(&bytes).await.unwrap();
-            let Err(error) = Connection::open(host).await else { panic!("{header} was accepted") };
+            let Err(error) = Connection::open(host, Duration::ZERO).await else { panic!("{header} was accepted") };
             assert!(error.to_string().contains(expected), "{error}");
         }
     }

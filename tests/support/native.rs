@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use cellblock::app::{Warmth, prepare_environment};
 use cellblock::environment;
-use cellblock::sandbox::native::{NativeBackend, NativeSettings, Network};
-use cellblock::sandbox::{Backend, LaunchError, Preparation, SandboxLimits};
+use cellblock::sandbox::native::{NativeBackend, NativeSettings, Programs};
+use cellblock::sandbox::{Backend, LaunchError, Network, Preparation, SandboxLimits};
 use cellblock::session::{
     CheckpointInfo, ExecuteRequest, ExploreReport, ExploreRequest, ForkNames, ForkReport, InsidePath, News, Outcome,
     Part, Principal, Refused, SessionId, SessionSettings, Sessions, Status, Stream, UndoReport,
@@ -35,7 +35,7 @@ pub(crate) fn run<F: Future>(test: F) -> F::Output {
     runtime().block_on(test)
 }
 
-fn runtime() -> &'static Runtime {
+pub(crate) fn runtime() -> &'static Runtime {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     RUNTIME.get_or_init(|| {
         tokio::runtime::Builder::new_multi_thread().worker_threads(4).enable_all().build().expect("a runtime starts")
@@ -70,6 +70,7 @@ impl Builder {
                 mounts: Vec::new(),
                 variables: vec![("GIVEN".to_owned(), "by the operator".to_owned())],
                 allow_missing: BTreeSet::new(),
+                programs: Programs::Free,
                 pool: 0,
                 empty: 0,
                 leave_out: Vec::new(),
@@ -102,6 +103,12 @@ impl Builder {
 
     pub(crate) fn leave_out(mut self, layers: &[LeftOut]) -> Builder {
         self.settings.leave_out = layers.to_vec();
+        self
+    }
+
+    /// Has the kernel refuse the code of sessions to start programs.
+    pub(crate) fn refuse_programs(mut self) -> Builder {
+        self.settings.programs = Programs::Refused;
         self
     }
 
@@ -159,7 +166,7 @@ impl Builder {
 }
 
 /// Runtime files of this test process; a start-up sweep of one backend must see the locks of the others, so they share a folder.
-fn runtime_folder() -> PathBuf {
+pub(crate) fn runtime_folder() -> PathBuf {
     // Below the data folder, but one per user: the folder is private.
     PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("runtime-{}", rustix::process::geteuid().as_raw()))
 }
