@@ -128,7 +128,7 @@ impl Driver {
         {
             return Err(ConnectError::Waiting { wait, why: why.clone() });
         }
-        match open(&self.params, &self.settings, Some(self.link.facts().0)).await {
+        match self.open_again().await {
             Ok(opened) => {
                 *failures = Failures::default();
                 self.lost(self.pinned.compare(&opened.tools));
@@ -142,6 +142,14 @@ impl Driver {
                 failures.not_before = Some((Instant::now() + wait, told(&error)));
                 Err(error)
             }
+        }
+    }
+
+    /// Connects as the last time and, if the server does not take that any more, as for the first time: it may be a newer one.
+    async fn open_again(&self) -> Result<Opened, ConnectError> {
+        match open(&self.params, &self.settings, Some(self.link.facts().0)).await {
+            Err(ConnectError::Greeting { .. }) => open(&self.params, &self.settings, None).await,
+            opened => opened,
         }
     }
 

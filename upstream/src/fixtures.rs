@@ -39,6 +39,10 @@ impl Script {
         self.settings[name] == true
     }
 
+    fn is_modern(&self) -> bool {
+        self.is("modern") || (self.is("modern_when_restarted") && self.starts > 1)
+    }
+
     /// Answers a message with any number of messages.
     pub(crate) fn answer(&mut self, message: &Value) -> Vec<Value> {
         let (method, id) = (message["method"].as_str().unwrap_or_default(), &message["id"]);
@@ -46,12 +50,12 @@ impl Script {
         let refuse =
             |code: i64, text: &str| vec![json!({"jsonrpc": "2.0", "id": id, "error": {"code": code, "message": text}})];
         match method {
-            "server/discover" if self.is("modern") => reply(json!({
+            "server/discover" if self.is_modern() => reply(json!({
                 "resultType": "complete", "supportedVersions": ["2026-07-28"], "capabilities": {"tools": {"listChanged": true}},
                 "ttlMs": 0, "cacheScope": "private",
                 "_meta": {"io.modelcontextprotocol/serverInfo": {"name": "fixture", "version": "1"}},
             })),
-            "initialize" if !self.is("modern") => reply(json!({
+            "initialize" if !self.is_modern() => reply(json!({
                 "protocolVersion": "2025-11-25", "capabilities": {"tools": {"listChanged": true}},
                 "serverInfo": {"name": "fixture", "version": "1"},
             })),

@@ -357,6 +357,16 @@ async fn a_server_that_comes_back_with_other_tools_is_seen_through() {
 }
 
 #[tokio::test]
+async fn a_server_that_comes_back_in_another_era_is_understood() {
+    let folder = tempfile::tempdir().unwrap();
+    let upstream = connect(&child(json!({"folder": folder.path(), "modern_when_restarted": true}))).await;
+    assert_eq!(upstream.info().era, Some(Era::Legacy));
+    call(&upstream, "die", json!({})).await.unwrap_err();
+    assert!(call(&upstream, "echo", json!({})).await.is_ok());
+    assert_eq!(upstream.info().era, Some(Era::Modern));
+}
+
+#[tokio::test]
 async fn a_server_that_keeps_failing_is_left_alone_for_a_while() {
     let folder = tempfile::tempdir().unwrap();
     let script = folder.path().join("server");
