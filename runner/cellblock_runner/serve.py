@@ -100,6 +100,7 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
     if "matplotlib.pyplot" in sys.modules:
         _warm_matplotlib()
     if rehearse:
+        _warm_tools()
         _rehearse(shell, _PRIMING_CELLS + _LOADING_CELLS)
         for _ in range(_REHEARSALS):
             _rehearse(shell, _PRIMING_CELLS)
@@ -454,6 +455,19 @@ def _warm_matplotlib() -> None:
         matplotlib.font_manager._get_font.cache_clear()
     except Exception as cause:
         warnings.warn(f"matplotlib could not be warmed: {cause}", stacklevel=2)
+
+
+def _warm_tools() -> None:
+    """Imports what modules of MCP servers need, and has Pydantic make a class: the first one costs it most. Without Pydantic there is nothing to warm."""
+    try:
+        tools = importlib.import_module(f"{__package__}.mcptools")
+        pydantic = importlib.import_module("pydantic")
+    except ImportError:
+        return
+    fields = {"text": str, "count": int | None, "words": list[str]}
+    namespace = {"__annotations__": fields, "__module__": __name__, "count": pydantic.Field(default=None)}
+    model = type("_Warm", (tools.Model,), namespace)
+    tools.arguments(model(text=""))
 
 
 def _fill_gaps() -> None:

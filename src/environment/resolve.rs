@@ -9,13 +9,14 @@ use std::path::{Path, PathBuf};
 use super::inputs::Input;
 use super::interpreter::Interpreter;
 use super::lockfile::{Hashes, Lockfile};
+use super::spec::RUNNER_NEEDS;
 use super::{EnvironmentError, EnvironmentProgress, Progress, uv, while_doing};
 
 /// What is to be resolved.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Wanted<'a> {
     Packages(&'a [String]),
-    /// Files, and IPython, which the runner needs.
+    /// Files, and what the runner needs.
     Files(&'a Input),
 }
 
@@ -36,7 +37,7 @@ pub(super) async fn resolve(
     let (list, output) = (workshop.path().join("requirements.in"), workshop.path().join("resolved"));
     let listed = match wanted {
         Wanted::Packages(packages) => packages.join("\n"),
-        Wanted::Files(_) => "ipython".to_owned(),
+        Wanted::Files(_) => RUNNER_NEEDS.join("\n"),
     };
     std::fs::write(&list, listed + "\n").map_err(while_doing("write the requirements"))?;
     uv::run(uv, arguments(wanted, interpreter, list, &output), &uv::installer_variables(variables), &mut |_| {})

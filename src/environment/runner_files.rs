@@ -44,6 +44,7 @@ const FILES: &[(&str, &str)] = embedded![
     "reseed.py",
     "serve.py",
     "shell.py",
+    "tool_files.py",
     "tool_models.py",
     "tool_modules.py",
     "tool_values.py",

@@ -19,7 +19,7 @@ use super::desk::Job;
 use super::host_files::{Capped, HostFileError, HostFiles, Overwrite};
 use super::progress::Reporter;
 use super::tools::ToolName;
-use super::{Server, Shared, compare, render, tasks};
+use super::{Server, Shared, compare, render, servers, tasks};
 use crate::session::{
     Checked, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, SessionId, Which,
 };
@@ -105,8 +105,8 @@ impl Server {
                 Ok(checkpoints) => render::checkpoints(&session, &checkpoints),
                 Err(refused) => render::refused(&refused),
             },
-            Call::Fork { session, names } => {
-                let done = or_cancelled(context, sessions.fork(owner, &session, names.into())).await;
+            Call::Fork { session, request } => {
+                let done = or_cancelled(context, sessions.fork(owner, &session, request)).await;
                 answer(done, |report| render::forked(&session, &report))
             }
             Call::Explore { session, variants, timeout, keep, replace } => {
@@ -135,6 +135,18 @@ impl Server {
             Call::Close { session } => {
                 let done = or_cancelled(context, sessions.close(owner, &session)).await;
                 answer(done, |()| render::closed(&session, self.shared.work_folder))
+            }
+            Call::Register { name, params } => {
+                let done = or_cancelled(context, sessions.register_server(owner, &name, params)).await;
+                answer(done, |server| servers::registered(&server))
+            }
+            Call::Servers => match sessions.servers(owner).await {
+                Ok(list) => servers::listed(&list),
+                Err(refused) => render::refused(&refused),
+            },
+            Call::Unregister { name } => {
+                let done = or_cancelled(context, sessions.unregister_server(owner, &name)).await;
+                answer(done, |()| servers::unregistered(&name))
             }
         }
     }

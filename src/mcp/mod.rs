@@ -30,6 +30,7 @@ pub mod http;
 mod progress;
 mod render;
 mod resources;
+mod servers;
 mod stdio;
 mod tasks;
 mod tools;

@@ -42,7 +42,7 @@ struct FakeSessions {
 }
 
 /// A server with one tool, and one that was left out.
-fn server_report(name: &str) -> ServerReport {
+pub(super) fn server_report(name: &str) -> ServerReport {
     let tool = ServerTool {
         name: "read-note".to_owned(),
         module: "read_note".to_owned(),
