@@ -458,16 +458,19 @@ def _warm_matplotlib() -> None:
 
 
 def _warm_tools() -> None:
-    """Imports what modules of MCP servers need, and has Pydantic make a class: the first one costs it most. Without Pydantic there is nothing to warm."""
+    """Imports what modules of MCP servers need, and has Pydantic make a class: the first one costs it most.
+
+    Without Pydantic there is nothing to warm. Whatever else goes wrong concerns only the cells that use such modules.
+    """
     try:
         tools = importlib.import_module(f"{__package__}.mcptools")
-        pydantic = importlib.import_module("pydantic")
+        fields = {"text": str, "count": "int | None", "words": list[str]}
+        namespace = {"__annotations__": fields, "__module__": __name__, "count": None}
+        tools.arguments(type("_Warm", (tools.Model,), namespace)(text="", words=[]))
     except ImportError:
         return
-    fields = {"text": str, "count": int | None, "words": list[str]}
-    namespace = {"__annotations__": fields, "__module__": __name__, "count": pydantic.Field(default=None)}
-    model = type("_Warm", (tools.Model,), namespace)
-    tools.arguments(model(text=""))
+    except Exception as cause:
+        warnings.warn(f"what modules of MCP servers need could not be warmed: {cause}", stacklevel=2)
 
 
 def _fill_gaps() -> None:
