@@ -19,7 +19,8 @@ use super::desk::Job;
 use super::host_files::{Capped, HostFileError, HostFiles, Overwrite};
 use super::progress::Reporter;
 use super::tools::ToolName;
-use super::{Server, Shared, compare, render, servers, tasks};
+use super::{Front, Server, Shared, compare, render, servers, tasks};
+use crate::session::servers::{ServerRequest, Trust};
 use crate::session::{
     Checked, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, SessionId, Which,
 };
@@ -137,7 +138,12 @@ impl Server {
                 answer(done, |()| render::closed(&session, self.shared.work_folder))
             }
             Call::Register { name, params } => {
-                let done = or_cancelled(context, sessions.register_server(owner, &name, params)).await;
+                let trust = match self.shared.front {
+                    Front::Stdio => Trust::Local,
+                    Front::Http => Trust::Remote,
+                };
+                let request = ServerRequest { name, params, trust };
+                let done = or_cancelled(context, sessions.register_server(owner, request)).await;
                 answer(done, |server| servers::registered(&server))
             }
             Call::Servers => match sessions.servers(owner).await {
