@@ -17,7 +17,7 @@ macro_rules! embedded {
 }
 
 /// Every file of the runner: name and text.
-const FILES: &[(&str, &str)] = embedded![
+pub(super) const FILES: &[(&str, &str)] = embedded![
     "__init__.py",
     "__main__.py",
     "asking.py",
@@ -27,6 +27,8 @@ const FILES: &[(&str, &str)] = embedded![
     "channel.py",
     "commands.py",
     "descriptors.py",
+    "family.py",
+    "fences.py",
     "files.py",
     "folders.py",
     "frames.py",
@@ -48,6 +50,8 @@ const FILES: &[(&str, &str)] = embedded![
     "serve.py",
     "shell.py",
     "state.py",
+    "strands.py",
+    "supervisor.py",
     "tool_files.py",
     "tool_models.py",
     "tool_modules.py",
