@@ -115,7 +115,8 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             }
             Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
             Command::Build(build) => {
-                ipybox_commands::build(&build, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
+                let build = cli::ImageCommand::Build(build);
+                image_command::execute(build, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
             Command::Cleanup(cleanup) => {
                 print(&ipybox_commands::clean_up(&cleanup, &settings)?)?;

@@ -86,7 +86,13 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         home: surroundings.get("HOME").map(String::as_str),
     };
     let profile = check.profile()?;
-    let around = Surroundings { variables: &surroundings, current_dir: &machine.current_dir, read };
+    let around = Surroundings {
+        variables: &surroundings,
+        current_dir: &machine.current_dir,
+        read,
+        containers: check.written.text(Key::Backend)?.map(|(_, backend)| backend != "native"),
+        image: check.written.text(Key::ContainerTag)?.is_some(),
+    };
     let usual = profiles::layer(profile, &around, &mut notices)?;
     let sandbox = match check.path(Key::SandboxConfig)? {
         Some(path) => profiles::sandbox_config(&path, &around, &mut notices)?,
