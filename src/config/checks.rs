@@ -611,7 +611,7 @@ mod tests {
             self
         }
 
-        fn file(mut self, path: &str, text: &str) -> Case {
+        pub(super) fn file(mut self, path: &str, text: &str) -> Case {
             self.files.insert(path.into(), text.to_owned());
             self
         }
