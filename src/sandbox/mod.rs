@@ -9,7 +9,7 @@
 pub mod fake;
 pub mod isolation;
 pub mod native;
-mod way_out;
+pub mod way_out;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

@@ -1,4 +1,8 @@
 //! What sandboxes can reach, and the gateway of each.
+//!
+//! The doors of a native sandbox are made by its init; `container` has those of a container opened from outside.
+
+mod container;
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -13,6 +17,8 @@ use cellblock_egress::resolve::Resolver;
 use cellblock_egress::rules::{Listens, Rules};
 use cellblock_egress::secrets::Vault;
 use cellblock_jail::network::{Door, Doors};
+
+pub use container::{KNOCK_AT, Unproven, WayOutError};
 
 /// What the sandboxes of a backend can reach.
 #[derive(Clone)]
