@@ -279,6 +279,10 @@ class Session:
         self._process = _own_number()
         self.desk.renew()
         self._upload = None
+        if branch.moved_to is not None:
+            packed, around = luggage.move(packed, around, branch.moved_to)
+            sys.path[:] = [around.work if path == self._workdir else path for path in sys.path]
+            self._workdir, branch.moved_to = around.work, None
         arrival = luggage.unpack(packed, around, is_fork=gate == _FORK)
         self._kept = arrival.kept
         self._folder = files.look(self._workdir)

@@ -379,13 +379,13 @@ pub(super) struct SandboxArguments {
     #[arg(long, value_name = "NAME")]
     environment: Option<String>,
     /// Host folder to show below the working folder, read-only with ":ro"; repeat for more
-    #[arg(long = "mount", value_name = "HOST:RELATIVE[:ro]")]
+    #[arg(long = "mount", visible_alias = "container-bind", value_name = "HOST:RELATIVE[:ro]")]
     mounts: Vec<String>,
     /// Environment variable for the code inside; repeat for more
-    #[arg(long = "env-var", value_name = "KEY=VALUE")]
+    #[arg(long = "env-var", visible_alias = "container-env-var", value_name = "KEY=VALUE")]
     variables: Vec<String>,
     /// File of KEY=VALUE lines with variables for the code inside; repeat for more
-    #[arg(long = "env-file", value_name = "FILE")]
+    #[arg(long = "env-file", visible_alias = "container-env-file", value_name = "FILE")]
     env_files: Vec<String>,
     /// Memory of each sandbox, such as 512M, 2G or 2GiB [default: 2G]
     #[arg(long, value_name = "SIZE")]
@@ -408,6 +408,15 @@ pub(super) struct SandboxArguments {
     /// Which set of tools clients see [default: default]
     #[arg(long, value_name = "NAME")]
     profile: Option<String>,
+    /// What sandboxes are made of: native (namespaces of this kernel), docker or podman [default: native]
+    #[arg(long, value_name = "NAME")]
+    backend: Option<String>,
+    /// Image of containers; it needs Python 3.10 or newer [default: cellblock:latest, which "cellblock image build" makes]
+    #[arg(long, value_name = "IMAGE")]
+    container_tag: Option<String>,
+    /// Runtime of containers, such as runsc or kata [default: the engine's]
+    #[arg(long, value_name = "NAME")]
+    runtime: Option<String>,
     /// Isolation layer that may be missing on this machine; repeat for more
     #[arg(long = "allow-missing", value_name = "LAYER", value_parser = clap::builder::PossibleValuesParser::new(LayerKind::ALL.map(LayerKind::name)))]
     allow_missing: Vec<String>,
@@ -517,6 +526,9 @@ impl SandboxArguments {
             .single(Key::MaxSessions, self.max_sessions.clone())
             .single(Key::IdleTimeout, self.idle_timeout.clone())
             .single(Key::Profile, self.profile.clone())
+            .single(Key::Backend, self.backend.clone())
+            .single(Key::ContainerTag, self.container_tag.clone())
+            .single(Key::Runtime, self.runtime.clone())
             .repeated(Key::AllowMissing, self.allow_missing.clone());
         self.network.add_to(flags)
     }

@@ -5,6 +5,7 @@
 
 mod audit_command;
 mod cli;
+mod containers;
 mod doctor;
 mod env_command;
 mod keeper;
@@ -31,10 +32,11 @@ use clap::Parser;
 use tokio::sync::watch;
 
 use self::cli::{Arguments, Command, KeeperCommand};
+pub use self::containers::OwnSupplies;
 use self::network::WayOut;
 use self::packages::Packages;
 use crate::audit::Audit;
-use crate::config::{self, Settings};
+use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
 use crate::mcp::{Front, McpSettings};
 use crate::sandbox::native::{NativeBackend, NativeSettings, Programs, WORK_FOLDER, WarmEnvironment};
@@ -152,8 +154,8 @@ pub enum Warmth {
 /// Makes the backend and its sessions; the environment and the warm interpreter are prepared in the background.
 fn house(settings: &Settings, warmth: Warmth) -> anyhow::Result<House> {
     // One run of code ends before an installation would pay off.
-    let packages = if warmth == Warmth::OneShot { None } else { Packages::new(settings)? };
-    let backend = native_backend(settings, warmth, packages.clone())?;
+    let packages = if warmth == Warmth::OneShot || !can_install(settings) { None } else { Packages::new(settings)? };
+    let backend = backend(settings, warmth, packages.clone())?;
     let sessions = sessions(settings, warmth, backend, packages.clone());
     if let Some(packages) = &packages {
         packages.work_in(sessions.clone());
@@ -174,6 +176,23 @@ impl House {
         if let Some(packages) = &self.packages {
             packages.clean_up();
         }
+    }
+}
+
+/// Whether sessions may install packages. Their store is a folder of this machine, which containers elsewhere could not see.
+fn can_install(settings: &Settings) -> bool {
+    settings.packages.allowed && settings.backend == BackendChoice::Native
+}
+
+/// Starts the backend that the operator has chosen.
+fn backend(
+    settings: &Settings,
+    warmth: Warmth,
+    packages: Option<Arc<Packages>>,
+) -> anyhow::Result<Arc<dyn Backend>> {
+    match &settings.backend {
+        BackendChoice::Native => native_backend(settings, warmth, packages),
+        BackendChoice::Containers(choice) => containers::backend(settings, choice, warmth),
     }
 }
 
@@ -309,7 +328,7 @@ fn mcp_settings(settings: &Settings, front: Front) -> McpSettings {
         work_folder: work_folder(settings),
         can_undo: settings.undo != config::Undo::Off,
         network: settings.network.rules.clone(),
-        can_install: settings.packages.allowed,
+        can_install: can_install(settings),
         ..McpSettings::default()
     }
 }

@@ -4,9 +4,10 @@
 //! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
 //!
 //! `network` has the settings about what sessions may reach, `auth` those about who may call, `service` those of the HTTP service, `watch`
-//! those about what operators see: log, traces, audit. Files that hold secrets are read by those who know how to treat them.
+//! those about what operators see: log, traces, audit; `containers` those about container engines. Files that hold secrets are read by those who know how to treat them.
 
 pub(super) mod auth;
+mod containers;
 mod network;
 mod service;
 mod watch;
@@ -132,6 +133,7 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         max_sessions,
         idle_timeout: check.duration(Key::IdleTimeout, Duration::from_secs(1)..=30 * 24 * HOUR)?.unwrap_or(HOUR),
         pool: check.number(Key::Pool, 0..=1_000)?.unwrap_or(2).min(max_sessions),
+        backend: check.backend(&surroundings, read)?,
         undo: check.undo(workspace.is_some())?,
         explore_parallel: check
             .number(Key::ExploreParallel, 1..=MOST_VARIANTS)?

@@ -29,6 +29,7 @@ mod record;
 mod resolve;
 pub mod runner_files;
 pub mod spec;
+pub mod supplies;
 mod uv;
 mod versions;
 

@@ -17,7 +17,7 @@ macro_rules! embedded {
 }
 
 /// Every file of the runner: name and text.
-const FILES: &[(&str, &str)] = embedded![
+pub(super) const FILES: &[(&str, &str)] = embedded![
     "__init__.py",
     "__main__.py",
     "asking.py",
@@ -25,6 +25,8 @@ const FILES: &[(&str, &str)] = embedded![
     "bundles.py",
     "channel.py",
     "descriptors.py",
+    "family.py",
+    "fences.py",
     "files.py",
     "folders.py",
     "frames.py",
@@ -44,6 +46,8 @@ const FILES: &[(&str, &str)] = embedded![
     "reseed.py",
     "serve.py",
     "shell.py",
+    "strands.py",
+    "supervisor.py",
     "tool_models.py",
     "tool_modules.py",
     "tool_values.py",

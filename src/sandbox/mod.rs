@@ -6,6 +6,7 @@
 //!
 //! A sandbox that has run a user's code is destroyed, never handed to another session.
 
+pub mod container;
 pub mod fake;
 pub mod isolation;
 pub mod native;
@@ -143,6 +144,8 @@ pub enum CheckpointError {
 pub struct Interpreter {
     /// Frames travel here; see `runner/PROTOCOL.md`. The gate is open; the `hello` frame has not been read yet.
     pub channel: UnixStream,
+    /// How long after each other the channel and the pipes may bring what was written one after the other. Zero when the interpreter itself writes into them.
+    pub skew: Duration,
     pub process: Box<dyn Process>,
     /// A checkpoint of the state in which it begins, files included, if there is one.
     pub beginning: Option<CheckpointId>,

@@ -55,7 +55,7 @@ struct Bare {
 impl Bare {
     async fn launch(native: &Native) -> Bare {
         let (sandbox, interpreter) = native.backend.launch().await.unwrap();
-        let connection = Connection::open(interpreter.channel).await.unwrap();
+        let connection = Connection::open(interpreter.channel, interpreter.skew).await.unwrap();
         Bare { sandbox, _process: interpreter.process, connection }
     }
 
