@@ -26,6 +26,7 @@ from . import (
     PROTOCOL_VERSION,
     branch,
     bundles,
+    called,
     descriptors,
     files,
     folders,
@@ -91,6 +92,7 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
     watch_processes()
     processes.install_script_magic()
     processes.install_pip(lambda: Shell.instance().gate)
+    called.install()
     shell = create_shell()
     for name in preload:
         try:

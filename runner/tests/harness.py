@@ -85,7 +85,7 @@ class Result:
 class Runner:
     """A running runner in a folder of its own."""
 
-    def __init__(self, preload: str = "", scratch: bool = False) -> None:
+    def __init__(self, preload: str = "", scratch: bool = False, ask_for_programs: bool = False) -> None:
         """With `scratch`, the session has a second folder that only forks take along, `self.scratch`."""
         self.workdir = tempfile.mkdtemp(prefix="runner-test-")
         self.scratch = tempfile.mkdtemp(prefix="runner-test-") if scratch else None
@@ -103,6 +103,8 @@ class Runner:
         command += ["--channel-fd", str(theirs.fileno()), "--workdir", self.workdir, "--preload", preload]
         for folder in folders[1:]:
             command += ["--scratch", folder]
+        if ask_for_programs:
+            command.append("--ask-for-programs")
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
         theirs.close()
         self._converse(channel)
@@ -118,6 +120,8 @@ class Runner:
         self.rotations = 0
         # What the session asks: the headers of all questions, and who answers. None is no answer yet; see `answer`.
         self.asked: list[dict[str, Any]] = []
+        # What came along with questions about commands, by the number of the question.
+        self.outlets: dict[int, list[int]] = {}
         self.respond: Callable[[dict[str, Any]], dict[str, Any] | None] = _refuse
         while not self._frames_seen:
             if not self._channel_is_open:
@@ -314,17 +318,26 @@ class Runner:
                     self._pipes = []
         if self._channel in readable:
             data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 20, 2)
-            if descriptors:
-                # Everything in front of this frame has been read: the old pipes have nothing more for any cell.
-                self._drop_pipes()
-                self._pipes = list(descriptors)
+            arrived = []
             if data:
                 self._decoder.feed(data)
                 while (frame := self._decoder.next()) is not None:
-                    self._frames_seen.append(frame)
+                    arrived.append(frame)
             else:
                 self._channel_is_open = False
+            self._frames_seen += arrived
+            if descriptors:
+                self._adopt(list(descriptors), [header for header, _ in arrived if header.get("what") == "shell"])
         return True
+
+    def _adopt(self, descriptors: list[int], commands: list[dict[str, Any]]) -> None:
+        """Takes descriptors that came with a frame. They ride on its first bytes, and what comes with a command is the last of what was read."""
+        if commands:
+            self.outlets[commands[-1]["ask"]] = descriptors
+        else:
+            # Everything in front of this frame has been read: the old pipes have nothing more for any cell.
+            self._drop_pipes()
+            self._pipes = descriptors
 
     def _drop_pipes(self) -> None:
         for pipe in self._pipes:

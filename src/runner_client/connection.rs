@@ -13,6 +13,7 @@ use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -24,7 +25,7 @@ use tokio::net::UnixStream;
 use tokio::net::unix::pipe::Receiver;
 use tokio::time::Sleep;
 
-use super::claim::{self, Carried, Claim};
+use super::claim::{self, Carried, Claim, Outlets, Question};
 use super::frame::{self, Decoder, Frame, FrameError};
 use super::merge::{Merger, Need, Pipe};
 
@@ -37,6 +38,8 @@ const MOST_RETIRED: usize = 16;
 /// What is read from each lane after the end of the interpreter: all that a pipe can hold. A process that was left behind may go on
 /// writing for ever.
 const LAST_WORDS: usize = 1024 * 1024;
+/// Descriptors of frames that have not been told yet: several threads of a cell may ask for commands at once.
+const MOST_DESCRIPTORS: usize = 64;
 /// The file system of pipes made by `pipe`. A named one could live on a file system the user controls.
 const PIPE_FILE_SYSTEM: u64 = 0x5049_5045;
 
@@ -341,7 +344,12 @@ impl Connection {
 
     fn read_claim(&mut self, frame: Frame) -> Result<(Claim, Option<u32>), ConnectionError> {
         let (claim, seq) = claim::read(frame)?;
-        let takes_descriptors = matches!(claim, Claim::Hello { .. } | Claim::Started { rotated: true, .. });
+        let takes_descriptors = matches!(
+            claim,
+            Claim::Hello { .. }
+                | Claim::Started { rotated: true, .. }
+                | Claim::Ask { question: Question::Shell(_), .. }
+        );
         // Descriptors arrive together with the first bytes of their frame, so those of a later frame leave bytes in the decoder.
         if !takes_descriptors && !self.descriptors.is_empty() && self.decoder.is_empty() {
             return Err(ConnectionError::Descriptors);
@@ -349,9 +357,15 @@ impl Connection {
         Ok((claim, seq))
     }
 
-    fn told(&mut self, claim: Claim) -> Result<Event, ConnectionError> {
-        if matches!(claim, Claim::Started { rotated: true, .. }) {
-            self.adopt_pipes()?;
+    fn told(&mut self, mut claim: Claim) -> Result<Event, ConnectionError> {
+        match &mut claim {
+            Claim::Started { rotated: true, .. } => self.adopt_pipes()?,
+            Claim::Ask { question: Question::Shell(command), .. } => {
+                if let (Some(output), Some(errors)) = (self.descriptors.pop_front(), self.descriptors.pop_front()) {
+                    command.outlets = Some(Outlets(Arc::new([output, errors])));
+                }
+            }
+            _ => {}
         }
         Ok(Event::Claim(claim))
     }
@@ -502,12 +516,17 @@ fn receive(channel: &UnixStream, buffer: &mut [u8], descriptors: &mut VecDeque<O
             Err(error) => return Err(error.into()),
         }
     };
+    let held = descriptors.len();
     for ancillary in control.drain() {
         if let RecvAncillaryMessage::ScmRights(received) = ancillary {
             descriptors.extend(received);
         }
     }
-    if message.flags.contains(ReturnFlags::CTRUNC) || descriptors.len() > 2 || !descriptors.iter().all(is_pipe) {
+    if message.flags.contains(ReturnFlags::CTRUNC)
+        || descriptors.len() > held + 2
+        || descriptors.len() > MOST_DESCRIPTORS
+        || !descriptors.iter().all(is_pipe)
+    {
         return Ok(Received::WrongDescriptors);
     }
     Ok(Received::Bytes(message.bytes))

@@ -25,6 +25,7 @@ use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
 
 pub use isolation::{Isolation, Layer, LayerKind};
+pub use native::WORK_FOLDER;
 pub use way_out::Network;
 
 /// Makes sandboxes.

@@ -9,6 +9,7 @@
 mod branching;
 mod packages;
 mod questions;
+mod shell;
 mod tools;
 
 use std::collections::{HashMap, VecDeque};

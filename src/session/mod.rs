@@ -43,6 +43,7 @@ mod quota_behaviour;
 mod rich;
 mod serial;
 pub mod servers;
+pub mod shell;
 mod spool;
 mod state;
 mod terminal;
@@ -232,6 +233,8 @@ pub struct SessionSettings {
     pub memory_limit: Option<u64>,
     pub packages: install::Source,
     pub tools: tools::Tools,
+    /// Whether commands may run that the code of sessions asks for.
+    pub shell: shell::ShellPolicy,
     /// What one principal may use.
     pub quotas: Quotas,
     /// Cells that run at once in the whole server; zero is no limit. Others wait, and principals take turns.
@@ -250,6 +253,7 @@ impl Default for SessionSettings {
             memory_limit: None,
             packages: install::Source::default(),
             tools: tools::Tools::default(),
+            shell: shell::ShellPolicy::default(),
             quotas: Quotas::default(),
             max_running: 0,
         }

@@ -26,6 +26,9 @@ use super::{Modules, Ran, Visit, Written, failed, said, schema, telling};
 use crate::auth::Scope;
 use crate::session::{Outcome, Principal, Refused, SessionId, SessionInfo, Status, Stream};
 
+/// Functions that run text as code, which a reader of that code does not see.
+const DANGEROUS_CALLS: [&str; 2] = ["eval", "exec"];
+
 const PREFIX: &str = "code_executer-";
 
 /// Characters of output. That server lost replies over 4096 bytes.
@@ -66,6 +69,9 @@ struct Services {
 
 impl CodeExecuter {
     pub(super) fn new(settings: &McpSettings, modules: Modules) -> CodeExecuter {
+        // Whoever blocks nothing wants nothing to be blocked.
+        let calls = if modules.blocked.is_empty() { &[][..] } else { &DANGEROUS_CALLS };
+        let modules = Modules { calls: calls.iter().map(|call| (*call).to_owned()).collect(), ..modules };
         CodeExecuter { tools: tools(), modules, timeout: settings.default_timeout, services: Mutex::default() }
     }
 

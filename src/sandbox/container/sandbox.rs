@@ -19,8 +19,8 @@ use super::facts::{self, Fate, Mark, Meter};
 use super::line::Line;
 use super::spec::{self, User};
 use crate::sandbox::{
-    Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Layer,
-    LayerKind, MemoryUse, Process, Rules, Sandbox, SandboxLimits,
+    Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher, Layer,
+    LayerKind, MemoryUse, Process, Program, ProgramError, Rules, Sandbox, SandboxLimits,
 };
 
 /// How long the supervisor may take to carry out an order. The slowest, ending a bomb of processes, takes three seconds.
@@ -427,6 +427,10 @@ impl Sandbox for ContainerSandbox {
         Vec::new()
     }
 
+    fn launcher(&self) -> Arc<dyn Launcher> {
+        Arc::new(NoPrograms)
+    }
+
     async fn destroy(&mut self) {
         if std::mem::replace(&mut self.destroyed, true) {
             return;
@@ -452,6 +456,18 @@ impl Drop for ContainerSandbox {
             self.container.line.say(b'x', self.member, json!({"ask": 0}).to_string().as_bytes());
         }
         // The container itself goes with its last holder.
+    }
+}
+
+/// Programs beside an interpreter cannot be kept apart from it in one container.
+struct NoPrograms;
+
+#[async_trait]
+impl Launcher for NoPrograms {
+    async fn launch(&self, _program: Program) -> Result<Box<dyn Process>, ProgramError> {
+        Err(ProgramError::Unsupported {
+            why: "sessions in containers share their container with what they start".to_owned(),
+        })
     }
 }
 
