@@ -70,3 +70,31 @@ impl Network {
         )
     }
 }
+
+#[cfg(test)]
+pub(super) mod tests {
+    use cellblock_egress::resolve::SystemResolver;
+
+    use super::*;
+
+    /// A network in which nothing is listed.
+    pub(in crate::sandbox) fn closed() -> Network {
+        Network {
+            rules: Rules::none(),
+            ports: BTreeSet::new(),
+            vault: Arc::new(Vault::none()),
+            authority: None,
+            limits: Limits::default(),
+            resolver: Arc::new(SystemResolver::new()),
+        }
+    }
+
+    #[test]
+    fn doors_are_made_for_listed_ports_and_for_those_that_may_be_listed_later() {
+        let network =
+            Network { rules: Rules::parse(&["a.test:8080"]).unwrap(), ports: BTreeSet::from([443]), ..closed() };
+        assert_eq!(network.doors(), Doors::Ports(vec![443, 8080]));
+        let network = Network { rules: Rules::parse(&["a.test:*"]).unwrap(), ..closed() };
+        assert_eq!(network.doors(), Doors::All);
+    }
+}

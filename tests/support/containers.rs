@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use cellblock::app::OwnSupplies;
 use cellblock::sandbox::container::{
-    ContainerBackend, ContainerBind, ContainerSettings, EngineAddress, EngineKind, PoolSettings,
+    ContainerBackend, ContainerBind, ContainerNetwork, ContainerSettings, EngineAddress, EngineKind, PoolSettings,
 };
-use cellblock::sandbox::{Backend, Preparation, SandboxLimits};
+use cellblock::sandbox::{Backend, Network, Preparation, SandboxLimits};
 use cellblock::session::{SessionSettings, Sessions};
 use rustix::fs::FlockOperation;
 use tokio::sync::watch;
@@ -110,6 +110,7 @@ impl TestEngine {
                 binds: Vec::new(),
                 variables: vec![("GIVEN".to_owned(), "by the operator".to_owned())],
                 pool: PoolSettings { size: 0, max_age: Duration::from_secs(600), creations: 2 },
+                network: None,
                 preload: Vec::new(),
                 quick: true,
             },
@@ -138,6 +139,18 @@ impl Builder {
 
     pub(crate) fn bind(mut self, bind: ContainerBind) -> Builder {
         self.settings.binds.push(bind);
+        self
+    }
+
+    /// Lets sessions reach what this lists, and shows them these files.
+    pub(crate) fn network(mut self, network: Network, files: &[ContainerBind]) -> Builder {
+        let program = PathBuf::from(super::PROGRAM);
+        self.settings.network = Some(ContainerNetwork { network, program, files: files.to_vec(), held: None });
+        self
+    }
+
+    pub(crate) fn variables(mut self, variables: Vec<(String, String)>) -> Builder {
+        self.settings.variables.extend(variables);
         self
     }
 

@@ -9,9 +9,9 @@
 //!
 //! `engine` speaks the API, `spec` says what a container is and checks what was made, `profile` which system calls it may make, `image` looks at the image and adds
 //! our runner beside it. `line` carries everything between here and the supervisor over one stream (`strands`); `sandbox` is one container and its
-//! sessions; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left.
+//! sessions; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left; `way_out` opens a container's network to what an operator lists.
 //!
-//! No container ever has a network, a capability, a device, the engine's socket, or a folder that the operator did not name. The engine's copying of files into and out of
+//! No container ever has a network that leads anywhere, a capability, a device, the engine's socket, or a folder that the operator did not name. The engine's copying of files into and out of
 //! containers is not used.
 
 mod engine;
@@ -24,6 +24,7 @@ mod sandbox;
 mod spec;
 mod strands;
 mod tenancy;
+mod way_out;
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
@@ -50,6 +51,7 @@ use self::sandbox::{Container, ContainerSandbox, Fresh, House};
 pub use self::spec::{ContainerBind, WORK as WORK_FOLDER};
 use self::spec::{LABEL_PLACE, LABEL_ROLE, LABEL_SERVER, User, Wanted};
 use self::tenancy::Tenancy;
+pub use self::way_out::ContainerNetwork;
 use super::{Backend, Interpreter, LaunchError, Preparation, Sandbox, SandboxLimits};
 
 /// How long making a session in a new container may take, from its creation to a warm Python.
@@ -82,6 +84,8 @@ pub struct ContainerSettings {
     /// Variables that the operator gives to sessions.
     pub variables: Vec<(String, String)>,
     pub pool: PoolSettings,
+    /// What sessions may reach; nothing without.
+    pub network: Option<ContainerNetwork>,
     /// Modules that are imported once, as far as the image has them.
     pub preload: Vec<String>,
     /// Nothing is done that pays off only with many sessions.
@@ -229,6 +233,7 @@ impl Inner {
             runtime: settings.runtime.clone().filter(|runtime| !["runc", "crun"].contains(&runtime.as_str())),
             owns_work_folder: !settings.binds.iter().any(|bind| bind.inside == Path::new(WORK_FOLDER)),
             plan: self.plan(),
+            network: settings.network.clone(),
         };
         Ok(Standing { engine, image, house: Arc::new(house) })
     }
@@ -283,6 +288,12 @@ impl Inner {
         }
     }
 
+    /// What of the host a container shows: these, and what its network needs.
+    fn shown(&self, binds: &[ContainerBind]) -> std::io::Result<Vec<ContainerBind>> {
+        let network = self.settings.network.as_ref().map(|network| network.files(self.tenancy.folder())).transpose()?;
+        Ok(binds.iter().cloned().chain(network.unwrap_or_default()).collect())
+    }
+
     /// Makes a container with a session in it.
     async fn make(
         &self,
@@ -290,11 +301,12 @@ impl Inner {
         how: Fresh,
         binds: &[ContainerBind],
     ) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
+        let shown = self.shown(binds).map_err(|error| LaunchError::Start { why: error.to_string() })?;
         let body = spec::session(Wanted {
             image: &standing.image.image,
             runtime: self.settings.runtime.as_deref(),
             limits: &self.settings.limits,
-            binds,
+            binds: &shown,
             user: standing.house.user,
             volume: &standing.image.volume,
             command: standing.image.command.clone(),

@@ -18,6 +18,7 @@ use super::engine::Engine;
 use super::facts::{self, Fate, Mark, Meter};
 use super::line::Line;
 use super::spec::{self, User};
+use super::way_out::{ContainerNetwork, WayOut};
 use crate::sandbox::{
     Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher, Layer,
     LayerKind, MemoryUse, Process, Program, ProgramError, Rules, Sandbox, SandboxLimits,
@@ -70,6 +71,8 @@ pub(super) struct House {
     /// No folder of the operator's is the working folder.
     pub(super) owns_work_folder: bool,
     pub(super) plan: Value,
+    /// What sessions may reach; nothing without.
+    pub(super) network: Option<ContainerNetwork>,
 }
 
 /// A running container.
@@ -81,6 +84,7 @@ pub(super) struct Container {
     fate: watch::Receiver<Fate>,
     house: Arc<House>,
     isolation: Isolation,
+    way_out: Option<WayOut>,
     members: AtomicU32,
     next_member: AtomicU32,
     removed: AtomicBool,
@@ -105,15 +109,19 @@ impl Container {
             if let Some(what) = spec::verify(body, &made) {
                 return Err(failed(format!("the engine made another container than it was asked for: {what}")));
             }
-            let process = engine.is_local().then(|| made.state.as_ref().and_then(|state| state.pid)).flatten();
-            let process = facts::local_process(&id, process).filter(|_| house.runtime.is_none());
+            let named = engine.is_local().then(|| made.state.as_ref().and_then(|state| state.pid)).flatten();
+            let process = facts::local_process(&id, named).filter(|_| house.runtime.is_none());
             if let Some(what) = process.and_then(|process| facts::fault_of(process, house.user, house.has_user_namespace)) {
                 return Err(failed(format!("the container is not as it must be: {what}")));
             }
-            Ok((line, process))
+            let way_out = match &house.network {
+                Some(network) => Some(network.open(&id, named, &line).await?),
+                None => None,
+            };
+            Ok((line, process, way_out))
         };
         match begun.await {
-            Ok((line, process)) => {
+            Ok((line, process, way_out)) => {
                 let meter = Arc::new(Meter::new(engine, &id, process, fate.clone()));
                 let isolation = house.isolation(process.is_some());
                 Ok(Arc::new(Container {
@@ -124,6 +132,7 @@ impl Container {
                     fate,
                     house,
                     isolation,
+                    way_out,
                     members: AtomicU32::new(0),
                     next_member: AtomicU32::new(1),
                     removed: AtomicBool::new(false),
@@ -148,7 +157,7 @@ impl Container {
         patience: Duration,
     ) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
         self.members.fetch_add(1, Ordering::Relaxed);
-        let mut sandbox = self.sandbox(self.isolation.clone());
+        let mut sandbox = self.sandbox(self.isolation.clone(), None);
         let begun = sandbox.begin(how);
         let interpreter = match tokio::time::timeout(patience, begun).await {
             Ok(begun) => begun?,
@@ -160,10 +169,15 @@ impl Container {
         Ok((sandbox, interpreter))
     }
 
-    fn sandbox(self: &Arc<Container>, isolation: Isolation) -> ContainerSandbox {
+    /// Makes the place of one more session, which may be a fork of another.
+    fn sandbox(self: &Arc<Container>, isolation: Isolation, source: Option<u32>) -> ContainerSandbox {
+        let member = self.next_member.fetch_add(1, Ordering::Relaxed);
+        if let Some(way_out) = &self.way_out {
+            way_out.join(member, source);
+        }
         ContainerSandbox {
             container: self.clone(),
-            member: self.next_member.fetch_add(1, Ordering::Relaxed),
+            member,
             isolation,
             checkpoints: Mutex::default(),
             next_checkpoint: 1,
@@ -334,6 +348,12 @@ impl ContainerSandbox {
         self.container.interpreter(b'b', self.member, order, beginning, WARM_PATIENCE).await
     }
 
+    fn leave_network(&self) {
+        if let Some(way_out) = &self.container.way_out {
+            way_out.leave(self.member);
+        }
+    }
+
     fn kept(&self) -> std::sync::MutexGuard<'_, HashSet<CheckpointId>> {
         self.checkpoints.lock().expect("nothing panics while it holds the checkpoints")
     }
@@ -395,7 +415,7 @@ impl Sandbox for ContainerSandbox {
     ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let container = &self.container;
         container.members.fetch_add(1, Ordering::Relaxed);
-        let fork = container.sandbox(self.isolation.clone());
+        let fork = container.sandbox(self.isolation.clone(), Some(self.member));
         container.fit_memory().await;
         let order = json!({
             "of": self.member,
@@ -418,13 +438,17 @@ impl Sandbox for ContainerSandbox {
     }
 
     fn rules(&self) -> Rules {
-        Rules::none()
+        self.container.way_out.as_ref().map_or_else(Rules::none, |way_out| way_out.rules(self.member))
     }
 
-    fn set_rules(&self, _rules: Rules) {}
+    fn set_rules(&self, rules: Rules) {
+        if let Some(way_out) = &self.container.way_out {
+            way_out.set_rules(self.member, rules);
+        }
+    }
 
     fn take_blocked(&self) -> Vec<Blocked> {
-        Vec::new()
+        self.container.way_out.as_ref().map_or_else(Vec::new, WayOut::take_blocked)
     }
 
     fn launcher(&self) -> Arc<dyn Launcher> {
@@ -435,6 +459,7 @@ impl Sandbox for ContainerSandbox {
         if std::mem::replace(&mut self.destroyed, true) {
             return;
         }
+        self.leave_network();
         if self.container.members.fetch_sub(1, Ordering::Relaxed) == 1 {
             self.container.remove().await;
             return;
@@ -452,6 +477,7 @@ impl Drop for ContainerSandbox {
         if std::mem::replace(&mut self.destroyed, true) {
             return;
         }
+        self.leave_network();
         if self.container.members.fetch_sub(1, Ordering::Relaxed) > 1 {
             self.container.line.say(b'x', self.member, json!({"ask": 0}).to_string().as_bytes());
         }
