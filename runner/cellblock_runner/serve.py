@@ -106,6 +106,8 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
         for _ in range(_REHEARSALS):
             _rehearse(shell, _PRIMING_CELLS)
         importlib.import_module("importlib.metadata")  # Newer Pythons import it when a package is added, for 30 ms.
+        for name in ("imports", "state"):  # What profiles ask, before and after a cell of a session that may be a second old.
+            importlib.import_module(f"{__package__}.{name}")
         reseed()  # The first call makes OpenSSL set itself up, which costs every session less if it happens here.
         gc.collect()
         _fill_gaps()

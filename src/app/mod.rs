@@ -8,6 +8,7 @@ mod cli;
 mod containers;
 mod doctor;
 mod env_command;
+mod image_command;
 mod ipybox_commands;
 mod keeper;
 mod key_command;
@@ -104,6 +105,9 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             Command::Env(command) => {
                 env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
+            Command::Image(command) => {
+                image_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
+            }
             Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
             Command::Build(build) => {
                 ipybox_commands::build(&build, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
@@ -197,11 +201,7 @@ fn can_install(settings: &Settings) -> bool {
 }
 
 /// Starts the backend that the operator has chosen.
-fn backend(
-    settings: &Settings,
-    warmth: Warmth,
-    packages: Option<Arc<Packages>>,
-) -> anyhow::Result<Arc<dyn Backend>> {
+fn backend(settings: &Settings, warmth: Warmth, packages: Option<Arc<Packages>>) -> anyhow::Result<Arc<dyn Backend>> {
     match &settings.backend {
         BackendChoice::Native => native_backend(settings, warmth, packages),
         BackendChoice::Containers(choice) => containers::backend(settings, choice, warmth),

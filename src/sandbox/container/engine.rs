@@ -46,7 +46,10 @@ pub enum EngineAddress {
     Unix(PathBuf),
     Tcp(String),
     /// With the folder that holds `ca.pem`, `cert.pem` and `key.pem`.
-    Tls { address: String, certificates: PathBuf },
+    Tls {
+        address: String,
+        certificates: PathBuf,
+    },
     Ssh(String),
 }
 
@@ -135,7 +138,11 @@ impl Engine {
     }
 
     /// Fetches an image; `tell` gets a sentence with bytes done and to do.
-    pub(super) async fn pull(&self, name: &str, tell: &(dyn Fn(u64, Option<u64>) + Send + Sync)) -> Result<(), EngineError> {
+    pub(super) async fn pull(
+        &self,
+        name: &str,
+        tell: &(dyn Fn(u64, Option<u64>) + Send + Sync),
+    ) -> Result<(), EngineError> {
         let options = CreateImageOptionsBuilder::default().from_image(name);
         // Without a tag the engine would fetch all there are.
         let options = if name.contains('@') || name.rsplit('/').next().is_some_and(|last| last.contains(':')) {
@@ -165,7 +172,8 @@ impl Engine {
     }
 
     pub(super) async fn attach(&self, id: &str) -> Result<Attached, EngineError> {
-        let options = AttachContainerOptionsBuilder::default().stdin(true).stdout(true).stderr(true).stream(true).build();
+        let options =
+            AttachContainerOptionsBuilder::default().stdin(true).stdout(true).stderr(true).stream(true).build();
         let attached = self.docker.attach_container(id, Some(options)).await;
         let attached = attached.map_err(|error| self.failure(error, "such container"))?;
         Ok(Attached { output: attached.output, input: attached.input })
@@ -208,7 +216,9 @@ impl Engine {
         let filters = HashMap::from([("label", vec![format!("{label}={value}")])]);
         let options = ListContainersOptionsBuilder::default().all(true).filters(&filters).build();
         let listed = self.docker.list_containers(Some(options)).await.map_err(|error| self.failure(error, "list"))?;
-        let known = listed.into_iter().filter_map(|each| Some(Listed { id: each.id?, labels: each.labels.unwrap_or_default() }));
+        let known = listed
+            .into_iter()
+            .filter_map(|each| Some(Listed { id: each.id?, labels: each.labels.unwrap_or_default() }));
         Ok(known.collect())
     }
 
@@ -220,11 +230,13 @@ impl Engine {
     }
 
     /// Follows what happens to containers that have this label with this value.
-    pub(super) fn events(&self, label: &str, value: &str) -> Pin<Box<dyn Stream<Item = Result<EventMessage, Error>> + Send>> {
-        let filters = HashMap::from([
-            ("type", vec!["container".to_owned()]),
-            ("label", vec![format!("{label}={value}")]),
-        ]);
+    pub(super) fn events(
+        &self,
+        label: &str,
+        value: &str,
+    ) -> Pin<Box<dyn Stream<Item = Result<EventMessage, Error>> + Send>> {
+        let filters =
+            HashMap::from([("type", vec!["container".to_owned()]), ("label", vec![format!("{label}={value}")])]);
         Box::pin(self.docker.events(Some(EventsOptionsBuilder::default().filters(&filters).build())))
     }
 

@@ -67,9 +67,10 @@ pub(super) async fn prepare(
         Err(EngineError::Missing(_)) => {
             let step = format!("fetching the image {name}");
             tell(&step, 0, None);
-            engine.pull(name, &|done, total| tell(&step, done, total)).await.map_err(|error| {
-                format!("the image {name} is not here and could not be fetched: {error}")
-            })?;
+            engine
+                .pull(name, &|done, total| tell(&step, done, total))
+                .await
+                .map_err(|error| format!("the image {name} is not here and could not be fetched: {error}"))?;
             engine.image(name).await.map_err(|error| error.to_string())?
         }
         found => found.map_err(|error| error.to_string())?,
@@ -115,7 +116,12 @@ impl From<EngineError> for Failure {
     }
 }
 
-async fn check_platform(engine: &Engine, name: &str, os: Option<&str>, architecture: Option<&str>) -> Result<(), String> {
+async fn check_platform(
+    engine: &Engine,
+    name: &str,
+    os: Option<&str>,
+    architecture: Option<&str>,
+) -> Result<(), String> {
     let info = engine.info().await.map_err(|error| error.to_string())?;
     let theirs = match info.architecture.as_deref() {
         Some("x86_64") => "amd64",
@@ -242,9 +248,8 @@ async fn converse(
             tell("getting IPython for the image", 0, None);
             let version = format!("{}.{}", found.version.0, found.version.1);
             let folder = supplies.ipython(&version).await.map_err(Failure::Other)?;
-            read_tree(&folder, "ipython", &mut files).map_err(|error| {
-                Failure::Other(format!("the files of IPython cannot be read: {error}"))
-            })?;
+            read_tree(&folder, "ipython", &mut files)
+                .map_err(|error| Failure::Other(format!("the files of IPython cannot be read: {error}")))?;
         }
         tell("filling the volume of the runner", 0, Some(files.len() as u64));
         let list: Vec<(&str, usize)> = files.iter().map(|(path, bytes)| (path.as_str(), bytes.len())).collect();

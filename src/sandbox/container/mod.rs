@@ -217,13 +217,15 @@ impl Inner {
             && info.runtimes.as_ref().is_some_and(|known| !known.is_empty() && !known.contains_key(runtime))
             && settings.kind == EngineKind::Docker
         {
-            let mut known: Vec<&str> = info.runtimes.iter().flat_map(|known| known.keys()).map(String::as_str).collect();
+            let mut known: Vec<&str> =
+                info.runtimes.iter().flat_map(|known| known.keys()).map(String::as_str).collect();
             known.sort_unstable();
             return Err(format!("the engine has no runtime \"{runtime}\"; it has {}", known.join(", ")));
         }
         self.tenancy.sweep(&engine).await;
         let options = info.security_options.unwrap_or_default();
-        let has_user_namespace = options.iter().any(|option| option.contains("name=userns") || option.contains("name=rootless"));
+        let has_user_namespace =
+            options.iter().any(|option| option.contains("name=userns") || option.contains("name=rootless"));
         let tell = |step: &str, done: u64, total: Option<u64>| self.tell(step, done, total);
         let image = image::prepare(&engine, &settings.image, &*self.supplies, &self.labels("helper"), &tell).await?;
         let house = House {
@@ -240,7 +242,13 @@ impl Inner {
 
     /// What the warm process of each container does.
     fn plan(&self) -> serde_json::Value {
-        let own = [("HOME", cellblock_jail::root::HOME), ("LANG", "C.UTF-8"), ("TMPDIR", "/tmp"), ("USER", "user"), ("MPLCONFIGDIR", "/tmp/matplotlib")];
+        let own = [
+            ("HOME", cellblock_jail::root::HOME),
+            ("LANG", "C.UTF-8"),
+            ("TMPDIR", "/tmp"),
+            ("USER", "user"),
+            ("MPLCONFIGDIR", "/tmp/matplotlib"),
+        ];
         let own = own.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned()));
         let variables: HashMap<String, String> = own.chain(self.settings.variables.iter().cloned()).collect();
         json!({"environment": variables, "preload": self.settings.preload, "rehearse": !self.settings.quick, "folders": [cellblock_jail::root::HOME]})
@@ -313,7 +321,11 @@ impl Inner {
             labels: self.labels("session"),
         });
         let name = format!("cellblock-{:016x}", fresh_number());
-        let id = standing.engine.create(&name, &body).await.map_err(|error| LaunchError::Start { why: error.to_string() })?;
+        let id = standing
+            .engine
+            .create(&name, &body)
+            .await
+            .map_err(|error| LaunchError::Start { why: error.to_string() })?;
         let fate = watch::Sender::new(Fate::default());
         let followed = fate.subscribe();
         {

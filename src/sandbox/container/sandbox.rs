@@ -105,13 +105,16 @@ impl Container {
             let attached = engine.attach(&id).await.map_err(|error| failed(error.to_string()))?;
             engine.start(&id).await.map_err(|error| failed(error.to_string()))?;
             let line = Line::open(attached, &house.plan);
-            let made = engine.inspect(&id).await.map_err(|error| failed(with(error.to_string(), &line.complaints())))?;
+            let made =
+                engine.inspect(&id).await.map_err(|error| failed(with(error.to_string(), &line.complaints())))?;
             if let Some(what) = spec::verify(body, &made) {
                 return Err(failed(format!("the engine made another container than it was asked for: {what}")));
             }
             let named = engine.is_local().then(|| made.state.as_ref().and_then(|state| state.pid)).flatten();
             let process = facts::local_process(&id, named).filter(|_| house.runtime.is_none());
-            if let Some(what) = process.and_then(|process| facts::fault_of(process, house.user, house.has_user_namespace)) {
+            if let Some(what) =
+                process.and_then(|process| facts::fault_of(process, house.user, house.has_user_namespace))
+            {
                 return Err(failed(format!("the container is not as it must be: {what}")));
             }
             let way_out = match &house.network {
@@ -552,7 +555,9 @@ impl ContainerProcess {
         }
         match exit {
             // The whole container was ended, by us or by somebody else.
-            Exit::Unknown if self.killed.load(Ordering::Relaxed) || self.container.fate.borrow().died => Exit::Signal(9),
+            Exit::Unknown if self.killed.load(Ordering::Relaxed) || self.container.fate.borrow().died => {
+                Exit::Signal(9)
+            }
             other => other,
         }
     }

@@ -102,7 +102,12 @@ pub(super) fn session(wanted: Wanted<'_>) -> ContainerCreateBody {
 
 /// Returns the request for a container that looks at the image and fills the volume of the runner. It runs our code only, and is root inside because a new
 /// volume belongs to root; it has no capability either.
-pub(super) fn helper(image: &str, volume: &str, command: Vec<String>, labels: HashMap<String, String>) -> ContainerCreateBody {
+pub(super) fn helper(
+    image: &str,
+    volume: &str,
+    command: Vec<String>,
+    labels: HashMap<String, String>,
+) -> ContainerCreateBody {
     let mut body = common(image, command, labels);
     body.user = Some("0:0".to_owned());
     let host = body.host_config.get_or_insert_default();
@@ -175,21 +180,28 @@ pub(super) fn verify(asked: &ContainerCreateBody, made: &ContainerInspectRespons
         return Some("the engine does not tell what it has made");
     };
     let is_all = |capability: &String| capability.eq_ignore_ascii_case("all") || capability.starts_with("CAP_");
-    let has = |option: &str| {
-        host.security_opt.iter().flatten().any(|given| given.starts_with(option))
-    };
+    let has = |option: &str| host.security_opt.iter().flatten().any(|given| given.starts_with(option));
     let facts = [
         (host.privileged != Some(true), "it is privileged"),
         (host.readonly_rootfs == Some(true), "its root file system can be written to"),
         (host.cap_add.as_ref().is_none_or(Vec::is_empty), "it has capabilities"),
-        (host.cap_drop.as_ref().is_some_and(|dropped| !dropped.is_empty() && dropped.iter().all(is_all)), "its capabilities were not taken"),
+        (
+            host.cap_drop.as_ref().is_some_and(|dropped| !dropped.is_empty() && dropped.iter().all(is_all)),
+            "its capabilities were not taken",
+        ),
         (has("no-new-privileges"), "it could gain privileges"),
         (has("seccomp="), "it has no filter of system calls of ours"),
         (!host.security_opt.iter().flatten().any(|given| given.contains("unconfined")), "a layer was switched off"),
         (host.network_mode.as_deref() == Some("none"), "it has a network"),
-        (host.pid_mode.as_deref().is_none_or(|mode| mode.is_empty() || mode == "private"), "it shares processes with others"),
+        (
+            host.pid_mode.as_deref().is_none_or(|mode| mode.is_empty() || mode == "private"),
+            "it shares processes with others",
+        ),
         (host.ipc_mode.as_deref() != Some("host"), "it shares memory with the host"),
-        (host.uts_mode.as_deref().is_none_or(|mode| mode.is_empty() || mode == "private"), "it shares its name with the host"),
+        (
+            host.uts_mode.as_deref().is_none_or(|mode| mode.is_empty() || mode == "private"),
+            "it shares its name with the host",
+        ),
         (host.userns_mode.as_deref() != Some("host"), "it has given up the engine's user namespace"),
         (host.devices.as_ref().is_none_or(Vec::is_empty), "it has devices"),
         (config.user == asked.user, "it runs as another user"),

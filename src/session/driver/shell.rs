@@ -24,39 +24,37 @@ const GRACE: Duration = Duration::from_millis(300);
 impl Driver {
     /// Takes a command that the running cell wants to have run.
     pub(super) fn asked_to_run(&mut self, ask: u64, claimed: ClaimedCommand) {
-        if self.questions.commands() >= MOST_COMMANDS {
-            return self.refuse_command(ask, "budget", "too many commands are under way in this session");
-        }
         let Some(outlets) = claimed.outlets.clone().filter(only_take) else {
             return self.refuse_command(ask, "invalid", "the command came without pipes that it could write to");
         };
-        let command = match ShellCommand::new(claimed) {
-            Ok(command) => command,
-            Err(unfit) => return self.refuse_command(ask, "invalid", &unfit.to_string()),
-        };
+        match ShellCommand::new(claimed) {
+            Ok(command) => self.consider_command(ask, command, outlets),
+            Err(unfit) => self.refuse_command(ask, "invalid", &unfit.to_string()),
+        }
+    }
+
+    /// Decides about a command by its `kind` and `text`. What is then run is the value itself.
+    fn consider_command(&mut self, ask: u64, command: ShellCommand, outlets: Outlets) {
+        match self.settings.shell.clone() {
+            ShellPolicy::Allow => self.run_command(ask, command, outlets),
+            ShellPolicy::Deny { text } => self.refuse_command(ask, "denied", &text),
+        }
+    }
+
+    /// Runs a command that may run.
+    pub(super) fn run_command(&mut self, ask: u64, command: ShellCommand, outlets: Outlets) {
+        if self.questions.commands() >= MOST_COMMANDS {
+            return self.refuse_command(ask, "budget", "too many commands are under way in this session");
+        }
         let Some(launcher) = self.sandbox.as_ref().map(|sandbox| sandbox.launcher()) else {
-            return self.refuse_command(ask, "unavailable", "the sandbox is being copied; try again");
+            return self.refuse_command(ask, "unavailable", "the sandbox is not there to run commands");
         };
-        debug!(session = self.id.as_str(), "code asks for a command");
-        let permission = self.permission(&command);
-        self.questions.run(ask, async move {
-            match permission.await {
-                Ok(()) => run(ask, &command, launcher, outlets).await,
-                Err(text) => refusal(ask, "denied", &text),
-            }
-        });
+        debug!(session = self.id.as_str(), "code runs a command");
+        self.questions.run(ask, async move { run(ask, &command, launcher, outlets).await });
     }
 
-    /// Decides whether a command may run. A refusal is a text for whoever reads the traceback.
-    fn permission(&self, _command: &ShellCommand) -> impl Future<Output = Result<(), String>> + Send + use<> {
-        let decided = match &self.settings.shell {
-            ShellPolicy::Allow => Ok(()),
-            ShellPolicy::Deny { text } => Err(text.clone()),
-        };
-        std::future::ready(decided)
-    }
-
-    fn refuse_command(&mut self, ask: u64, reason: &str, text: &str) {
+    /// Answers that a command was not run. The text is for whoever reads the traceback.
+    pub(super) fn refuse_command(&mut self, ask: u64, reason: &str, text: &str) {
         self.questions.answer_at_once(ask, refusal(ask, reason, text));
     }
 }
@@ -98,7 +96,7 @@ async fn run(ask: u64, command: &ShellCommand, launcher: Arc<dyn Launcher>, outl
             }
         },
     };
-    let (status, text) = match exit {
+    let (code, text) = match exit {
         Exit::Code(code) => (code, None),
         Exit::Signal(signal) => (-signal, None),
         Exit::OutOfMemory { limit } => {
@@ -107,7 +105,7 @@ async fn run(ask: u64, command: &ShellCommand, launcher: Arc<dyn Launcher>, outl
         }
         Exit::Unknown => (-9, Some("the command was ended with its sandbox".to_owned())),
     };
-    json!({"type": "answer", "ask": ask, "ok": true, "status": status, "text": text})
+    json!({"type": "answer", "ask": ask, "ok": true, "code": code, "text": text})
 }
 
 async fn launch(
