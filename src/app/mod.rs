@@ -185,11 +185,7 @@ fn can_install(settings: &Settings) -> bool {
 }
 
 /// Starts the backend that the operator has chosen.
-fn backend(
-    settings: &Settings,
-    warmth: Warmth,
-    packages: Option<Arc<Packages>>,
-) -> anyhow::Result<Arc<dyn Backend>> {
+fn backend(settings: &Settings, warmth: Warmth, packages: Option<Arc<Packages>>) -> anyhow::Result<Arc<dyn Backend>> {
     match &settings.backend {
         BackendChoice::Native => native_backend(settings, warmth, packages),
         BackendChoice::Containers(choice) => containers::backend(settings, choice, warmth),

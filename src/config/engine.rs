@@ -22,7 +22,9 @@ const DEFAULT_CONTEXT: &str = "default";
 /// Why no engine was found.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineProblem {
-    #[error("the address \"{0}\" of the container engine begins with none of unix://, tcp://, http://, https:// and ssh://")]
+    #[error(
+        "the address \"{0}\" of the container engine begins with none of unix://, tcp://, http://, https:// and ssh://"
+    )]
     Scheme(String),
     #[error("there is no context \"{0}\" of Docker, or it names no address")]
     Context(String),
@@ -108,7 +110,8 @@ fn of_context(
     read: &dyn Fn(NamedFile<'_>) -> io::Result<Option<String>>,
 ) -> Result<Option<EngineAddress>, EngineProblem> {
     let variable = |name: &str| variables.get(name).map(String::as_str).filter(|value| !value.is_empty());
-    let folder = variable("DOCKER_CONFIG").map(PathBuf::from).or(variable("HOME").map(|home| Path::new(home).join(".docker")));
+    let folder =
+        variable("DOCKER_CONFIG").map(PathBuf::from).or(variable("HOME").map(|home| Path::new(home).join(".docker")));
     let Some(folder) = folder else { return Ok(None) };
     let text = |path: PathBuf| match read(NamedFile::ByOperator(&path)) {
         Ok(text) => Ok(text),
@@ -183,7 +186,10 @@ mod tests {
         assert_eq!(found(EngineKind::Docker, &[("DOCKER_HOST", "ssh://me@there")], &[], &[]).unwrap(), ssh);
         let both = [("DOCKER_HOST", "tcp://10.0.0.1:2375"), ("CONTAINER_HOST", "unix:///p.sock")];
         assert_eq!(found(EngineKind::Podman, &both, &[], &[]).unwrap(), unix("/p.sock"));
-        assert!(matches!(found(EngineKind::Docker, &[("DOCKER_HOST", "there")], &[], &[]), Err(EngineProblem::Scheme(_))));
+        assert!(matches!(
+            found(EngineKind::Docker, &[("DOCKER_HOST", "there")], &[], &[]),
+            Err(EngineProblem::Scheme(_))
+        ));
     }
 
     #[test]

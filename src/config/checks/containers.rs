@@ -63,7 +63,11 @@ fn image_name(text: &str) -> Result<String, Option<String>> {
 fn runtime_name(text: &str) -> Result<String, Option<String>> {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "._-".contains(letter);
     let fits = !text.is_empty() && text.len() <= 128 && text.chars().all(is_plain);
-    if fits && text.starts_with(|letter: char| letter.is_ascii_alphanumeric()) { Ok(text.to_owned()) } else { Err(None) }
+    if fits && text.starts_with(|letter: char| letter.is_ascii_alphanumeric()) {
+        Ok(text.to_owned())
+    } else {
+        Err(None)
+    }
 }
 
 #[cfg(test)]

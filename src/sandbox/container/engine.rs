@@ -24,6 +24,9 @@ use tokio::io::AsyncWrite;
 /// How long one question to the engine may take; pulling and following events are no questions.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Engines repeat what they were asked for when they refuse it; so much of that is told.
+const LONGEST_REFUSAL: usize = 400;
+
 /// Which engine sandboxes are made by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineKind {
@@ -38,6 +41,14 @@ impl EngineKind {
             EngineKind::Podman => "Podman",
         }
     }
+
+    /// The variable that names its address.
+    fn variable(self) -> &'static str {
+        match self {
+            EngineKind::Docker => "DOCKER_HOST",
+            EngineKind::Podman => "CONTAINER_HOST",
+        }
+    }
 }
 
 /// Where an engine listens.
@@ -46,7 +57,10 @@ pub enum EngineAddress {
     Unix(PathBuf),
     Tcp(String),
     /// With the folder that holds `ca.pem`, `cert.pem` and `key.pem`.
-    Tls { address: String, certificates: PathBuf },
+    Tls {
+        address: String,
+        certificates: PathBuf,
+    },
     Ssh(String),
 }
 
@@ -64,8 +78,8 @@ impl fmt::Display for EngineAddress {
 /// What went wrong with the engine.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum EngineError {
-    #[error("{0} cannot be reached at {1}: {2}; start it, or name another one with DOCKER_HOST")]
-    Unreachable(&'static str, String, String),
+    #[error("{} cannot be reached at {address}: {why}; start it, or name another one with {}", kind.name(), kind.variable())]
+    Unreachable { kind: EngineKind, address: String, why: String },
     #[error("there is no {0}")]
     Missing(String),
     #[error("the engine has no room left on its disk; remove images or containers there that nobody needs")]
@@ -99,7 +113,8 @@ pub(super) struct Engine {
 impl Engine {
     /// Connects and finds out which version of the API both know.
     pub(super) async fn connect(kind: EngineKind, address: &EngineAddress) -> Result<Engine, EngineError> {
-        let unreachable = |error: Error| EngineError::Unreachable(kind.name(), address.to_string(), told(&error));
+        let unreachable =
+            |error: Error| EngineError::Unreachable { kind, address: address.to_string(), why: told(&error) };
         let seconds = PATIENCE.as_secs();
         let docker = match address {
             EngineAddress::Unix(path) => {
@@ -135,7 +150,11 @@ impl Engine {
     }
 
     /// Fetches an image; `tell` gets a sentence with bytes done and to do.
-    pub(super) async fn pull(&self, name: &str, tell: &(dyn Fn(u64, Option<u64>) + Send + Sync)) -> Result<(), EngineError> {
+    pub(super) async fn pull(
+        &self,
+        name: &str,
+        tell: &(dyn Fn(u64, Option<u64>) + Send + Sync),
+    ) -> Result<(), EngineError> {
         let options = CreateImageOptionsBuilder::default().from_image(name);
         // Without a tag the engine would fetch all there are.
         let options = if name.contains('@') || name.rsplit('/').next().is_some_and(|last| last.contains(':')) {
@@ -165,7 +184,8 @@ impl Engine {
     }
 
     pub(super) async fn attach(&self, id: &str) -> Result<Attached, EngineError> {
-        let options = AttachContainerOptionsBuilder::default().stdin(true).stdout(true).stderr(true).stream(true).build();
+        let options =
+            AttachContainerOptionsBuilder::default().stdin(true).stdout(true).stderr(true).stream(true).build();
         let attached = self.docker.attach_container(id, Some(options)).await;
         let attached = attached.map_err(|error| self.failure(error, "such container"))?;
         Ok(Attached { output: attached.output, input: attached.input })
@@ -208,7 +228,9 @@ impl Engine {
         let filters = HashMap::from([("label", vec![format!("{label}={value}")])]);
         let options = ListContainersOptionsBuilder::default().all(true).filters(&filters).build();
         let listed = self.docker.list_containers(Some(options)).await.map_err(|error| self.failure(error, "list"))?;
-        let known = listed.into_iter().filter_map(|each| Some(Listed { id: each.id?, labels: each.labels.unwrap_or_default() }));
+        let known = listed
+            .into_iter()
+            .filter_map(|each| Some(Listed { id: each.id?, labels: each.labels.unwrap_or_default() }));
         Ok(known.collect())
     }
 
@@ -220,11 +242,13 @@ impl Engine {
     }
 
     /// Follows what happens to containers that have this label with this value.
-    pub(super) fn events(&self, label: &str, value: &str) -> Pin<Box<dyn Stream<Item = Result<EventMessage, Error>> + Send>> {
-        let filters = HashMap::from([
-            ("type", vec!["container".to_owned()]),
-            ("label", vec![format!("{label}={value}")]),
-        ]);
+    pub(super) fn events(
+        &self,
+        label: &str,
+        value: &str,
+    ) -> Pin<Box<dyn Stream<Item = Result<EventMessage, Error>> + Send>> {
+        let filters =
+            HashMap::from([("type", vec!["container".to_owned()]), ("label", vec![format!("{label}={value}")])]);
         Box::pin(self.docker.events(Some(EventsOptionsBuilder::default().filters(&filters).build())))
     }
 
@@ -248,10 +272,11 @@ impl Engine {
                 EngineError::Missing(thing.to_owned())
             }
             Error::DockerResponseServerError { message, .. } | Error::DockerStreamError { error: message } => {
-                if message.contains("no space left") { EngineError::DiskFull } else { EngineError::Refused(message) }
+                let short = message.chars().take(LONGEST_REFUSAL).collect();
+                if message.contains("no space left") { EngineError::DiskFull } else { EngineError::Refused(short) }
             }
             Error::RequestTimeoutError => EngineError::Silent,
-            other => EngineError::Unreachable(self.kind.name(), self.address.to_string(), told(&other)),
+            other => EngineError::Unreachable { kind: self.kind, address: self.address.to_string(), why: told(&other) },
         }
     }
 }

@@ -82,10 +82,9 @@ impl Meter {
                 let (now, peak) = group.memory();
                 MemoryUse { now, peak }
             }
-            Source::Engine { latest, .. } => MemoryUse {
-                now: latest.memory.load(Ordering::Relaxed),
-                peak: latest.peak.load(Ordering::Relaxed),
-            },
+            Source::Engine { latest, .. } => {
+                MemoryUse { now: latest.memory.load(Ordering::Relaxed), peak: latest.peak.load(Ordering::Relaxed) }
+            }
         }
     }
 

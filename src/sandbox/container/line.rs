@@ -146,13 +146,8 @@ impl Line {
         let writer = fill_channel(number, to_session, to_write, credit, self.shared.outgoing.clone());
         let reader = empty_channel(number, from_session, allowance.clone(), self.shared.outgoing.clone());
         let receiver = exit.subscribe();
-        let pump = Pump {
-            channel: strand,
-            allowance,
-            tasks: vec![tokio::spawn(writer)],
-            reader: tokio::spawn(reader),
-            exit,
-        };
+        let pump =
+            Pump { channel: strand, allowance, tasks: vec![tokio::spawn(writer)], reader: tokio::spawn(reader), exit };
         self.shared.state().interpreters.insert(number, pump);
         Ok(Ends { number, channel, exit: receiver })
     }
@@ -360,7 +355,10 @@ async fn write(
     }
 }
 
-async fn read(mut output: Pin<Box<dyn Stream<Item = Result<LogOutput, bollard::errors::Error>> + Send>>, shared: Arc<Shared>) {
+async fn read(
+    mut output: Pin<Box<dyn Stream<Item = Result<LogOutput, bollard::errors::Error>> + Send>>,
+    shared: Arc<Shared>,
+) {
     let mut decoder = Decoder::default();
     let why = 'line: loop {
         match output.next().await {

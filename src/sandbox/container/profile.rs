@@ -126,7 +126,8 @@ mod tests {
     #[test]
     fn everything_that_the_jail_allows_is_allowed_and_little_else() {
         let rules = seccomp::rules();
-        let listed: BTreeSet<String> = rules.common.iter().chain(&rules.x86_64).map(|rule| rule.syscall.clone()).collect();
+        let listed: BTreeSet<String> =
+            rules.common.iter().chain(&rules.x86_64).map(|rule| rule.syscall.clone()).collect();
         let more: BTreeSet<String> = names("SCMP_ACT_ALLOW").difference(&listed).cloned().collect();
         assert_eq!(
             more,
@@ -140,9 +141,18 @@ mod tests {
     #[test]
     fn what_opens_ways_out_of_containers_is_refused() {
         let allowed = names("SCMP_ACT_ALLOW");
-        for name in
-            ["mount", "unshare", "setns", "ptrace", "bpf", "keyctl", "add_key", "process_vm_writev", "clone3", "seccomp"]
-        {
+        for name in [
+            "mount",
+            "unshare",
+            "setns",
+            "ptrace",
+            "bpf",
+            "keyctl",
+            "add_key",
+            "process_vm_writev",
+            "clone3",
+            "seccomp",
+        ] {
             assert!(!allowed.contains(name), "{name}");
         }
         assert!(allowed.contains("read")); // control
