@@ -67,10 +67,13 @@ fn start(kind: EngineKind, word: &str) -> Result<TestEngine, String> {
 impl TestEngine {
     /// Runs the engine's own command line against it: another witness than ours.
     pub(crate) fn command(&self, arguments: &[&str]) -> String {
+        self.try_command(arguments).unwrap_or_else(|| panic!("{arguments:?} failed"))
+    }
+
+    fn try_command(&self, arguments: &[&str]) -> Option<String> {
         let output = Command::new("docker").arg("-H").arg(self.address.to_string()).args(arguments).output();
         let output = output.expect("the engine's command line runs");
-        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).expect("text")
+        output.status.success().then(|| String::from_utf8(output.stdout).expect("text"))
     }
 
     /// The identities of all containers that the engine knows.
@@ -78,11 +81,29 @@ impl TestEngine {
         self.command(&["ps", "--all", "--no-trunc", "--quiet"]).lines().map(str::to_owned).collect()
     }
 
+    /// The running containers that may use exactly so much memory.
+    pub(crate) fn containers_with_memory(&self, memory: u64) -> Vec<String> {
+        let running = self.command(&["ps", "--no-trunc", "--quiet"]);
+        let has = |id: &&str| {
+            // It may end while we look.
+            let arguments = ["inspect", "--format", "{{.HostConfig.Memory}}", id];
+            self.try_command(&arguments).is_some_and(|found| found.trim() == memory.to_string())
+        };
+        running.lines().filter(has).map(str::to_owned).collect()
+    }
+
+    /// Makes an image of nothing.
+    pub(crate) fn import(&self, name: &str, options: &[&str]) {
+        let archive = folder().join("nothing.tar");
+        std::fs::write(&archive, [0; 10_240]).expect("the folder can be written to");
+        self.command(&[&["import"], options, &[&archive.to_string_lossy(), name]].concat());
+    }
+
     /// The container that a session is in: the one whose first process has the session's pid namespace.
     pub(crate) async fn container_of(&self, session: &Session) -> String {
         let namespace = session.ok("import os; print(os.readlink('/proc/self/ns/pid'))").await;
         let is_it = |id: &String| {
-            let pid = self.command(&["inspect", "--format", "{{.State.Pid}}", id]);
+            let Some(pid) = self.try_command(&["inspect", "--format", "{{.State.Pid}}", id]) else { return false };
             let found = std::fs::read_link(format!("/proc/{}/ns/pid", pid.trim()));
             found.is_ok_and(|found| found.to_string_lossy() == namespace.trim())
         };
@@ -190,6 +211,13 @@ pub(crate) struct Containers {
 impl Containers {
     pub(crate) fn session(&self) -> Session {
         Session::new(&self.sessions)
+    }
+
+    /// What separates a session, as its results tell: one line per layer.
+    pub(crate) async fn isolation(&self) -> String {
+        let outcome = self.session().execute("pass").await.expect("the session takes the cell");
+        let layers = outcome.isolation.layers.iter();
+        layers.map(|(kind, layer)| format!("{}: {layer:?}\n", kind.name())).collect()
     }
 
     /// Ends the backend and everything it made.

@@ -55,14 +55,19 @@ struct Found {
     ready: bool,
 }
 
+/// Who looks at an image, and with what.
+pub(super) struct Look<'a> {
+    pub(super) engine: &'a Engine,
+    pub(super) supplies: &'a dyn Supplies,
+    /// Labels of what is made on the way.
+    pub(super) labels: HashMap<String, String>,
+    pub(super) seccomp: &'a str,
+    pub(super) tell: &'a (dyn Fn(&str, u64, Option<u64>) + Send + Sync),
+}
+
 /// Looks at an image, fetches it if the engine has none, and fills the volume.
-pub(super) async fn prepare(
-    engine: &Engine,
-    name: &str,
-    supplies: &dyn Supplies,
-    labels: &HashMap<String, String>,
-    tell: &(dyn Fn(&str, u64, Option<u64>) + Send + Sync),
-) -> Result<Prepared, String> {
+pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, String> {
+    let Look { engine, tell, .. } = look;
     let image = match engine.image(name).await {
         Err(EngineError::Missing(_)) => {
             let step = format!("fetching the image {name}");
@@ -77,15 +82,15 @@ pub(super) async fn prepare(
     };
     check_platform(engine, name, image.os.as_deref(), image.architecture.as_deref()).await?;
     let identity = image.id.ok_or("the engine does not tell the identity of the image")?;
-    let runner = supplies.runner();
+    let runner = look.supplies.runner();
     let volume = volume_name(&identity, &runner);
-    let mut volume_labels = labels.clone();
+    let mut volume_labels = look.labels.clone();
     volume_labels.insert(LABEL_ROLE.to_owned(), "runner".to_owned());
     engine.volume(&volume, volume_labels).await.map_err(|error| error.to_string())?;
     tell("looking at the image", 0, None);
     let mut failures = Vec::new();
     for python in NAMES {
-        let work = fill(engine, &identity, &volume, python, &runner, supplies, labels, tell);
+        let work = fill(look, &identity, &volume, python, &runner);
         match tokio::time::timeout(PATIENCE, work).await {
             Ok(Ok(found)) => {
                 let command = supervisor_command(python, &found);
@@ -198,34 +203,26 @@ if files:
 print("filled", flush=True)
 "#;
 
-#[allow(clippy::too_many_arguments)] // All of it is one thing: which image, what goes in, whom to tell.
 async fn fill(
-    engine: &Engine,
+    look: &Look<'_>,
     image: &str,
     volume: &str,
     python: &str,
     runner: &[(String, Vec<u8>)],
-    supplies: &dyn Supplies,
-    labels: &HashMap<String, String>,
-    tell: &(dyn Fn(&str, u64, Option<u64>) + Send + Sync),
 ) -> Result<Found, Failure> {
     let command = vec![python.to_owned(), "-I".to_owned(), "-c".to_owned(), HELPER.to_owned(), spec::RUNNER.to_owned()];
-    let mut labels = labels.clone();
+    let mut labels = look.labels.clone();
     labels.insert(LABEL_ROLE.to_owned(), "helper".to_owned());
     let name = format!("cellblock-helper-{:016x}", fresh_number());
-    let id = engine.create(&name, &spec::helper(image, volume, command, labels)).await?;
-    let done = converse(engine, &id, runner, supplies, tell).await;
-    engine.remove(&id).await;
+    let body = spec::helper(image, volume, command, labels, look.seccomp);
+    let id = look.engine.create(&name, &body).await?;
+    let done = converse(look, &id, runner).await;
+    look.engine.remove(&id).await;
     done
 }
 
-async fn converse(
-    engine: &Engine,
-    id: &str,
-    runner: &[(String, Vec<u8>)],
-    supplies: &dyn Supplies,
-    tell: &(dyn Fn(&str, u64, Option<u64>) + Send + Sync),
-) -> Result<Found, Failure> {
+async fn converse(look: &Look<'_>, id: &str, runner: &[(String, Vec<u8>)]) -> Result<Found, Failure> {
+    let Look { engine, supplies, tell, .. } = look;
     let Attached { output, mut input } = engine.attach(id).await?;
     let mut lines = Lines { output, text: String::new(), complaints: String::new() };
     engine.start(id).await?;

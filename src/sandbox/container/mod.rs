@@ -29,7 +29,7 @@ mod way_out;
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, Mutex, RwLock, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -44,10 +44,10 @@ use self::engine::Engine;
 pub use self::engine::{EngineAddress, EngineError, EngineKind};
 use self::facts::Fate;
 pub use self::image::Supplies;
-use self::image::{Prepared, fresh_number};
+use self::image::{Look, Prepared, fresh_number};
 use self::pool::Pool;
 pub use self::pool::PoolSettings;
-use self::sandbox::{Container, ContainerSandbox, Fresh, House};
+use self::sandbox::{Container, ContainerSandbox, Fresh, House, Made, Maker};
 pub use self::spec::{ContainerBind, WORK as WORK_FOLDER};
 use self::spec::{LABEL_PLACE, LABEL_ROLE, LABEL_SERVER, User, Wanted};
 use self::tenancy::Tenancy;
@@ -99,6 +99,8 @@ pub struct ContainerBackend {
 }
 
 struct Inner {
+    /// Itself, for sessions whose container is gone.
+    this: Weak<Inner>,
     settings: ContainerSettings,
     supplies: Arc<dyn Supplies>,
     preparation: watch::Sender<Preparation>,
@@ -116,6 +118,8 @@ struct Standing {
     engine: Engine,
     image: Prepared,
     house: Arc<House>,
+    /// The list of system calls as this engine takes it.
+    seccomp: String,
 }
 
 impl ContainerBackend {
@@ -126,7 +130,8 @@ impl ContainerBackend {
         preparation: watch::Sender<Preparation>,
     ) -> std::io::Result<ContainerBackend> {
         let tenancy = Tenancy::register(&settings.runtime_dir)?;
-        let inner = Arc::new(Inner {
+        let inner = Arc::new_cyclic(|this| Inner {
+            this: Weak::clone(this),
             settings,
             supplies,
             preparation,
@@ -185,6 +190,22 @@ impl Backend for ContainerBackend {
     }
 }
 
+/// Makes another container like the one that it is for.
+struct Again {
+    inner: Weak<Inner>,
+    binds: Vec<ContainerBind>,
+}
+
+#[async_trait]
+impl Maker for Again {
+    async fn another(&self) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
+        let ending = || LaunchError::Start { why: "the server is ending".to_owned() };
+        let inner = self.inner.upgrade().ok_or_else(ending)?;
+        let standing = inner.prepared().await?;
+        inner.make(&standing, Fresh::AtOnce, &self.binds).await
+    }
+}
+
 impl Inner {
     fn standing(&self) -> Option<Arc<Standing>> {
         self.ready.read().expect("no holder of the standing panics").clone()
@@ -226,18 +247,39 @@ impl Inner {
         let options = info.security_options.unwrap_or_default();
         let has_user_namespace =
             options.iter().any(|option| option.contains("name=userns") || option.contains("name=rootless"));
-        let tell = |step: &str, done: u64, total: Option<u64>| self.tell(step, done, total);
-        let image = image::prepare(&engine, &settings.image, &*self.supplies, &self.labels("helper"), &tell).await?;
+        let seccomp = self.seccomp()?;
+        let look = Look {
+            engine: &engine,
+            supplies: &*self.supplies,
+            labels: self.labels("helper"),
+            seccomp: &seccomp,
+            tell: &|step, done, total| self.tell(step, done, total),
+        };
+        let image = image::prepare(&look, &settings.image).await?;
         let house = House {
             limits: settings.limits.clone(),
-            user: self.user(has_user_namespace),
             has_user_namespace,
             runtime: settings.runtime.clone().filter(|runtime| !["runc", "crun"].contains(&runtime.as_str())),
             owns_work_folder: !settings.binds.iter().any(|bind| bind.inside == Path::new(WORK_FOLDER)),
             plan: self.plan(),
             network: settings.network.clone(),
         };
-        Ok(Standing { engine, image, house: Arc::new(house) })
+        Ok(Standing { engine, image, house: Arc::new(house), seccomp })
+    }
+
+    /// Returns the list of system calls as the engine takes it: as text, or as a file of its own machine.
+    fn seccomp(&self) -> Result<String, String> {
+        match (self.settings.kind, &self.settings.address) {
+            (EngineKind::Docker, _) => Ok(profile::text()),
+            (EngineKind::Podman, EngineAddress::Unix(_)) => {
+                let file = self.tenancy.keep("seccomp.json", &profile::text());
+                file.map_err(|error| format!("the list of system calls cannot be written: {error}"))
+            }
+            (EngineKind::Podman, _) => Err(
+                "Podman takes the list of system calls only as a file of its own machine; use it over a Unix socket, or use Docker"
+                    .to_owned(),
+            ),
+        }
     }
 
     /// What the warm process of each container does.
@@ -254,8 +296,8 @@ impl Inner {
         json!({"environment": variables, "preload": self.settings.preload, "rehearse": !self.settings.quick, "folders": [cellblock_jail::root::HOME]})
     }
 
-    /// Decides who sessions are. A folder of the operator's decides if there is one, because sessions must be able to work in it.
-    fn user(&self, has_user_namespace: bool) -> User {
+    /// Decides who the sessions of a container are. A folder of the operator's decides if there is one, because sessions must be able to work in it.
+    fn user(&self, has_user_namespace: bool, binds: &[ContainerBind]) -> User {
         if has_user_namespace {
             return NAMESPACED_USER;
         }
@@ -263,7 +305,7 @@ impl Inner {
             let found = std::fs::metadata(&bind.host).ok()?;
             (found.uid() != 0 && found.gid() != 0).then(|| User { uid: found.uid(), gid: found.gid() })
         };
-        self.settings.binds.iter().find_map(owner).unwrap_or_else(|| {
+        binds.iter().find_map(owner).unwrap_or_else(|| {
             let id = FIRST_USER + (fresh_number() & 0x00ff_ffff) as u32;
             User { uid: id, gid: id }
         })
@@ -309,16 +351,19 @@ impl Inner {
         how: Fresh,
         binds: &[ContainerBind],
     ) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
+        let user = self.user(standing.house.has_user_namespace, binds);
         let shown = self.shown(binds).map_err(|error| LaunchError::Start { why: error.to_string() })?;
         let body = spec::session(Wanted {
             image: &standing.image.image,
             runtime: self.settings.runtime.as_deref(),
             limits: &self.settings.limits,
             binds: &shown,
-            user: standing.house.user,
+            user,
             volume: &standing.image.volume,
             command: standing.image.command.clone(),
             labels: self.labels("session"),
+            seccomp: &standing.seccomp,
+            can_count_files: self.settings.kind == EngineKind::Docker,
         });
         let name = format!("cellblock-{:016x}", fresh_number());
         let id = standing
@@ -337,7 +382,9 @@ impl Inner {
             true => standing.house.clone(),
             false => Arc::new(House { owns_work_folder: true, ..(*standing.house).clone() }),
         };
-        let container = Container::start(&standing.engine, house, &name, &body, id, followed).await?;
+        let maker = Arc::new(Again { inner: self.this.clone(), binds: binds.to_vec() });
+        let made = Made { engine: &standing.engine, house, name: &name, id, body: &body, user, fate: followed, maker };
+        let container = Container::start(made).await?;
         container.first_session(how, LAUNCH_PATIENCE).await
     }
 

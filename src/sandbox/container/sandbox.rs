@@ -64,7 +64,6 @@ impl Fresh {
 #[derive(Debug, Clone)]
 pub(super) struct House {
     pub(super) limits: SandboxLimits,
-    pub(super) user: User,
     pub(super) has_user_namespace: bool,
     /// Another runtime than that of ordinary containers, whose processes the kernel shows differently.
     pub(super) runtime: Option<String>,
@@ -88,18 +87,32 @@ pub(super) struct Container {
     members: AtomicU32,
     next_member: AtomicU32,
     removed: AtomicBool,
+    maker: Arc<dyn Maker>,
+}
+
+/// Makes containers, for sessions whose own is gone.
+#[async_trait]
+pub(super) trait Maker: Send + Sync {
+    async fn another(&self) -> Result<(ContainerSandbox, Interpreter), LaunchError>;
+}
+
+/// What is needed to start a container that the engine has made.
+pub(super) struct Made<'a> {
+    pub(super) engine: &'a Engine,
+    pub(super) house: Arc<House>,
+    pub(super) name: &'a str,
+    pub(super) id: String,
+    /// What the engine was asked for.
+    pub(super) body: &'a ContainerCreateBody,
+    pub(super) user: User,
+    pub(super) fate: watch::Receiver<Fate>,
+    pub(super) maker: Arc<dyn Maker>,
 }
 
 impl Container {
     /// Makes, starts and checks a container. The first session can be asked for at once; it waits until Python is warm.
-    pub(super) async fn start(
-        engine: &Engine,
-        house: Arc<House>,
-        name: &str,
-        body: &ContainerCreateBody,
-        id: String,
-        fate: watch::Receiver<Fate>,
-    ) -> Result<Arc<Container>, LaunchError> {
+    pub(super) async fn start(made: Made<'_>) -> Result<Arc<Container>, LaunchError> {
+        let Made { engine, house, name, id, body, user, fate, maker } = made;
         let failed = |why: String| LaunchError::Start { why };
         let begun = async {
             let attached = engine.attach(&id).await.map_err(|error| failed(error.to_string()))?;
@@ -112,9 +125,7 @@ impl Container {
             }
             let named = engine.is_local().then(|| made.state.as_ref().and_then(|state| state.pid)).flatten();
             let process = facts::local_process(&id, named).filter(|_| house.runtime.is_none());
-            if let Some(what) =
-                process.and_then(|process| facts::fault_of(process, house.user, house.has_user_namespace))
-            {
+            if let Some(what) = process.and_then(|process| facts::fault_of(process, user, house.has_user_namespace)) {
                 return Err(failed(format!("the container is not as it must be: {what}")));
             }
             let way_out = match &house.network {
@@ -126,7 +137,7 @@ impl Container {
         match begun.await {
             Ok((line, process, way_out)) => {
                 let meter = Arc::new(Meter::new(engine, &id, process, fate.clone()));
-                let isolation = house.isolation(process.is_some());
+                let isolation = house.isolation(user, process.is_some());
                 Ok(Arc::new(Container {
                     id,
                     engine: engine.clone(),
@@ -139,6 +150,7 @@ impl Container {
                     members: AtomicU32::new(0),
                     next_member: AtomicU32::new(1),
                     removed: AtomicBool::new(false),
+                    maker,
                 }))
             }
             Err(error) => {
@@ -232,6 +244,9 @@ impl Container {
         let limits = &self.house.limits;
         let members = u64::from(self.members.load(Ordering::Relaxed).max(1));
         let bytes = limits.memory.saturating_mul(members).min(limits.family_memory.max(limits.memory));
+        if self.removed.load(Ordering::Relaxed) {
+            return;
+        }
         // A family that stays at less than it may have is told when memory runs out.
         if let Err(error) = self.engine.set_memory(&self.id, i64::try_from(bytes).unwrap_or(i64::MAX)).await {
             warn!(%error, "the memory of a container was not changed");
@@ -272,7 +287,7 @@ impl Drop for Container {
 
 impl House {
     /// Says what separates the sessions of a container from the host, and who vouches for it.
-    fn isolation(&self, was_read: bool) -> Isolation {
+    fn isolation(&self, user: User, was_read: bool) -> Isolation {
         let vouched = if was_read { "read from the kernel" } else { "as the engine says" };
         let enforced = |how: String| Layer::Enforced { how };
         let runtime = self.runtime.as_deref().unwrap_or("the engine's usual runtime");
@@ -288,7 +303,7 @@ impl House {
             enforced(if self.has_user_namespace {
                 "a user of the engine's user namespace".to_owned()
             } else {
-                format!("the host user {}, who owns nothing else; forks share it", self.user.uid)
+                format!("the host user {}, who is in no other container; forks share it", user.uid)
             }),
         );
         isolation.record(LayerKind::Privileges, enforced(format!("no capability, no_new_privs ({vouched})")));
@@ -369,7 +384,13 @@ impl Sandbox for ContainerSandbox {
     }
 
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
-        self.begin(Fresh::AtOnce).await
+        if self.is_alive() {
+            return self.begin(Fresh::AtOnce).await;
+        }
+        // The container is gone and its files with it; nothing is left that could be kept.
+        let (successor, interpreter) = self.container.maker.another().await?;
+        *self = successor;
+        Ok(interpreter)
     }
 
     fn memory(&self) -> MemoryUse {
