@@ -8,7 +8,7 @@
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use serde::{Deserialize, Serialize};
@@ -64,6 +64,20 @@ pub(crate) fn open(doors: &Doors) -> io::Result<(Vec<Door>, Vec<OwnedFd>)> {
         }
     }
     Ok((kinds, sockets))
+}
+
+/// Makes the network namespace of somebody else, such as a container engine, a dead end and opens its doors. It must lead nowhere already.
+pub fn open_in(namespace: OwnedFd, doors: Doors) -> io::Result<Vec<(Door, OwnedFd)>> {
+    // A thread is in a network namespace, not a process; this one enters it and ends there.
+    let work = move || {
+        let kind = Some(rustix::thread::LinkNameSpaceType::Network);
+        rustix::thread::move_into_link_name_space(namespace.as_fd(), kind)?;
+        leads_nowhere()?;
+        let (kinds, sockets) = open(&doors)?;
+        Ok(kinds.into_iter().zip(sockets).collect())
+    };
+    let thread = std::thread::Builder::new().name("cb-doors".to_owned()).spawn(work)?;
+    thread.join().unwrap_or_else(|_| Err(io::Error::other("opening the doors failed")))
 }
 
 /// Makes sure that what is meant for an address of nobody is refused at once, here and now.

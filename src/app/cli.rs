@@ -64,6 +64,9 @@ pub(super) enum Command {
     /// List, build, show and remove Python environments
     #[command(subcommand, arg_required_else_help = true)]
     Env(EnvCommand),
+    /// Build images for sessions in containers
+    #[command(subcommand, arg_required_else_help = true)]
+    Image(ImageCommand),
     /// Verify and read audit logs
     #[command(subcommand, arg_required_else_help = true)]
     Audit(AuditCommand),
@@ -241,6 +244,50 @@ pub(super) enum EnvCommand {
         /// The environment's name
         name: String,
     },
+}
+
+#[derive(Subcommand)]
+pub(super) enum ImageCommand {
+    /// Build an image with Python, IPython and packages, in which nobody is root
+    #[command(after_help = IMAGE_EXAMPLES)]
+    Build(ImageArguments),
+}
+
+const IMAGE_EXAMPLES: &str = "\
+Examples:
+  cellblock image build                                          the image that containers have by default
+  cellblock image build --tag mine:1 --requirements packages.txt with the packages of a file beside the usual ones
+  cellblock image build --base python:3.12-slim --bare -p scipy  only IPython and what is named";
+
+#[derive(Args)]
+pub(super) struct ImageArguments {
+    /// What the image is called
+    #[arg(short = 't', long, default_value = "cellblock:latest")]
+    pub tag: String,
+    /// The image to begin with; it needs Python 3.10 or newer with venv
+    #[arg(long, default_value = "python:3.13-slim")]
+    pub base: String,
+    /// File of requirements, one per line as pip takes them; repeat for more
+    #[arg(short = 'r', long = "requirements", value_name = "FILE")]
+    pub requirements: Vec<PathBuf>,
+    /// A requirement as pip takes it; repeat for more
+    #[arg(short = 'p', long = "package", value_name = "REQUIREMENT")]
+    pub packages: Vec<String>,
+    /// Without the packages that sessions usually have
+    #[arg(long)]
+    pub bare: bool,
+    /// Who owns the working folder inside [default: the caller, or 1000 for root]
+    #[arg(long)]
+    pub uid: Option<u32>,
+    /// The group of the owner [default: the caller's, or 1000 for root]
+    #[arg(long)]
+    pub gid: Option<u32>,
+    /// The network that the build uses, such as host [default: the engine's]
+    #[arg(long, value_name = "NAME")]
+    pub network: Option<String>,
+    /// The engine that builds: docker or podman
+    #[arg(long, default_value = "docker", value_parser = ["docker", "podman"])]
+    pub engine: String,
 }
 
 #[derive(Subcommand)]

@@ -1,13 +1,16 @@
 //! The container backend: the operator's settings turned into what it needs.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use async_trait::async_trait;
+use tempfile::NamedTempFile;
 use tokio::sync::watch;
 
 use super::Warmth;
+use super::network::WayOut;
 use crate::config::{Containers, Settings};
 use crate::environment::supplies;
 use crate::sandbox::container::{
@@ -17,16 +20,19 @@ use crate::sandbox::{Backend, Preparation};
 
 /// Starts the backend that makes containers.
 pub(super) fn backend(settings: &Settings, choice: &Containers, warmth: Warmth) -> anyhow::Result<Arc<dyn Backend>> {
-    if !settings.network.rules.is_empty() || !settings.network.secrets.is_empty() {
-        bail!(
-            "sessions in containers have no way out to the network yet, so allowed domains and secrets cannot be kept; \
-             leave them out, or use --backend native"
-        );
-    }
+    let mut way_out = WayOut::new(settings, BTreeSet::new())?;
+    let mut container = container_settings(settings, choice, warmth);
+    container.variables.append(&mut way_out.variables);
+    container.binds.extend(way_out.binds.into_iter().map(|bind| ContainerBind {
+        host: bind.host,
+        inside: bind.inside,
+        writable: false,
+    }));
+    container.network = way_out.network;
     let preparation =
         watch::Sender::new(Preparation::Working { step: "preparing containers".to_owned(), done: 0, total: None });
-    let supplies = Arc::new(OwnSupplies { data_dir: settings.data_dir.clone() });
-    let started = ContainerBackend::start(container_settings(settings, choice, warmth), supplies, preparation);
+    let supplies = Arc::new(OwnSupplies { data_dir: settings.data_dir.clone(), _held: way_out.certificates });
+    let started = ContainerBackend::start(container, supplies, preparation);
     Ok(Arc::new(started.context("the runtime folder cannot be used")?))
 }
 
@@ -58,12 +64,21 @@ fn container_settings(settings: &Settings, choice: &Containers, warmth: Warmth) 
         },
         preload: Vec::new(),
         quick: warmth == Warmth::OneShot,
+        network: None,
     }
 }
 
 /// Supplies from our own binary and the package index.
 pub struct OwnSupplies {
-    pub data_dir: PathBuf,
+    data_dir: PathBuf,
+    /// A file that containers show; it is there as long as the backend.
+    _held: Option<NamedTempFile>,
+}
+
+impl OwnSupplies {
+    pub fn new(data_dir: PathBuf) -> OwnSupplies {
+        OwnSupplies { data_dir, _held: None }
+    }
 }
 
 #[async_trait]

@@ -8,6 +8,7 @@ mod cli;
 mod containers;
 mod doctor;
 mod env_command;
+mod image_command;
 mod keeper;
 mod key_command;
 mod network;
@@ -98,6 +99,9 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             Command::Key(command) => key_command::execute(&command, &mut std::io::stdout()).map(|()| ExitCode::SUCCESS),
             Command::Env(command) => {
                 env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
+            }
+            Command::Image(command) => {
+                image_command::execute(command, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
             Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
             Command::Packages(command) => {

@@ -28,6 +28,7 @@ use crate::environment::{EnvironmentName, EnvironmentSpec, PythonRequest, spec};
 use crate::keeper::KeeperName;
 use crate::sandbox::{LayerKind, SandboxLimits};
 
+pub(super) use containers::image_name;
 pub use network::SecretProblem;
 
 /// Everything settings are made from.

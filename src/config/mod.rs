@@ -336,6 +336,16 @@ fn in_brackets(why: Option<&str>) -> String {
     why.map(|why| format!(" ({why})")).unwrap_or_default()
 }
 
+/// Finds the engine of a command that needs no other setting.
+pub fn engine_address(kind: EngineKind) -> Result<EngineAddress, ConfigError> {
+    Ok(engine::find(kind, &own_variables(), &read_named_file, &Path::exists)?)
+}
+
+/// Tells whether a text can be the name of an image.
+pub fn is_image_name(text: &str) -> bool {
+    checks::image_name(text).is_ok()
+}
+
 /// Reads the real file, environment and machine, checks everything, and makes the folders that settings name.
 ///
 /// `config_file` is the file named by a flag. It must exist; so must one named by `CELLBLOCK_CONFIG`. The usual place may be empty.

@@ -12,6 +12,7 @@ use cellblock::app::OwnSupplies;
 use cellblock::sandbox::container::{
     ContainerBackend, ContainerBind, ContainerSettings, EngineAddress, EngineKind, PoolSettings,
 };
+use cellblock::sandbox::native::Network;
 use cellblock::sandbox::{Backend, Preparation, SandboxLimits};
 use cellblock::session::{SessionSettings, Sessions};
 use rustix::fs::FlockOperation;
@@ -76,6 +77,11 @@ impl TestEngine {
         output.status.success().then(|| String::from_utf8(output.stdout).expect("text"))
     }
 
+    /// The runtimes that the engine knows, in one line.
+    pub(crate) fn runtimes(&self) -> String {
+        self.command(&["info", "--format", "{{.Runtimes}}"])
+    }
+
     /// The identities of all containers that the engine knows.
     pub(crate) fn containers(&self) -> Vec<String> {
         self.command(&["ps", "--all", "--no-trunc", "--quiet"]).lines().map(str::to_owned).collect()
@@ -93,10 +99,10 @@ impl TestEngine {
     }
 
     /// Makes an image of nothing.
-    pub(crate) fn import(&self, name: &str, options: &[&str]) {
+    pub(crate) fn import(&self, name: &str) {
         let archive = folder().join("nothing.tar");
         std::fs::write(&archive, [0; 10_240]).expect("the folder can be written to");
-        self.command(&[&["import"], options, &[&archive.to_string_lossy(), name]].concat());
+        self.command(&["import", &archive.to_string_lossy(), name]);
     }
 
     /// The container that a session is in: the one whose first process has the session's pid namespace.
@@ -133,6 +139,7 @@ impl TestEngine {
                 pool: PoolSettings { size: 0, max_age: Duration::from_secs(600), creations: 2 },
                 preload: Vec::new(),
                 quick: true,
+                network: None,
             },
             sessions: SessionSettings { max_sessions: 500, ..SessionSettings::default() },
         }
@@ -172,6 +179,11 @@ impl Builder {
         self
     }
 
+    pub(crate) fn network(mut self, network: Network) -> Builder {
+        self.settings.network = Some(network);
+        self
+    }
+
     pub(crate) fn runtime(mut self, runtime: &str) -> Builder {
         self.settings.runtime = Some(runtime.to_owned());
         self
@@ -180,19 +192,19 @@ impl Builder {
     /// Starts it. Sessions wait until it is ready.
     pub(crate) fn start(self) -> Containers {
         let working = Preparation::Working { step: "preparing".to_owned(), done: 0, total: None };
-        let supplies = Arc::new(OwnSupplies { data_dir: super::data_folder() });
+        let supplies = Arc::new(OwnSupplies::new(super::data_folder()));
         // Also outside of an async test the backend's tasks find the runtime.
         let _entered = super::native::runtime().enter();
         let backend = ContainerBackend::start(self.settings, supplies, watch::Sender::new(working));
-        let backend: Arc<dyn Backend> = Arc::new(backend.expect("the runtime folder can be used"));
-        Containers { sessions: Sessions::new(Arc::clone(&backend), self.sessions), backend }
+        let backend = Arc::new(backend.expect("the runtime folder can be used"));
+        Containers { sessions: Sessions::new(Arc::clone(&backend) as Arc<dyn Backend>, self.sessions), backend }
     }
 }
 
 /// A backend with its sessions.
 pub(crate) struct Containers {
     pub(crate) sessions: Sessions,
-    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) backend: Arc<ContainerBackend>,
 }
 
 impl Containers {

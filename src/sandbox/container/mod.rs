@@ -9,11 +9,13 @@
 //!
 //! `engine` speaks the API, `spec` says what a container is and checks what was made, `profile` which system calls it may make, `image` looks at the image and adds
 //! our runner beside it. `line` carries everything between here and the supervisor over one stream (`strands`); `sandbox` is one container and its
-//! sessions; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left.
+//! sessions; `build` makes images of our own; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left.
 //!
-//! No container ever has a network, a capability, a device, the engine's socket, or a folder that the operator did not name. The engine's copying of files into and out of
+//! A container's network leads nowhere; where the operator allows destinations, its doors are opened in it from outside, and the gateway of the native backend answers them.
+//! No container ever has a capability, a device, the engine's socket, or a folder that the operator did not name. The engine's copying of files into and out of
 //! containers is not used.
 
+pub mod build;
 mod engine;
 mod facts;
 mod image;
@@ -50,6 +52,7 @@ use self::sandbox::{Container, ContainerSandbox, Fresh, House, Made, Maker};
 pub use self::spec::{ContainerBind, WORK as WORK_FOLDER};
 use self::spec::{LABEL_PLACE, LABEL_ROLE, LABEL_SERVER, User, Wanted};
 use self::tenancy::Tenancy;
+use super::native::Network;
 use super::{Backend, Interpreter, LaunchError, Preparation, Sandbox, SandboxLimits};
 
 /// How long making a session in a new container may take, from its creation to a warm Python.
@@ -86,6 +89,8 @@ pub struct ContainerSettings {
     pub preload: Vec<String>,
     /// Nothing is done that pays off only with many sessions.
     pub quick: bool,
+    /// What sessions can reach; nothing without.
+    pub network: Option<Network>,
 }
 
 /// Sandboxes made of containers.
@@ -139,6 +144,11 @@ impl ContainerBackend {
         });
         let background = vec![tokio::spawn(inner.clone().prepare_until_it_works())];
         Ok(ContainerBackend { inner, background: Mutex::new(background) })
+    }
+
+    /// Counts the containers that wait to be used.
+    pub fn waiting(&self) -> usize {
+        self.inner.pool.len()
     }
 }
 
@@ -243,6 +253,7 @@ impl Inner {
         let options = info.security_options.unwrap_or_default();
         let has_user_namespace =
             options.iter().any(|option| option.contains("name=userns") || option.contains("name=rootless"));
+        self.check_network(&engine)?;
         let seccomp = self.seccomp()?;
         let look = Look {
             engine: &engine,
@@ -258,8 +269,27 @@ impl Inner {
             runtime: settings.runtime.clone().filter(|runtime| !["runc", "crun"].contains(&runtime.as_str())),
             owns_work_folder: !settings.binds.iter().any(|bind| bind.inside == Path::new(WORK_FOLDER)),
             plan: self.plan(),
+            network: settings.network.clone(),
         };
         Ok(Standing { engine, image, house: Arc::new(house), seccomp })
+    }
+
+    /// Refuses rules that could not be kept: the doors of a container are opened from outside, in its own network namespace.
+    fn check_network(&self, engine: &Engine) -> Result<(), String> {
+        let why = if self.settings.network.is_none() {
+            return Ok(());
+        } else if !engine.is_local() {
+            "the engine is on another machine"
+        } else if !rustix::process::geteuid().is_root() {
+            "only a server that is started by root can open the doors of a container"
+        } else if self.settings.runtime.as_deref().is_some_and(|runtime| !["runc", "crun"].contains(&runtime)) {
+            "the network of this runtime is not the kernel's"
+        } else {
+            return Ok(());
+        };
+        Err(format!(
+            "what sessions may reach cannot be enforced here, so none is started: {why}; leave allowed domains and secrets out, or use --backend native"
+        ))
     }
 
     /// Returns the list of system calls as the engine takes it: as text, or as a file of its own machine.
@@ -351,6 +381,7 @@ impl Inner {
             command: standing.image.command.clone(),
             labels: self.labels("session"),
             seccomp: &standing.seccomp,
+            has_doors: self.settings.network.is_some(),
             can_count_files: self.settings.kind == EngineKind::Docker,
         });
         let name = format!("cellblock-{:016x}", fresh_number());

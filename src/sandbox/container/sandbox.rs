@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bollard::models::ContainerCreateBody;
+use cellblock_egress::gateway::Gateway;
 use serde_json::{Value, json};
 use tokio::sync::{oneshot, watch};
 use tracing::warn;
@@ -18,6 +19,7 @@ use super::engine::Engine;
 use super::facts::{self, Fate, Mark, Meter};
 use super::line::Line;
 use super::spec::{self, User};
+use crate::sandbox::native::Network;
 use crate::sandbox::{
     Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Layer,
     LayerKind, MemoryUse, Process, Rules, Sandbox, SandboxLimits,
@@ -60,7 +62,7 @@ impl Fresh {
 }
 
 /// What all containers of a backend have in common.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) struct House {
     pub(super) limits: SandboxLimits,
     pub(super) has_user_namespace: bool,
@@ -69,6 +71,14 @@ pub(super) struct House {
     /// No folder of the operator's is the working folder.
     pub(super) owns_work_folder: bool,
     pub(super) plan: Value,
+    pub(super) network: Option<Network>,
+}
+
+impl std::fmt::Debug for House {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // The plan holds variables of the operator's.
+        formatter.debug_struct("House").field("limits", &self.limits).finish_non_exhaustive()
+    }
 }
 
 /// A running container.
@@ -84,6 +94,8 @@ pub(super) struct Container {
     next_member: AtomicU32,
     removed: AtomicBool,
     maker: Arc<dyn Maker>,
+    /// The way out of all its sessions, if there is one.
+    gateway: Option<Gateway>,
 }
 
 /// Makes containers, for sessions whose own is gone.
@@ -124,10 +136,11 @@ impl Container {
             if let Some(what) = process.and_then(|process| facts::fault_of(process, user, house.has_user_namespace)) {
                 return Err(failed(format!("the container is not as it must be: {what}")));
             }
-            Ok((line, process))
+            let gateway = house.open_gateway(process).map_err(failed)?;
+            Ok((line, process, gateway))
         };
         match begun.await {
-            Ok((line, process)) => {
+            Ok((line, process, gateway)) => {
                 let meter = Arc::new(Meter::new(engine, &id, process, fate.clone()));
                 let isolation = house.isolation(user, process.is_some());
                 Ok(Arc::new(Container {
@@ -142,6 +155,7 @@ impl Container {
                     next_member: AtomicU32::new(1),
                     removed: AtomicBool::new(false),
                     maker,
+                    gateway,
                 }))
             }
             Err(error) => {
@@ -272,6 +286,17 @@ impl Drop for Container {
 }
 
 impl House {
+    /// Opens the doors of a container and the gateway behind them, where there are rules. Its network leads nowhere else.
+    fn open_gateway(&self, process: Option<u32>) -> Result<Option<Gateway>, String> {
+        let Some(network) = &self.network else { return Ok(None) };
+        let process =
+            process.ok_or("the way out of a container can be kept only where it is a process of this machine")?;
+        let failed = |error: std::io::Error| format!("the way out of a container cannot be opened: {error}");
+        let namespace = std::fs::File::open(format!("/proc/{process}/ns/net")).map_err(failed)?;
+        let doors = cellblock_jail::network::open_in(namespace.into(), network.doors()).map_err(failed)?;
+        network.open(doors).map(Some).map_err(failed)
+    }
+
     /// Says what separates the sessions of a container from the host, and who vouches for it.
     fn isolation(&self, user: User, was_read: bool) -> Isolation {
         let vouched = if was_read { "read from the kernel" } else { "as the engine says" };
@@ -301,7 +326,13 @@ impl House {
             }),
         );
         isolation.record(LayerKind::Landlock, landlock(0));
-        isolation.record(LayerKind::Network, enforced("no network but an empty loopback".to_owned()));
+        isolation.record(
+            LayerKind::Network,
+            enforced(match self.network {
+                None => "no network but an empty loopback".to_owned(),
+                Some(_) => "an empty network namespace, whose doors Cellblock answers; forks share them".to_owned(),
+            }),
+        );
         isolation.record(
             LayerKind::Resources,
             enforced("control groups for memory, CPU time and processes, shared with its forks".to_owned()),
@@ -365,7 +396,11 @@ impl Sandbox for ContainerSandbox {
 
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
         if self.is_alive() {
-            return self.begin(Fresh::AtOnce).await;
+            match self.begin(Fresh::AtOnce).await {
+                // What was to be ended could not be, and took the container along.
+                Err(_) if !self.is_alive() => {}
+                begun => return begun,
+            }
         }
         // The container is gone and its files with it; nothing is left that could be kept.
         let (successor, interpreter) = self.container.maker.another().await?;
@@ -442,13 +477,17 @@ impl Sandbox for ContainerSandbox {
     }
 
     fn rules(&self) -> Rules {
-        Rules::none()
+        self.container.gateway.as_ref().map_or_else(Rules::none, Gateway::rules)
     }
 
-    fn set_rules(&self, _rules: Rules) {}
+    fn set_rules(&self, rules: Rules) {
+        if let Some(gateway) = &self.container.gateway {
+            gateway.set_rules(rules);
+        }
+    }
 
     fn take_blocked(&self) -> Vec<Blocked> {
-        Vec::new()
+        self.container.gateway.as_ref().map(Gateway::take_blocked).unwrap_or_default()
     }
 
     async fn destroy(&mut self) {
