@@ -31,7 +31,7 @@ _LARGEST_REPORT = 4096
 # How long what an ended interpreter wrote may wait for a host that does not read.
 _LAST_WORDS = 1.0
 # How long ending the processes of a session may take before it is given up, and with it the container.
-_SWEEPING = 3.0
+_SWEEPING = 8.0
 # Pipes of earlier cells that are still emptied, so that processes left behind neither block nor die.
 _MOST_RETIRED = 16
 # Checkpoints go first when memory runs out.
@@ -293,8 +293,10 @@ class Supervisor:
         for steward, reports in list(member.stewards.items()):
             _kill(steward, signal.SIGKILL)
             self._drop_steward(member, steward, reports)
-        if member.interpreter is not None:
-            self._close(member.interpreter)
+        for interpreter in [each for each in self._interpreters.values() if each.member is member]:
+            # Nobody waits for what it wrote.
+            interpreter.status = signal.SIGKILL if interpreter.status is None else interpreter.status
+            self._tell_end(interpreter)
         del self._members[number]
         if member.folder is not None:
             shutil.rmtree(member.folder, ignore_errors=True)
@@ -400,6 +402,9 @@ class Supervisor:
                 waits |= self._pull(pipe)
         if waits and interpreter.patience is not None and time.monotonic() < interpreter.patience:
             return
+        self._tell_end(interpreter)
+
+    def _tell_end(self, interpreter: Interpreter) -> None:
         status = interpreter.status or 0
         how = {"signal": os.WTERMSIG(status)} if os.WIFSIGNALED(status) else {"code": os.WEXITSTATUS(status)}
         self._close(interpreter)
@@ -528,7 +533,8 @@ class Supervisor:
             if not stopped:
                 return
             time.sleep(0.0005)
-        os._exit(3)  # Something in here cannot be ended. The container can.
+        os.write(2, f"{len(stopped)} processes could not be ended\n".encode())
+        os._exit(3)  # The container can.
 
     def _steward_of(self, process: int, parents: dict[int, int]) -> int | None:
         """Returns the nearest steward above a process; none for stewards themselves."""

@@ -46,7 +46,7 @@ impl fmt::Debug for Network {
 
 impl Network {
     /// The sockets that every sandbox needs.
-    pub(super) fn doors(&self) -> Doors {
+    pub(in crate::sandbox) fn doors(&self) -> Doors {
         match self.rules.listens() {
             Listens::Ports(ports) => Doors::Ports(ports.union(&self.ports).copied().collect()),
             Listens::All => Doors::All,
@@ -54,7 +54,7 @@ impl Network {
     }
 
     /// Opens the gateway of a sandbox.
-    pub(super) fn open(&self, doors: Vec<(Door, OwnedFd)>) -> io::Result<Gateway> {
+    pub(in crate::sandbox) fn open(&self, doors: Vec<(Door, OwnedFd)>) -> io::Result<Gateway> {
         let doors = doors.into_iter().map(|(door, socket)| match door {
             Door::Names => gateway::Door::Names(UdpSocket::from(socket)),
             Door::Port(port) => gateway::Door::Port(port, TcpListener::from(socket)),

@@ -51,19 +51,13 @@ fn an_image_that_is_nowhere_is_named() {
 }
 
 #[test]
-fn an_image_without_python_and_one_for_another_machine_are_refused() {
+fn an_image_without_python_is_refused() {
     on_docker(async |engine| {
         let empty = "cellblock-test:empty";
-        engine.import(empty, &[]);
+        engine.import(empty);
         let containers = engine.build().image(empty).start();
         let why = failure(containers.session().execute("1").await.unwrap_err());
         assert!(why.contains("has no Python that could be started"), "{why}");
-        containers.end().await;
-        let foreign = "cellblock-test:foreign";
-        engine.import(foreign, &["--platform", "linux/s390x"]);
-        let containers = engine.build().image(foreign).start();
-        let why = failure(containers.session().execute("1").await.unwrap_err());
-        assert!(why.contains("is for s390x") && why.contains("amd64"), "{why}");
         containers.end().await;
     });
 }

@@ -17,6 +17,15 @@ fn pool_of_one(engine: &TestEngine, memory: u64, max_age: Duration) -> Container
     engine.build().limits(limits).pool(1, max_age).start()
 }
 
+/// Waits until a container waits.
+async fn is_full(containers: &Containers) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while containers.backend.waiting() == 0 {
+        assert!(Instant::now() < deadline, "the pool stays empty");
+        tokio::task::yield_now().await;
+    }
+}
+
 /// The containers with so much memory that run, once there are so many.
 async fn running(engine: &TestEngine, memory: u64, count: usize) -> Vec<String> {
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -41,6 +50,7 @@ fn a_session_from_the_pool_starts_at_once_and_is_never_used_again() {
     on_docker(async |engine| {
         let memory = 201 << 20;
         let containers = pool_of_one(engine, memory, LONG);
+        is_full(&containers).await;
         let first = running(engine, memory, 1).await;
         let session = containers.session();
         session.ok("x = 1").await;
@@ -60,6 +70,7 @@ fn a_member_that_died_or_is_too_old_is_never_handed_out() {
     on_docker(async |engine| {
         let memory = 202 << 20;
         let containers = pool_of_one(engine, memory, LONG);
+        is_full(&containers).await;
         let dead = running(engine, memory, 1).await;
         engine.command(&["kill", &dead[0]]);
         let session = containers.session();

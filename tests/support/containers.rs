@@ -76,6 +76,11 @@ impl TestEngine {
         output.status.success().then(|| String::from_utf8(output.stdout).expect("text"))
     }
 
+    /// The runtimes that the engine knows, in one line.
+    pub(crate) fn runtimes(&self) -> String {
+        self.command(&["info", "--format", "{{.Runtimes}}"])
+    }
+
     /// The identities of all containers that the engine knows.
     pub(crate) fn containers(&self) -> Vec<String> {
         self.command(&["ps", "--all", "--no-trunc", "--quiet"]).lines().map(str::to_owned).collect()
@@ -93,10 +98,10 @@ impl TestEngine {
     }
 
     /// Makes an image of nothing.
-    pub(crate) fn import(&self, name: &str, options: &[&str]) {
+    pub(crate) fn import(&self, name: &str) {
         let archive = folder().join("nothing.tar");
         std::fs::write(&archive, [0; 10_240]).expect("the folder can be written to");
-        self.command(&[&["import"], options, &[&archive.to_string_lossy(), name]].concat());
+        self.command(&["import", &archive.to_string_lossy(), name]);
     }
 
     /// The container that a session is in: the one whose first process has the session's pid namespace.
@@ -197,15 +202,15 @@ impl Builder {
         // Also outside of an async test the backend's tasks find the runtime.
         let _entered = super::native::runtime().enter();
         let backend = ContainerBackend::start(self.settings, supplies, watch::Sender::new(working));
-        let backend: Arc<dyn Backend> = Arc::new(backend.expect("the runtime folder can be used"));
-        Containers { sessions: Sessions::new(Arc::clone(&backend), self.sessions), backend }
+        let backend = Arc::new(backend.expect("the runtime folder can be used"));
+        Containers { sessions: Sessions::new(Arc::clone(&backend) as Arc<dyn Backend>, self.sessions), backend }
     }
 }
 
 /// A backend with its sessions.
 pub(crate) struct Containers {
     pub(crate) sessions: Sessions,
-    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) backend: Arc<ContainerBackend>,
 }
 
 impl Containers {

@@ -80,7 +80,11 @@ pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, Str
         }
         found => found.map_err(|error| error.to_string())?,
     };
-    check_platform(engine, name, image.os.as_deref(), image.architecture.as_deref()).await?;
+    let machine = engine.info().await.map_err(|error| error.to_string())?.architecture.unwrap_or_default();
+    let (os, architecture) = (image.os.unwrap_or_default(), image.architecture.unwrap_or_default());
+    if let Some(why) = wrong_platform(name, &os, &architecture, &machine) {
+        return Err(why);
+    }
     let identity = image.id.ok_or("the engine does not tell the identity of the image")?;
     let runner = look.supplies.runner();
     let volume = volume_name(&identity, &runner);
@@ -121,28 +125,23 @@ impl From<EngineError> for Failure {
     }
 }
 
-async fn check_platform(
-    engine: &Engine,
-    name: &str,
-    os: Option<&str>,
-    architecture: Option<&str>,
-) -> Result<(), String> {
-    let info = engine.info().await.map_err(|error| error.to_string())?;
-    let theirs = match info.architecture.as_deref() {
-        Some("x86_64") => "amd64",
-        Some("aarch64") => "arm64",
-        Some(other) => other,
-        None => return Ok(()),
+/// Returns why an image cannot run on the engine's machine, if it cannot.
+fn wrong_platform(name: &str, os: &str, architecture: &str, machine: &str) -> Option<String> {
+    let machine = match machine {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
     };
-    match (os, architecture) {
-        (Some(os), _) if !os.is_empty() && os != "linux" => {
-            Err(format!("the image {name} is for {os}; sessions need one for linux"))
-        }
-        (_, Some(architecture)) if !architecture.is_empty() && architecture != theirs => Err(format!(
-            "the image {name} is for {architecture}, and the engine's machine is {theirs}; name an image for {theirs}"
-        )),
-        _ => Ok(()),
+    // Images that were made from an archive may say nothing.
+    if !os.is_empty() && os != "linux" {
+        return Some(format!("the image {name} is for {os}; sessions need one for linux"));
     }
+    let is_other = ![architecture, machine].contains(&"") && architecture != machine;
+    is_other.then(|| {
+        format!(
+            "the image {name} is for {architecture}, and the engine's machine is {machine}; name an image for {machine}"
+        )
+    })
 }
 
 fn volume_name(image: &str, runner: &[(String, Vec<u8>)]) -> String {
@@ -321,4 +320,36 @@ pub(super) fn fresh_number() -> u64 {
     let mut bytes = [0; 8];
     let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
     u64::from_ne_bytes(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_for_another_machine_is_refused_with_what_would_fit() {
+        assert_eq!(wrong_platform("x", "linux", "amd64", "x86_64"), None); // control
+        assert_eq!(wrong_platform("x", "", "", "x86_64"), None);
+        assert_eq!(wrong_platform("x", "linux", "riscv64", "riscv64"), None);
+        let why = wrong_platform("x", "linux", "s390x", "aarch64").unwrap();
+        assert!(why.contains("is for s390x") && why.contains("for arm64"), "{why}");
+        assert!(wrong_platform("x", "windows", "amd64", "x86_64").unwrap().contains("for windows"));
+    }
+
+    #[test]
+    fn another_runner_or_image_has_another_volume() {
+        let files = |text: &str| vec![("a.py".to_owned(), text.as_bytes().to_vec())];
+        let one = volume_name("sha256:1", &files("1"));
+        assert_eq!(one, volume_name("sha256:1", &files("1")));
+        assert_ne!(one, volume_name("sha256:2", &files("1")));
+        assert_ne!(one, volume_name("sha256:1", &files("2")));
+    }
+
+    #[test]
+    fn the_packages_of_the_image_come_before_ours() {
+        let command =
+            |ipython| supervisor_command("python3", &Found { version: (3, 12), ipython, ready: true }).concat();
+        assert!(command(false).contains("sys.path.append('/opt/cellblock/ready/ipython')"));
+        assert!(!command(true).contains("ipython"));
+    }
 }

@@ -144,6 +144,11 @@ impl ContainerBackend {
         let background = vec![tokio::spawn(inner.clone().prepare_until_it_works())];
         Ok(ContainerBackend { inner, background: Mutex::new(background) })
     }
+
+    /// Counts the containers that wait to be used.
+    pub fn waiting(&self) -> usize {
+        self.inner.pool.len()
+    }
 }
 
 #[async_trait]
@@ -247,6 +252,7 @@ impl Inner {
         let options = info.security_options.unwrap_or_default();
         let has_user_namespace =
             options.iter().any(|option| option.contains("name=userns") || option.contains("name=rootless"));
+        self.check_network(&engine)?;
         let seccomp = self.seccomp()?;
         let look = Look {
             engine: &engine,
@@ -265,6 +271,15 @@ impl Inner {
             network: settings.network.clone(),
         };
         Ok(Standing { engine, image, house: Arc::new(house), seccomp })
+    }
+
+    /// Refuses rules that nobody could keep, before anything is made. Whether they are kept in a container is tried in each.
+    fn check_network(&self, engine: &Engine) -> Result<(), String> {
+        if self.settings.network.is_none() || engine.is_local() {
+            return Ok(());
+        }
+        let way = "leave allowed domains and secrets out, or use an engine of this machine or --backend native";
+        Err(format!("what sessions may reach cannot be enforced: the engine is on another machine; {way}"))
     }
 
     /// Returns the list of system calls as the engine takes it: as text, or as a file of its own machine.

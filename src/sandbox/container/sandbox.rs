@@ -61,7 +61,7 @@ impl Fresh {
 }
 
 /// What all containers of a backend have in common.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) struct House {
     pub(super) limits: SandboxLimits,
     pub(super) has_user_namespace: bool,
@@ -72,6 +72,13 @@ pub(super) struct House {
     pub(super) plan: Value,
     /// What sessions may reach; nothing without.
     pub(super) network: Option<ContainerNetwork>,
+}
+
+impl std::fmt::Debug for House {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // The plan holds variables of the operator's.
+        formatter.debug_struct("House").field("limits", &self.limits).finish_non_exhaustive()
+    }
 }
 
 /// A running container.
@@ -315,7 +322,13 @@ impl House {
             }),
         );
         isolation.record(LayerKind::Landlock, landlock(0));
-        isolation.record(LayerKind::Network, enforced("no network but an empty loopback".to_owned()));
+        isolation.record(
+            LayerKind::Network,
+            enforced(match self.network {
+                None => "no network but an empty loopback".to_owned(),
+                Some(_) => "an empty network namespace, whose doors Cellblock answers; forks share them".to_owned(),
+            }),
+        );
         isolation.record(
             LayerKind::Resources,
             enforced("control groups for memory, CPU time and processes, shared with its forks".to_owned()),
@@ -385,7 +398,11 @@ impl Sandbox for ContainerSandbox {
 
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
         if self.is_alive() {
-            return self.begin(Fresh::AtOnce).await;
+            match self.begin(Fresh::AtOnce).await {
+                // What was to be ended could not be, and took the container along.
+                Err(_) if !self.is_alive() => {}
+                begun => return begun,
+            }
         }
         // The container is gone and its files with it; nothing is left that could be kept.
         let (successor, interpreter) = self.container.maker.another().await?;
