@@ -10,7 +10,7 @@ pub mod container;
 pub mod fake;
 pub mod isolation;
 pub mod native;
-mod way_out;
+pub mod way_out;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
