@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::asked_to_end;
 use super::cli::{EngineArguments, ImageArguments, ImageCommand};
-use super::{ipybox_commands, progress};
+use super::progress;
 use crate::config::quantity::format_size;
 use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{EnvironmentProgress, EnvironmentSpec, Input, Lockfile, spec};
@@ -157,7 +157,7 @@ fn filling(arguments: &ImageArguments) -> anyhow::Result<Filling> {
     let mut packages = if arguments.no_science { Vec::new() } else { science() };
     packages.extend(arguments.packages.iter().cloned());
     if let Some(file) = &arguments.dependencies {
-        packages.extend(ipybox_commands::dependencies(file)?);
+        packages.extend(dependencies(file)?);
     }
     if let Some(misfit) = packages.iter().find(|package| !spec::is_requirement(package)) {
         bail!("\"{misfit}\" cannot be installed: it must be {}", spec::REQUIREMENT_ALLOWED);
@@ -175,6 +175,31 @@ fn filling(arguments: &ImageArguments) -> anyhow::Result<Filling> {
 fn science() -> Vec<String> {
     let [default, _] = EnvironmentSpec::built_in();
     default.packages
+}
+
+fn dependencies(file: &Path) -> anyhow::Result<Vec<String>> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("could not read {}", file.display()))?;
+    quoted_requirements(&text).map_err(|line| {
+        anyhow!("{} line {line}: a line is a requirement in quotes, with a comma behind it", file.display())
+    })
+}
+
+/// Reads lines of a TOML array: `"numpy>=2",`. Returns the number of the first line that is none.
+fn quoted_requirements(text: &str) -> Result<Vec<String>, usize> {
+    let mut found = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let line = line.strip_suffix(',').unwrap_or(line).trim_end();
+        let unquoted = ['"', '\''].iter().find_map(|quote| line.strip_prefix(*quote)?.strip_suffix(*quote));
+        match unquoted.filter(|text| !text.is_empty() && !text.contains(['"', '\\'])) {
+            Some(requirement) => found.push(requirement.to_owned()),
+            None => return Err(index + 1),
+        }
+    }
+    Ok(found)
 }
 
 /// Returns the full path of a file, because the installer works in another folder.
@@ -258,9 +283,13 @@ mod tests {
     #[test]
     fn dependencies_may_be_written_as_a_project_has_them() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), "\"polars>=1\",\n").unwrap();
+        std::fs::write(file.path(), "# tools\n\"polars>=1\",\n\n  'x; python_version > \"3\"' ,\n").unwrap();
         let given = ImageArguments { no_science: true, dependencies: Some(file.path().to_owned()), ..arguments() };
-        assert_eq!(packages(&given), ["polars>=1", "ipython", "pydantic"]);
+        assert!(filling(&given).unwrap_err().to_string().contains("line 4"), "quotes within quotes are not read");
+        std::fs::write(file.path(), "# tools\n\"polars>=1\",\n\n  'pandas[excel] >=2' ,\n\"six\"").unwrap();
+        assert_eq!(packages(&given), ["polars>=1", "pandas[excel] >=2", "six", "ipython", "pydantic"]);
+        assert_eq!(quoted_requirements("\"numpy\",\nnumpy = \"^2\"\n"), Err(2));
+        assert_eq!(quoted_requirements("scipy"), Err(1));
     }
 
     #[test]
