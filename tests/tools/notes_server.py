@@ -92,7 +92,7 @@ def answer(number: Any, params: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    log("started", EDITION)
+    log("started", EDITION, str(os.getpid()))
     for line in sys.stdin:
         message = json.loads(line)
         method, number, params = message.get("method"), message.get("id"), message.get("params") or {}

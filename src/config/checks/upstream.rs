@@ -104,3 +104,60 @@ fn number(written: &Written) -> Option<Value> {
         _ => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::tests::case;
+    use super::*;
+
+    const SERVERS: &str = "mcp_servers:\n  git:\n    command: uvx\n    args: [mcp-server-git, --port, 8080]\n    env: {LEVEL: 3, TOKEN: '${GIT_TOKEN}'}\n    \
+                           call_timeout: 90\n  web:\n    url: https://example.com/mcp\n    headers: {Authorization: Bearer canary-1}\n";
+
+    #[test]
+    fn servers_are_read_from_the_file_and_texts_stay_texts() {
+        let settings = case().yaml(SERVERS).variable("GIT_TOKEN", "canary-2").settings();
+        let git = &settings.upstreams.servers["git"];
+        let expected = json!({"command": "uvx", "args": ["mcp-server-git", "--port", "8080"],
+            "env": {"LEVEL": "3", "TOKEN": "${GIT_TOKEN}"}, "call_timeout": 90});
+        assert_eq!(*git, expected);
+        assert_eq!(settings.upstreams.variables["GIT_TOKEN"], "canary-2");
+        let shown = format!("{settings:?}");
+        assert!(shown.contains("\"git\", \"web\"") && !shown.contains("canary"), "{shown}");
+        assert!(case().settings().upstreams.servers.is_empty());
+    }
+
+    #[test]
+    fn a_file_of_another_client_is_read_and_the_configuration_wins() {
+        let text = r#"{"mcpServers": {"git": {"command": "other"}, "time": {"command": "uvx", "args": ["mcp-server-time"]}}, "theme": "dark"}"#;
+        let named = || case().yaml(SERVERS).flag(Key::McpServersFile, "clients.json");
+        let settings = named().file("/here/clients.json", text).settings();
+        let names: Vec<&String> = settings.upstreams.servers.keys().collect();
+        assert_eq!(names, ["git", "time", "web"]);
+        assert_eq!(settings.upstreams.servers["git"]["command"], "uvx");
+        assert!(named().refusal().contains("a file that exists"));
+        for (text, word) in
+            [("{", "line 1"), ("{}", "no such object"), (r#"{"mcpServers": {"a": {"comand": "x"}}}"#, "command")]
+        {
+            let refusal = named().file("/here/clients.json", text).refusal();
+            assert!(refusal.contains(word), "{refusal}");
+        }
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_where_it_is_written_and_without_its_values() {
+        for (yaml, words) in [
+            ("mcp_servers: [a]", ["mcp_servers", "table"]),
+            ("mcp_servers:\n  a: {command: x, url: 'https://canary'}", ["line 2: mcp_servers.a", "both"]),
+            ("mcp_servers:\n  a: {command: x, arg: [canary]}", ["mcp_servers.a", "did you mean `args`"]),
+            ("mcp_servers:\n  '../a': {command: x}", ["../a", "name"]),
+            ("mcp_servers:\n  a-b: {command: x}\n  a_b: {command: x}", ["package", "a-b"]),
+        ] {
+            let refusal = case().yaml(yaml).refusal();
+            for word in words {
+                assert!(refusal.contains(word) && !refusal.contains("canary"), "{word:?} is not in {refusal:?}");
+            }
+        }
+    }
+}
