@@ -18,9 +18,9 @@ use super::arguments::{Call, Source, Target};
 use super::desk::{Job, Place};
 use super::host_files::{Capped, HostFileError, HostFiles, Overwrite};
 use super::progress::Reporter;
-use super::{Front, Server, Shared, compare, render, servers, tasks};
+use super::{Server, Shared, compare, render, servers, tasks};
 use crate::session::install::InstallReport;
-use crate::session::servers::{ServerRequest, Trust};
+use crate::session::servers::ServerRequest;
 use crate::session::{
     Checked, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, Refused, SessionId, Which,
 };
@@ -136,11 +136,7 @@ impl Server {
                 answer(done, |()| render::closed(&session, self.shared.work_folder))
             }
             Call::Register { name, params } => {
-                let trust = match self.shared.front {
-                    Front::Stdio => Trust::Local,
-                    Front::Http => Trust::Remote,
-                };
-                let request = ServerRequest { name, params, trust };
+                let request = ServerRequest { name, params, trust: self.shared.front.trust() };
                 let done = or_cancelled(context, sessions.register_server(owner, request)).await;
                 answer(done, |server| servers::registered(&server))
             }
