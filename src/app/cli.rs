@@ -163,6 +163,8 @@ pub(super) struct McpArguments {
     #[command(flatten)]
     watch: WatchArguments,
     #[command(flatten)]
+    upstream: UpstreamArguments,
+    #[command(flatten)]
     keeping: KeepingArguments,
 }
 
@@ -176,6 +178,8 @@ pub(super) struct ServeArguments {
     branching: BranchingArguments,
     #[command(flatten)]
     watch: WatchArguments,
+    #[command(flatten)]
+    upstream: UpstreamArguments,
     #[command(flatten)]
     keeping: KeepingArguments,
 }
@@ -639,6 +643,14 @@ struct WatchArguments {
     otlp_endpoint: Option<String>,
 }
 
+/// Flags about other MCP servers.
+#[derive(Args, Default)]
+struct UpstreamArguments {
+    /// JSON file with MCP servers that all sessions may use, in the form of client configurations: {"mcpServers": {…}}
+    #[arg(long, value_name = "FILE")]
+    mcp_servers_file: Option<String>,
+}
+
 /// Flags about sessions that outlive the server.
 #[derive(Args, Default)]
 struct KeepingArguments {
@@ -657,11 +669,11 @@ impl Arguments {
             .single(Key::LogLevel, self.general.log_level.clone())
             .single(Key::LogFormat, self.general.log_format.clone());
         match &self.command {
-            Command::Mcp(McpArguments { other, sandbox, branching, watch, keeping }) => {
-                keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(other.add_to(flags)))))
+            Command::Mcp(McpArguments { other, sandbox, branching, watch, upstream, keeping }) => {
+                keeping.add_to(watch.add_to(upstream.add_to(branching.add_to(sandbox.add_to(other.add_to(flags))))))
             }
-            Command::Serve(ServeArguments { service, sandbox, branching, watch, keeping }) => {
-                service.add_to(keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags)))))
+            Command::Serve(ServeArguments { service, sandbox, branching, watch, upstream, keeping }) => {
+                service.add_to(keeping.add_to(watch.add_to(upstream.add_to(branching.add_to(sandbox.add_to(flags))))))
             }
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
             Command::Doctor(_)
@@ -742,6 +754,12 @@ impl BranchingArguments {
 impl WatchArguments {
     fn add_to(&self, flags: Flags) -> Flags {
         flags.single(Key::AuditFile, self.audit_file.clone()).single(Key::OtlpEndpoint, self.otlp_endpoint.clone())
+    }
+}
+
+impl UpstreamArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        flags.single(Key::McpServersFile, self.mcp_servers_file.clone())
     }
 }
 

@@ -20,6 +20,7 @@ mod recorded;
 mod run;
 mod service;
 mod stdio;
+mod upstream;
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -37,6 +38,8 @@ use self::cli::{Arguments, Command, KeeperCommand};
 pub use self::containers::OwnSupplies;
 use self::network::WayOut;
 use self::packages::Packages;
+use self::upstream::Upstreams;
+pub use self::upstream::WRAPPER_ARGUMENT;
 use crate::audit::Audit;
 use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
@@ -44,7 +47,9 @@ use crate::mcp::{self, Front, McpSettings};
 use crate::sandbox::native::{NativeBackend, NativeSettings, Programs, WORK_FOLDER, WarmEnvironment};
 use crate::sandbox::{Backend, Preparation};
 use crate::session::install::{Installer, Source};
-use crate::session::{self, SessionSettings, Sessions, WorkFolder};
+use crate::session::servers::ServerSetup;
+use crate::session::tools::{Broker, Tools};
+use crate::session::{self, SessionAccess, SessionSettings, Sessions, WorkFolder};
 use crate::telemetry::{self, TelemetrySettings};
 
 /// Runs the program.
@@ -173,17 +178,20 @@ fn house(settings: &Settings, warmth: Warmth) -> anyhow::Result<House> {
     // One run of code ends before an installation would pay off.
     let packages = if warmth == Warmth::OneShot || !can_install(settings) { None } else { Packages::new(settings)? };
     let backend = backend(settings, warmth, packages.clone())?;
-    let sessions = sessions(settings, warmth, backend, packages.clone());
+    // Nor has it time for other servers.
+    let upstreams = (warmth == Warmth::Full).then(|| Upstreams::new(&settings.upstreams));
+    let sessions = sessions(settings, warmth, backend, packages.clone(), upstreams.clone());
     if let Some(packages) = &packages {
         packages.work_in(sessions.clone());
     }
-    Ok(House { sessions, packages })
+    Ok(House { sessions, packages, upstreams })
 }
 
 /// The sessions of a command, and what serves them.
 struct House {
     sessions: Sessions,
     packages: Option<Arc<Packages>>,
+    upstreams: Option<Upstreams>,
 }
 
 impl House {
@@ -192,6 +200,9 @@ impl House {
         self.sessions.shut_down().await;
         if let Some(packages) = &self.packages {
             packages.clean_up();
+        }
+        if let Some(upstreams) = &self.upstreams {
+            upstreams.shut_down().await;
         }
     }
 }
@@ -330,6 +341,22 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
     }
 }
 
+/// The servers of the operator, as sessions are told of them.
+fn server_setup(settings: &Settings) -> ServerSetup {
+    let config::Upstreams { servers, allowed_hosts, variables } = settings.upstreams.clone();
+    ServerSetup { servers, allowed_hosts, variables }
+}
+
+/// Tells sessions of the operator's servers, in the background: nobody waits for a server of another maker.
+fn set_up_servers(sessions: Arc<dyn SessionAccess>, settings: &Settings) {
+    let setup = server_setup(settings);
+    tokio::spawn(async move {
+        if let Err(refused) = sessions.set_up_servers(setup).await {
+            tracing::warn!(error = %refused, "the MCP servers of the configuration cannot be used");
+        }
+    });
+}
+
 /// What clients of a front are told and allowed.
 fn mcp_settings(settings: &Settings, front: Front) -> McpSettings {
     McpSettings {
@@ -404,6 +431,7 @@ fn sessions(
     warmth: Warmth,
     backend: Arc<dyn Backend>,
     packages: Option<Arc<Packages>>,
+    upstreams: Option<Upstreams>,
 ) -> Sessions {
     let undo = match (warmth, settings.undo) {
         (Warmth::OneShot, _) | (_, config::Undo::Off) => session::Undo::Off,
@@ -421,6 +449,7 @@ fn sessions(
             quotas: (&settings.quotas).into(),
             memory_limit: Some(settings.limits.memory),
             packages: Source(packages.map(|packages| packages as Arc<dyn Installer>)),
+            tools: Tools(upstreams.map(|upstreams| Arc::new(upstreams) as Arc<dyn Broker>)),
             ..SessionSettings::default()
         },
     )

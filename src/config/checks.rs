@@ -3,13 +3,14 @@
 //! `settle` is pure: it takes the sources as values and a way to read the few files they name. Every refusal names the setting, where
 //! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
 //!
-//! `network` has the settings about what sessions may reach, `auth` those about who may call, `service` those of the HTTP service, `watch`
+//! `network` has the settings about what sessions may reach, `auth` those about who may call, `service` those of the HTTP service, `upstream` those about other MCP servers, `watch`
 //! those about what operators see: log, traces, audit; `containers` those about container engines. Files that hold secrets are read by those who know how to treat them.
 
 pub(super) mod auth;
 mod containers;
 mod network;
 mod service;
+mod upstream;
 mod watch;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -139,6 +140,7 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
     let secrets = check.secrets(&surroundings)?;
     secrets.keep_out_of(&mut variables, &mut notices)?;
     let network = check.network(&secrets, &mut notices)?;
+    let (upstreams, servers_file) = check.upstreams(&surroundings, read)?;
 
     Ok(Settings {
         environment: check.environment_name()?,
@@ -181,7 +183,8 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         limits,
         data_dir,
         notices,
-        secret_files: secrets.into_files(),
+        upstreams,
+        secret_files: secrets.into_files().into_iter().chain(servers_file).collect(),
         keep_sessions: check.switch(Key::KeepSessions)?,
         keeper: check.keeper()?,
         hand_over: HandOver::default(),

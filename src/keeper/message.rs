@@ -6,9 +6,9 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use crate::sandbox::Preparation;
+use crate::session::servers::{ServerRequest, ServerSetup};
 use crate::session::{
     ExecuteRequest, ExecutionId, ExploreRequest, ForkRequest, InsidePath, Principal, Refused, Resident, SessionId,
     UploadPart, Which,
@@ -127,7 +127,8 @@ pub(super) enum Call {
     Fork { owner: Principal, id: SessionId, request: ForkRequest },
     Explore { owner: Principal, id: SessionId, request: ExploreRequest },
     Install { owner: Principal, id: SessionId, requirements: Vec<String> },
-    RegisterServer { owner: Principal, name: String, params: Value },
+    RegisterServer { owner: Principal, request: ServerRequest },
+    SetUpServers { setup: ServerSetup },
     UnregisterServer { owner: Principal, name: String },
     Servers { owner: Principal },
     WriteFile { owner: Principal, id: SessionId, path: InsidePath, overwrite: bool },
@@ -158,6 +159,7 @@ impl Call {
             Call::Explore { .. } => "explore",
             Call::Install { .. } => "install",
             Call::RegisterServer { .. } => "register_server",
+            Call::SetUpServers { .. } => "set_up_servers",
             Call::UnregisterServer { .. } => "unregister_server",
             Call::Servers { .. } => "servers",
             Call::WriteFile { .. } => "write_file",

@@ -33,6 +33,7 @@ mod profiles;
 mod progress;
 mod render;
 mod resources;
+mod servers;
 mod stdio;
 mod tasks;
 mod toolbox;

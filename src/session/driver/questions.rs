@@ -8,13 +8,12 @@ use std::io;
 
 use serde_json::{Value, json};
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::Instant;
 use tracing::debug;
 
 use super::{Driver, RequestId, Running, Task};
 use crate::runner_client::{LARGEST_FRAME, Question};
 use crate::session::install::{InstallError, InstallRequest, Installed};
-use crate::session::tools::{CallEnd, ToolCall, ToolCalls, ToolReason, ToolRefused, ToolReply};
+use crate::session::tools::{Begun, CallEnd, ToolCall, ToolCalls, ToolReason, ToolRefused, ToolReply};
 
 /// Installations of one cell that are under way at the same time.
 const MOST_INSTALLATIONS: usize = 8;
@@ -51,13 +50,6 @@ struct Open {
     call: Option<Begun>,
     /// A command, which has bounds of its own.
     is_command: bool,
-}
-
-/// A call that was begun, for the record.
-struct Begun {
-    server: String,
-    tool: String,
-    since: Instant,
 }
 
 struct Waiting {
@@ -119,13 +111,13 @@ impl Questions {
     }
 
     fn note(&mut self, begun: Option<Begun>, ended: CallEnd) {
-        if let Some(Begun { server, tool, since }) = begun {
-            self.calls.note(&server, &tool, ended, since.elapsed());
+        if let Some(begun) = begun {
+            self.calls.note(begun, ended);
         }
     }
 
     fn note_at_once(&mut self, call: &ToolCall, reason: ToolReason) {
-        self.calls.note(&call.server, &call.tool, CallEnd::Refused(reason), Default::default());
+        self.calls.note(Begun::now(call), CallEnd::Refused(reason));
     }
 
     fn installations(&self) -> usize {
@@ -286,7 +278,7 @@ impl Driver {
         let Some(Running { task: Task::Cell { teller, .. }, .. }) = &self.running else { return };
         debug!(session = self.id.as_str(), "code calls a tool");
         let (owner, session, crier) = (customer.owner.clone(), self.id.clone(), teller.crier());
-        let begun = Begun { server: call.server.clone(), tool: call.tool.clone(), since: Instant::now() };
+        let begun = Begun::now(&call);
         self.questions.work(ask, Some(begun), async move {
             let result = broker.call(&owner, &session, call, &|news| crier.say(news)).await;
             let (frame, ended) = result_frame(ask, result);
