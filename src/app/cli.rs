@@ -550,6 +550,7 @@ impl Arguments {
             Command::Doctor(_)
             | Command::Env(_)
             | Command::Audit(_)
+            | Command::Image(_)
             | Command::Key(_)
             | Command::Packages(_)
             | Command::Keeper(_) => flags,

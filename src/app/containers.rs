@@ -62,8 +62,7 @@ fn container_settings(settings: &Settings, choice: &Containers, warmth: Warmth) 
             max_age: choice.pool_max_age,
             creations: choice.pool_creations,
         },
-        preload: Vec::new(),
-        quick: warmth == Warmth::OneShot,
+        preload: settings.environment_spec().preload.clone(),
         network: None,
     }
 }

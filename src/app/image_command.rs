@@ -25,10 +25,10 @@ pub(super) async fn execute(command: ImageCommand, output: &mut (dyn Write + Sen
     let working = |step: String| Preparation::Working { step, done: 0, total: None };
     let work = watch::Sender::new(working(format!("building {}", recipe.tag)));
     let shown = tokio::spawn(progress::show(work.subscribe()));
-    let built = build::build(kind, &address, &recipe, &|line| {
+    let tell = |line: &str| {
         work.send_replace(working(line.to_owned()));
-    });
-    let built = built.await;
+    };
+    let built = build::build(kind, &address, &recipe, &tell).await;
     work.send_replace(Preparation::Ready);
     let _ = shown.await;
     built.with_context(|| format!("{} could not be built", recipe.tag))?;

@@ -138,7 +138,6 @@ impl TestEngine {
                 variables: vec![("GIVEN".to_owned(), "by the operator".to_owned())],
                 pool: PoolSettings { size: 0, max_age: Duration::from_secs(600), creations: 2 },
                 preload: Vec::new(),
-                quick: true,
                 network: None,
             },
             sessions: SessionSettings { max_sessions: 500, ..SessionSettings::default() },
