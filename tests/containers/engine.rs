@@ -76,7 +76,8 @@ fn an_image_is_fetched_when_the_engine_has_none_and_that_is_told() {
         let fetching = preparation.wait_for(
             |state| matches!(state, Preparation::Working { step, .. } if step.starts_with("fetching the image")),
         );
-        let (told, refused) = tokio::join!(fetching, containers.session().execute("1"));
+        let session = containers.session();
+        let (told, refused) = tokio::join!(fetching, session.execute("1"));
         assert!(told.is_ok());
         let why = failure(refused.unwrap_err());
         assert!(why.contains("has no Python that could be started"), "{why}");
