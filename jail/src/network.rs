@@ -8,12 +8,12 @@
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
-use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, netdevice, sockopt};
 use serde::{Deserialize, Serialize};
 
-use crate::netlink::{Message, Netlink};
+use crate::netlink::{self, Message, Netlink};
 use crate::nftables;
 
 /// What a sandbox's network lets its user's code reach: nothing but itself, or the doors.
@@ -66,20 +66,6 @@ pub(crate) fn open(doors: &Doors) -> io::Result<(Vec<Door>, Vec<OwnedFd>)> {
     Ok((kinds, sockets))
 }
 
-/// Makes the network namespace of somebody else, such as a container engine, a dead end and opens its doors. It must lead nowhere already.
-pub fn open_in(namespace: OwnedFd, doors: Doors) -> io::Result<Vec<(Door, OwnedFd)>> {
-    // A thread is in a network namespace, not a process; this one enters it and ends there.
-    let work = move || {
-        let kind = Some(rustix::thread::LinkNameSpaceType::Network);
-        rustix::thread::move_into_link_name_space(namespace.as_fd(), kind)?;
-        leads_nowhere()?;
-        let (kinds, sockets) = open(&doors)?;
-        Ok(kinds.into_iter().zip(sockets).collect())
-    };
-    let thread = std::thread::Builder::new().name("cb-doors".to_owned()).spawn(work)?;
-    thread.join().unwrap_or_else(|_| Err(io::Error::other("opening the doors failed")))
-}
-
 /// Makes sure that what is meant for an address of nobody is refused at once, here and now.
 ///
 /// The discard port of an address that is set aside for examples: no rule is about it, and nobody is there.
@@ -91,6 +77,24 @@ pub(crate) fn leads_nowhere() -> io::Result<()> {
         Ok(()) => Err(io::Error::other("an address of nobody answered")),
         Err(error) => Err(io::Error::other(format!("an address of nobody is not refused but: {error}"))),
     }
+}
+
+/// Names the interfaces of this namespace that are up, the loopback one aside. Where there is one, something may leave beside the doors.
+pub(crate) fn other_interfaces() -> io::Result<Vec<String>> {
+    let mut message = Message::new(libc::RTM_GETLINK, libc::NLM_F_DUMP);
+    // struct ifinfomsg: of any family, all of them.
+    message.bytes(&[0; 16]);
+    let socket = rustix::net::socket_with(AddressFamily::INET, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    let mut names = Vec::new();
+    for entry in Netlink::open(libc::NETLINK_ROUTE)?.list(message)? {
+        let (Some(index), Some(flags)) = (netlink::number(&entry, 4), netlink::number(&entry, 8)) else {
+            return Err(io::ErrorKind::InvalidData.into());
+        };
+        if flags & libc::IFF_UP != 0 && index.cast_unsigned() != LOOPBACK {
+            names.push(netdevice::index_to_name(&socket, index.cast_unsigned())?);
+        }
+    }
+    Ok(names)
 }
 
 fn listening(port: u16) -> io::Result<OwnedFd> {
@@ -141,7 +145,7 @@ fn make_every_address_local() -> io::Result<()> {
         ]);
         message.attribute(libc::RTA_OIF, &LOOPBACK.to_ne_bytes());
         match kernel.ask(&[message]) {
-            // A kernel without the newer family, or a namespace in which it is switched off, has no address in it to reach.
+            // Where there is no newer family there is no address in it to reach.
             Err(error) if family == libc::AF_INET6 && no_such_family(&error) => {}
             result => result?,
         }
@@ -149,6 +153,7 @@ fn make_every_address_local() -> io::Result<()> {
     Ok(())
 }
 
+/// The kernel has no such family, or it is switched off on the interface (`EACCES`; for want of rights it would be `EPERM`).
 fn no_such_family(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EAFNOSUPPORT | libc::EOPNOTSUPP | libc::EACCES))
 }

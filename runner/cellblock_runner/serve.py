@@ -26,6 +26,7 @@ from . import (
     PROTOCOL_VERSION,
     branch,
     bundles,
+    called,
     descriptors,
     files,
     folders,
@@ -33,6 +34,7 @@ from . import (
     luggage,
     packages,
     processes,
+    tool_files,
     tool_modules,
     variables,
 )
@@ -90,6 +92,7 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
     watch_processes()
     processes.install_script_magic()
     processes.install_pip(lambda: Shell.instance().gate)
+    called.install()
     shell = create_shell()
     for name in preload:
         try:
@@ -99,10 +102,13 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
     if "matplotlib.pyplot" in sys.modules:
         _warm_matplotlib()
     if rehearse:
+        _warm_tools()
         _rehearse(shell, _PRIMING_CELLS + _LOADING_CELLS)
         for _ in range(_REHEARSALS):
             _rehearse(shell, _PRIMING_CELLS)
         importlib.import_module("importlib.metadata")  # Newer Pythons import it when a package is added, for 30 ms.
+        for name in ("imports", "state"):  # What profiles ask, before and after a cell of a session that may be a second old.
+            importlib.import_module(f"{__package__}.{name}")
         reseed()  # The first call makes OpenSSL set itself up, which costs every session less if it happens here.
         gc.collect()
         _fill_gaps()
@@ -178,6 +184,7 @@ class Session:
         self.desk = Desk(gate, lanes, channel)
         self._upload: Upload | None = None
         self._upload_id: Any = None
+        self._delivery = tool_files.Delivery(workdir)
         shell.outlet = self
         self._names = self._look_at_names() or {}
         self._folder = files.look(workdir)
@@ -194,6 +201,8 @@ class Session:
         try:
             if kind == "branch":
                 self._branch(number, header)
+            elif kind == "tools":
+                self._take_tools(number, header, payload)
             elif kind == "list_files":
                 entries, omitted = files.listing(self._workdir, header.get("limit", 0))
                 self._channel.send({"type": "file_list", "id": number, "entries": entries, "omitted": omitted})
@@ -285,6 +294,13 @@ class Session:
         hello = {"lost": arrival.lost, "files": arrival.files, "why": arrival.why, "mapped": arrival.mapped}
         self.say_hello(hello, {item.number for item in packed.opened if item.kind == "file"})
         descriptors.lead_to_lanes(packed.opened, self._lanes.descriptors)
+
+    def _take_tools(self, number: Any, header: Header, payload: bytes) -> None:
+        if "server" in header:
+            self._delivery.take(str(header["server"]), header.get("modules") or (), payload, bool(header.get("last")))
+            return
+        self._delivery.finish(payload, header.get("servers"))
+        self._channel.send({"type": "tools_written", "id": number})
 
     def abandon_upload(self) -> None:
         if self._upload is not None:
@@ -447,6 +463,22 @@ def _warm_matplotlib() -> None:
         matplotlib.font_manager._get_font.cache_clear()
     except Exception as cause:
         warnings.warn(f"matplotlib could not be warmed: {cause}", stacklevel=2)
+
+
+def _warm_tools() -> None:
+    """Imports what modules of MCP servers need, and has Pydantic make a class: the first one costs it most.
+
+    Without Pydantic there is nothing to warm. Whatever else goes wrong concerns only the cells that use such modules.
+    """
+    try:
+        tools = importlib.import_module(f"{__package__}.mcptools")
+        fields = {"text": str, "count": "int | None", "words": list[str]}
+        namespace = {"__annotations__": fields, "__module__": __name__, "count": None}
+        tools.arguments(type("_Warm", (tools.Model,), namespace)(text="", words=[]))
+    except ImportError:
+        return
+    except Exception as cause:
+        warnings.warn(f"what modules of MCP servers need could not be warmed: {cause}", stacklevel=2)
 
 
 def _fill_gaps() -> None:

@@ -10,6 +10,7 @@ use crate::audit::Kind;
 use crate::audit::verify::Noted;
 use crate::auth::Scope;
 use crate::config::{Flags, Key, LOG_LEVELS};
+use crate::engine::EngineKind;
 use crate::keeper::KeeperName;
 use crate::sandbox::LayerKind;
 use crate::telemetry::LogFormat;
@@ -41,7 +42,7 @@ pub(super) struct GeneralArguments {
     #[arg(long, global = true, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// How much to log to standard error [default: $RUST_LOG, then a level that suits the command]
-    #[arg(long, global = true, value_name = "LEVEL", value_parser = clap::builder::PossibleValuesParser::new(LOG_LEVELS), ignore_case = true)]
+    #[arg(long, global = true, value_name = "LEVEL", value_parser = clap::builder::PossibleValuesParser::new(log_levels()), ignore_case = true)]
     pub log_level: Option<String>,
     /// How lines of the log are written: text or json [default: text]
     #[arg(long, global = true, value_name = "FORMAT", value_parser = clap::builder::PossibleValuesParser::new(LogFormat::ALL.map(LogFormat::name)))]
@@ -64,7 +65,7 @@ pub(super) enum Command {
     /// List, build, show and remove Python environments
     #[command(subcommand, arg_required_else_help = true)]
     Env(EnvCommand),
-    /// Build images for sessions in containers
+    /// Build, list and remove images for sessions in containers
     #[command(subcommand, arg_required_else_help = true)]
     Image(ImageCommand),
     /// Verify and read audit logs
@@ -79,6 +80,32 @@ pub(super) enum Command {
     /// Show and stop the processes that keep sessions while their server restarts
     #[command(subcommand, arg_required_else_help = true)]
     Keeper(KeeperCommand),
+    /// The same as "image build", under the name that ipybox has for it
+    #[command(hide = true)]
+    Build(ImageArguments),
+    /// Remove what nothing uses, where "ipybox cleanup" removes containers; see docs/migrate/ipybox.md
+    #[command(hide = true)]
+    Cleanup(IpyboxCleanupArguments),
+}
+
+/// What `ipybox cleanup` takes.
+#[derive(Args)]
+pub(super) struct IpyboxCleanupArguments {
+    /// The image of the containers; it stays
+    #[arg(short, long, value_name = "TAG")]
+    pub ancestor: Option<String>,
+}
+
+/// Levels of the log; Python's programs have other names for two of them.
+fn log_levels() -> [clap::builder::PossibleValue; 5] {
+    LOG_LEVELS.map(|level| {
+        let value = clap::builder::PossibleValue::new(level);
+        match level {
+            "error" => value.alias("critical"),
+            "warn" => value.alias("warning"),
+            _ => value,
+        }
+    })
 }
 
 #[derive(Subcommand)]
@@ -128,11 +155,15 @@ Examples:
 #[derive(Args)]
 pub(super) struct McpArguments {
     #[command(flatten)]
+    pub other: OtherServersArguments,
+    #[command(flatten)]
     pub sandbox: SandboxArguments,
     #[command(flatten)]
     branching: BranchingArguments,
     #[command(flatten)]
     watch: WatchArguments,
+    #[command(flatten)]
+    upstream: UpstreamArguments,
     #[command(flatten)]
     keeping: KeepingArguments,
 }
@@ -148,7 +179,54 @@ pub(super) struct ServeArguments {
     #[command(flatten)]
     watch: WatchArguments,
     #[command(flatten)]
+    upstream: UpstreamArguments,
+    #[command(flatten)]
     keeping: KeepingArguments,
+}
+
+/// Flags of servers that profiles stand in for, without a flag of ours that does the same. Hidden: whoever needs them has them in a
+/// client's configuration already.
+#[derive(Args, Default)]
+pub(super) struct OtherServersArguments {
+    /// Has no effect: code is always in a sandbox
+    #[arg(long, hide = true)]
+    sandbox: bool,
+    #[arg(long, value_name = "HOST", hide = true)]
+    tool_server_host: Option<String>,
+    #[arg(long, value_name = "PORT", hide = true)]
+    tool_server_port: Option<String>,
+    #[arg(long, value_name = "HOST", hide = true)]
+    kernel_gateway_host: Option<String>,
+    #[arg(long, value_name = "PORT", hide = true)]
+    kernel_gateway_port: Option<String>,
+    /// The same as --log-level debug
+    #[arg(long, hide = true, conflicts_with = "log_level")]
+    debug: bool,
+}
+
+impl OtherServersArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        flags.single(Key::LogLevel, self.debug.then(|| "debug".to_owned()))
+    }
+
+    /// Says which of them have no effect.
+    pub(super) fn notices(&self) -> Vec<String> {
+        let given = [
+            (
+                self.tool_server_host.is_some(),
+                "--tool-server-host",
+                "there is no tool server; calls go over a channel of the sandbox",
+            ),
+            (
+                self.tool_server_port.is_some(),
+                "--tool-server-port",
+                "there is no tool server; calls go over a channel of the sandbox",
+            ),
+            (self.kernel_gateway_host.is_some(), "--kernel-gateway-host", "there is no kernel gateway"),
+            (self.kernel_gateway_port.is_some(), "--kernel-gateway-port", "there is no kernel gateway"),
+        ];
+        given.iter().filter(|row| row.0).map(|(_, flag, why)| format!("{flag} has no effect here: {why}")).collect()
+    }
 }
 
 /// Flags about the HTTP service itself.
@@ -248,46 +326,83 @@ pub(super) enum EnvCommand {
 
 #[derive(Subcommand)]
 pub(super) enum ImageCommand {
-    /// Build an image with Python, IPython and packages, in which nobody is root
+    /// Build an image: a base, packages, a user without rights
     #[command(after_help = IMAGE_EXAMPLES)]
     Build(ImageArguments),
+    /// List the images that were built
+    List {
+        /// Print the list as JSON
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        engine: EngineArguments,
+    },
+    /// Remove an image that was built and that no container uses
+    Remove {
+        /// The image's name
+        name: String,
+        #[command(flatten)]
+        engine: EngineArguments,
+    },
+}
+
+/// Which container engine is meant.
+#[derive(Args, Default)]
+pub(super) struct EngineArguments {
+    /// The container engine: docker (found by DOCKER_HOST and contexts) or podman (found by CONTAINER_HOST) [default: docker]
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::PossibleValuesParser::new(EngineKind::ALL.map(EngineKind::word)))]
+    pub engine: Option<String>,
 }
 
 const IMAGE_EXAMPLES: &str = "\
 Examples:
-  cellblock image build                                          the image that containers have by default
-  cellblock image build --tag mine:1 --requirements packages.txt with the packages of a file beside the usual ones
-  cellblock image build --base python:3.12-slim --bare -p scipy  only IPython and what is named";
+  cellblock image build                                       \"cellblock\", with the science packages
+  cellblock image build --tag cells:1 --packages polars 'httpx>=0.28'
+  cellblock image build --tag cells:1 --no-science --requirements requirements.txt --base python:3.12-slim
+  cellblock image build --dockerfile                          print what would be built
 
-#[derive(Args)]
+Without --base the engine must have python:3.13-slim or be able to fetch it. Packages are fetched by this program, not by the engine.";
+
+#[derive(Args, Default)]
 pub(super) struct ImageArguments {
-    /// What the image is called
-    #[arg(short = 't', long, default_value = "cellblock:latest")]
+    /// The name of the image
+    #[arg(short, long, value_name = "NAME[:TAG]", default_value = "cellblock")]
     pub tag: String,
-    /// The image to begin with; it needs Python 3.10 or newer with venv
-    #[arg(long, default_value = "python:3.13-slim")]
+    /// The image to build on; it must have Python 3.10 or newer, and needs no pip
+    #[arg(long, value_name = "IMAGE", default_value = "python:3.13-slim")]
     pub base: String,
-    /// File of requirements, one per line as pip takes them; repeat for more
-    #[arg(short = 'r', long = "requirements", value_name = "FILE")]
-    pub requirements: Vec<PathBuf>,
-    /// A requirement as pip takes it; repeat for more
-    #[arg(short = 'p', long = "package", value_name = "REQUIREMENT")]
+    /// What to install beside the science packages
+    #[arg(long, value_name = "REQUIREMENT", num_args = 1..)]
     pub packages: Vec<String>,
-    /// Without the packages that sessions usually have
+    /// Requirements files that say what to install beside the science packages
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    pub requirements: Vec<PathBuf>,
+    /// A file of quoted requirements, one to a line, as the list of dependencies in a pyproject.toml has them
+    #[arg(short, long, value_name = "FILE")]
+    pub dependencies: Option<PathBuf>,
+    /// Install exactly what a lock lists: a requirements file with exact versions and hashes
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["packages", "requirements", "dependencies", "no_science"])]
+    pub locked: Option<PathBuf>,
+    /// Leave the science packages out: IPython, Pydantic and what you name is all there is
     #[arg(long)]
-    pub bare: bool,
-    /// Who owns the working folder inside [default: the caller, or 1000 for root]
-    #[arg(long)]
+    pub no_science: bool,
+    /// The user that the image runs as [default: the one who builds it, or 1000 for root]
+    #[arg(long, value_name = "NUMBER")]
     pub uid: Option<u32>,
-    /// The group of the owner [default: the caller's, or 1000 for root]
-    #[arg(long)]
+    /// The group of that user [default: that of the one who builds it, or the number of the user]
+    #[arg(long, value_name = "NUMBER")]
     pub gid: Option<u32>,
-    /// The network that the build uses, such as host [default: the engine's]
-    #[arg(long, value_name = "NAME")]
-    pub network: Option<String>,
-    /// The engine that builds: docker or podman
-    #[arg(long, default_value = "docker", value_parser = ["docker", "podman"])]
-    pub engine: String,
+    /// Let the image's own user be root; sessions never are
+    #[arg(short, long, conflicts_with_all = ["uid", "gid"])]
+    pub root: bool,
+    /// Build everything again, also what the engine has built before
+    #[arg(long)]
+    pub no_cache: bool,
+    /// Print the Dockerfile and build nothing
+    #[arg(long)]
+    pub dockerfile: bool,
+    #[command(flatten)]
+    pub engine: EngineArguments,
 }
 
 #[derive(Subcommand)]
@@ -452,7 +567,7 @@ pub(super) struct SandboxArguments {
     /// How long a session may do nothing before it ends, such as 30m [default: 1h]
     #[arg(long, value_name = "DURATION")]
     idle_timeout: Option<String>,
-    /// Which set of tools clients see [default: default]
+    /// Which set of tools clients see: default, ipybox, python-docker-mcp, code-executer or pyexec [default: default]
     #[arg(long, value_name = "NAME")]
     profile: Option<String>,
     /// What sandboxes are made of: native (namespaces of this kernel), docker or podman [default: native]
@@ -464,6 +579,12 @@ pub(super) struct SandboxArguments {
     /// Runtime of containers, such as runsc or kata [default: the engine's]
     #[arg(long, value_name = "NAME")]
     runtime: Option<String>,
+    /// Folder below the working folder in which the profile ipybox keeps pictures [default: images]
+    #[arg(long, value_name = "DIR")]
+    images_dir: Option<String>,
+    /// File in which ipybox says what code may reach: its allowed and denied domains are taken from there
+    #[arg(long, value_name = "FILE")]
+    sandbox_config: Option<String>,
     /// Isolation layer that may be missing on this machine; repeat for more
     #[arg(long = "allow-missing", value_name = "LAYER", value_parser = clap::builder::PossibleValuesParser::new(LayerKind::ALL.map(LayerKind::name)))]
     allow_missing: Vec<String>,
@@ -522,6 +643,14 @@ struct WatchArguments {
     otlp_endpoint: Option<String>,
 }
 
+/// Flags about other MCP servers.
+#[derive(Args, Default)]
+struct UpstreamArguments {
+    /// JSON file with MCP servers that all sessions may use, in the form of client configurations: {"mcpServers": {…}}
+    #[arg(long, value_name = "FILE")]
+    mcp_servers_file: Option<String>,
+}
+
 /// Flags about sessions that outlive the server.
 #[derive(Args, Default)]
 struct KeepingArguments {
@@ -540,19 +669,21 @@ impl Arguments {
             .single(Key::LogLevel, self.general.log_level.clone())
             .single(Key::LogFormat, self.general.log_format.clone());
         match &self.command {
-            Command::Mcp(McpArguments { sandbox, branching, watch, keeping }) => {
-                keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags))))
+            Command::Mcp(McpArguments { other, sandbox, branching, watch, upstream, keeping }) => {
+                keeping.add_to(watch.add_to(upstream.add_to(branching.add_to(sandbox.add_to(other.add_to(flags))))))
             }
-            Command::Serve(ServeArguments { service, sandbox, branching, watch, keeping }) => {
-                service.add_to(keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags)))))
+            Command::Serve(ServeArguments { service, sandbox, branching, watch, upstream, keeping }) => {
+                service.add_to(keeping.add_to(watch.add_to(upstream.add_to(branching.add_to(sandbox.add_to(flags))))))
             }
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
             Command::Doctor(_)
             | Command::Env(_)
-            | Command::Audit(_)
             | Command::Image(_)
+            | Command::Audit(_)
             | Command::Key(_)
             | Command::Packages(_)
+            | Command::Build(_)
+            | Command::Cleanup(_)
             | Command::Keeper(_) => flags,
         }
     }
@@ -577,6 +708,8 @@ impl SandboxArguments {
             .single(Key::Backend, self.backend.clone())
             .single(Key::ContainerTag, self.container_tag.clone())
             .single(Key::Runtime, self.runtime.clone())
+            .single(Key::ImagesDir, self.images_dir.clone())
+            .single(Key::SandboxConfig, self.sandbox_config.clone())
             .repeated(Key::AllowMissing, self.allow_missing.clone());
         self.network.add_to(flags)
     }
@@ -621,6 +754,12 @@ impl BranchingArguments {
 impl WatchArguments {
     fn add_to(&self, flags: Flags) -> Flags {
         flags.single(Key::AuditFile, self.audit_file.clone()).single(Key::OtlpEndpoint, self.otlp_endpoint.clone())
+    }
+}
+
+impl UpstreamArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        flags.single(Key::McpServersFile, self.mcp_servers_file.clone())
     }
 }
 
@@ -704,6 +843,14 @@ mod tests {
             &["keeper", "hold"],
             &["key", "new", "ci"],
             &["key", "new", "ci", "--scope", "sessions:read", "--scope", "admin"],
+            &["mcp", "--profile", "ipybox", "--workspace", "w", "--sandbox", "--sandbox-config", "s.json"],
+            &["mcp", "--tool-server-host", "localhost", "--tool-server-port", "8900", "--log-level", "WARNING"],
+            &["mcp", "--kernel-gateway-host", "localhost", "--kernel-gateway-port", "8888", "--images-dir", "plots"],
+            &["mcp", "--container-tag", "a/b:c", "--container-env-var", "A=B", "--container-env-file", ".env"],
+            &["mcp", "--container-bind", "./data:data", "--container-bind", "a:b", "--debug"],
+            &["build", "-t", "a/b:c", "-d", "dependencies.txt", "-r"],
+            &["build"],
+            &["cleanup", "-a", "a/b:c"],
         ] {
             assert!(parse(line).is_ok(), "{line:?}");
         }
@@ -727,6 +874,8 @@ mod tests {
             &["keeper", "stop", "../x"],
             &["key", "new"],
             &["key", "new", "ci", "--scope", "everything"],
+            &["mcp", "--debug", "--log-level", "info"],
+            &["serve", "--tool-server-port", "1"],
         ] {
             assert!(parse(line).is_err(), "{line:?}");
         }
@@ -740,6 +889,16 @@ mod tests {
             panic!("it is a build");
         };
         assert_eq!((build.name.as_deref(), build.packages.len()), (Some("a"), 2));
+    }
+
+    #[test]
+    fn flags_without_effect_are_told() {
+        let told = |line: &[&str]| match parse(line).unwrap().command {
+            Command::Mcp(mcp) => mcp.other.notices(),
+            _ => panic!("it is mcp"),
+        };
+        assert!(told(&["mcp", "--sandbox"]).is_empty(), "code is in a sandbox, as it says");
+        assert_eq!(told(&["mcp", "--tool-server-port", "1", "--kernel-gateway-host", "x"]).len(), 2);
     }
 
     #[test]

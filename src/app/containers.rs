@@ -4,9 +4,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use async_trait::async_trait;
-use tempfile::NamedTempFile;
 use tokio::sync::watch;
 
 use super::Warmth;
@@ -14,26 +13,41 @@ use super::network::WayOut;
 use crate::config::{Containers, Settings};
 use crate::environment::supplies;
 use crate::sandbox::container::{
-    ContainerBackend, ContainerBind, ContainerSettings, PoolSettings, Supplies, WORK_FOLDER,
+    ContainerBackend, ContainerBind, ContainerNetwork, ContainerSettings, EngineAddress, PoolSettings, Supplies,
+    WORK_FOLDER,
 };
-use crate::sandbox::{Backend, Preparation};
+use crate::sandbox::{Backend, Network, Preparation};
 
 /// Starts the backend that makes containers.
 pub(super) fn backend(settings: &Settings, choice: &Containers, warmth: Warmth) -> anyhow::Result<Arc<dyn Backend>> {
-    let mut way_out = WayOut::new(settings, BTreeSet::new())?;
-    let mut container = container_settings(settings, choice, warmth);
-    container.variables.append(&mut way_out.variables);
-    container.binds.extend(way_out.binds.into_iter().map(|bind| ContainerBind {
-        host: bind.host,
-        inside: bind.inside,
-        writable: false,
-    }));
-    container.network = way_out.network;
     let preparation =
         watch::Sender::new(Preparation::Working { step: "preparing containers".to_owned(), done: 0, total: None });
-    let supplies = Arc::new(OwnSupplies { data_dir: settings.data_dir.clone(), _held: way_out.certificates });
-    let started = ContainerBackend::start(container, supplies, preparation);
+    let supplies = Arc::new(OwnSupplies { data_dir: settings.data_dir.clone() });
+    let mut way_out = WayOut::new(settings, BTreeSet::new())?;
+    let mut containers = container_settings(settings, choice, warmth);
+    containers.variables.append(&mut way_out.variables);
+    containers.network =
+        way_out.network.take().map(|network| container_network(network, way_out, choice)).transpose()?;
+    let started = ContainerBackend::start(containers, supplies, preparation);
     Ok(Arc::new(started.context("the runtime folder cannot be used")?))
+}
+
+/// Adds what a container needs to a way out. Only an engine of this machine has networks in which doors can be opened.
+fn container_network(network: Network, way_out: WayOut, choice: &Containers) -> anyhow::Result<ContainerNetwork> {
+    if !matches!(choice.address, EngineAddress::Unix(_)) {
+        bail!(
+            "the engine at {} is not on this machine, so nobody could hold its containers to allowed domains and secrets; \
+             leave them out, or use an engine of this machine or --backend native",
+            choice.address
+        );
+    }
+    let files = way_out.binds.into_iter();
+    Ok(ContainerNetwork {
+        network,
+        program: std::env::current_exe().context("could not find this program")?,
+        files: files.map(|bind| ContainerBind { host: bind.host, inside: bind.inside, writable: false }).collect(),
+        held: way_out.certificates.map(Arc::new),
+    })
 }
 
 /// Makes settings of the backend from those of the operator.
@@ -62,22 +76,14 @@ fn container_settings(settings: &Settings, choice: &Containers, warmth: Warmth) 
             max_age: choice.pool_max_age,
             creations: choice.pool_creations,
         },
-        preload: settings.environment_spec().preload.clone(),
         network: None,
+        preload: settings.environment_spec().preload.clone(),
     }
 }
 
 /// Supplies from our own binary and the package index.
 pub struct OwnSupplies {
-    data_dir: PathBuf,
-    /// A file that containers show; it is there as long as the backend.
-    _held: Option<NamedTempFile>,
-}
-
-impl OwnSupplies {
-    pub fn new(data_dir: PathBuf) -> OwnSupplies {
-        OwnSupplies { data_dir, _held: None }
-    }
+    pub data_dir: PathBuf,
 }
 
 #[async_trait]

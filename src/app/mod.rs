@@ -9,6 +9,7 @@ mod containers;
 mod doctor;
 mod env_command;
 mod image_command;
+mod ipybox_commands;
 mod keeper;
 mod key_command;
 mod network;
@@ -19,6 +20,7 @@ mod recorded;
 mod run;
 mod service;
 mod stdio;
+mod upstream;
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -36,14 +38,18 @@ use self::cli::{Arguments, Command, KeeperCommand};
 pub use self::containers::OwnSupplies;
 use self::network::WayOut;
 use self::packages::Packages;
+use self::upstream::Upstreams;
+pub use self::upstream::WRAPPER_ARGUMENT;
 use crate::audit::Audit;
 use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
-use crate::mcp::{Front, McpSettings};
-use crate::sandbox::native::{NativeBackend, NativeSettings, WORK_FOLDER, WarmEnvironment};
+use crate::mcp::{self, Front, McpSettings};
+use crate::sandbox::native::{NativeBackend, NativeSettings, Programs, WORK_FOLDER, WarmEnvironment};
 use crate::sandbox::{Backend, Preparation};
 use crate::session::install::{Installer, Source};
-use crate::session::{self, SessionSettings, Sessions, WorkFolder};
+use crate::session::servers::ServerSetup;
+use crate::session::tools::{Broker, Tools};
+use crate::session::{self, SessionAccess, SessionSettings, Sessions, WorkFolder};
 use crate::telemetry::{self, TelemetrySettings};
 
 /// Runs the program.
@@ -80,7 +86,11 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
         // Commands that end at once have nothing to trace.
         traces: settings.traces.clone().filter(|_| serves),
     })?;
-    for notice in &settings.notices {
+    let ineffective = match &arguments.command {
+        Command::Mcp(mcp) => mcp.other.notices(),
+        _ => Vec::new(),
+    };
+    for notice in settings.notices.iter().chain(&ineffective) {
         tracing::warn!("{notice}");
     }
     raise_descriptor_limit();
@@ -101,9 +111,17 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
                 env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
             Command::Image(command) => {
-                image_command::execute(command, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
+                image_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
             Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
+            Command::Build(build) => {
+                let build = cli::ImageCommand::Build(build);
+                image_command::execute(build, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
+            }
+            Command::Cleanup(cleanup) => {
+                print(&ipybox_commands::clean_up(&cleanup, &settings)?)?;
+                Ok(ExitCode::SUCCESS)
+            }
             Command::Packages(command) => {
                 print(&packages_command::execute(&command, &settings)?)?;
                 Ok(ExitCode::SUCCESS)
@@ -160,17 +178,20 @@ fn house(settings: &Settings, warmth: Warmth) -> anyhow::Result<House> {
     // One run of code ends before an installation would pay off.
     let packages = if warmth == Warmth::OneShot || !can_install(settings) { None } else { Packages::new(settings)? };
     let backend = backend(settings, warmth, packages.clone())?;
-    let sessions = sessions(settings, warmth, backend, packages.clone());
+    // Nor has it time for other servers.
+    let upstreams = (warmth == Warmth::Full).then(|| Upstreams::new(&settings.upstreams));
+    let sessions = sessions(settings, warmth, backend, packages.clone(), upstreams.clone());
     if let Some(packages) = &packages {
         packages.work_in(sessions.clone());
     }
-    Ok(House { sessions, packages })
+    Ok(House { sessions, packages, upstreams })
 }
 
 /// The sessions of a command, and what serves them.
 struct House {
     sessions: Sessions,
     packages: Option<Arc<Packages>>,
+    upstreams: Option<Upstreams>,
 }
 
 impl House {
@@ -179,6 +200,9 @@ impl House {
         self.sessions.shut_down().await;
         if let Some(packages) = &self.packages {
             packages.clean_up();
+        }
+        if let Some(upstreams) = &self.upstreams {
+            upstreams.shut_down().await;
         }
     }
 }
@@ -249,6 +273,7 @@ fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
         mounts: workspace.chain(mounts).collect(),
         variables: settings.variables.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         allow_missing: settings.allow_missing.clone(),
+        programs: Programs::Free,
         pool: settings.pool,
         empty: EMPTY_SANDBOXES,
         leave_out: Vec::new(),
@@ -316,10 +341,27 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
     }
 }
 
+/// The servers of the operator, as sessions are told of them.
+fn server_setup(settings: &Settings) -> ServerSetup {
+    let config::Upstreams { servers, allowed_hosts, variables } = settings.upstreams.clone();
+    ServerSetup { servers, allowed_hosts, variables }
+}
+
+/// Tells sessions of the operator's servers, in the background: nobody waits for a server of another maker.
+fn set_up_servers(sessions: Arc<dyn SessionAccess>, settings: &Settings) {
+    let setup = server_setup(settings);
+    tokio::spawn(async move {
+        if let Err(refused) = sessions.set_up_servers(setup).await {
+            tracing::warn!(error = %refused, "the MCP servers of the configuration cannot be used");
+        }
+    });
+}
+
 /// What clients of a front are told and allowed.
 fn mcp_settings(settings: &Settings, front: Front) -> McpSettings {
     McpSettings {
         front,
+        profile: profile(settings),
         max_wait: settings.service.max_wait,
         default_timeout: settings.timeout,
         max_timeout: settings.max_timeout,
@@ -329,6 +371,26 @@ fn mcp_settings(settings: &Settings, front: Front) -> McpSettings {
         network: settings.network.rules.clone(),
         can_install: can_install(settings),
         ..McpSettings::default()
+    }
+}
+
+/// Which tools clients see, with what those need to know.
+fn profile(settings: &Settings) -> mcp::Profile {
+    let modules = || mcp::Modules {
+        allowed: settings.allowed_modules.clone(),
+        blocked: settings.blocked_modules.clone(),
+        installed: crate::packages::PACKAGES_INSIDE.to_owned(),
+        ..mcp::Modules::default()
+    };
+    match settings.profile {
+        config::Profile::Default => mcp::Profile::Default,
+        config::Profile::Ipybox => mcp::Profile::Ipybox {
+            images: settings.images_dir.to_string_lossy().parse().expect("it was checked to be a path inside"),
+            workspace: settings.workspace.clone(),
+        },
+        config::Profile::PythonDocker => mcp::Profile::PythonDocker { modules: modules() },
+        config::Profile::CodeExecuter => mcp::Profile::CodeExecuter { modules: modules() },
+        config::Profile::Pyexec => mcp::Profile::Pyexec,
     }
 }
 
@@ -369,6 +431,7 @@ fn sessions(
     warmth: Warmth,
     backend: Arc<dyn Backend>,
     packages: Option<Arc<Packages>>,
+    upstreams: Option<Upstreams>,
 ) -> Sessions {
     let undo = match (warmth, settings.undo) {
         (Warmth::OneShot, _) | (_, config::Undo::Off) => session::Undo::Off,
@@ -386,6 +449,7 @@ fn sessions(
             quotas: (&settings.quotas).into(),
             memory_limit: Some(settings.limits.memory),
             packages: Source(packages.map(|packages| packages as Arc<dyn Installer>)),
+            tools: Tools(upstreams.map(|upstreams| Arc::new(upstreams) as Arc<dyn Broker>)),
             ..SessionSettings::default()
         },
     )

@@ -17,13 +17,15 @@ use tokio_util::sync::CancellationToken;
 
 use crate::audit::{
     Audit, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome, Packages, QuotaRefused, SessionCreated,
-    SessionEnded, ToolCall,
+    SessionEnded, ToolCall, UpstreamCall,
 };
 use crate::sandbox::{Preparation, Rules};
 use crate::session::install::InstallReport;
+use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
+use crate::session::tools::{CallEnd, NotedCall, ToolReason};
 use crate::session::{
     self, Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList,
-    FileRange, ForkNames, ForkReport, InsidePath, Load, News, Principal, Refused, ResetReport, SessionAccess,
+    FileRange, ForkReport, ForkRequest, InsidePath, Load, News, Principal, Refused, ResetReport, SessionAccess,
     SessionId, SessionInfo, Slice, Status, UndoReport, UploadPart, Uploaded, Which,
 };
 use crate::telemetry::{self, Metrics};
@@ -158,8 +160,33 @@ impl Recorded {
             cpu: Some(outcome.processor_time),
             memory_peak: Some(outcome.memory.peak),
             blocked: outcome.blocked.iter().map(ToString::to_string).collect(),
+            tool_calls: outcome.tool_calls.total,
         };
         self.audit.note(self.event(owner, Some(id), details));
+        for call in &outcome.tool_calls.noted {
+            self.called(owner, id, call);
+        }
+    }
+
+    /// Records that code called a tool of another MCP server.
+    fn called(&self, owner: &Principal, id: &SessionId, call: &NotedCall) {
+        let outcome = match call.ended {
+            CallEnd::Answered => Outcome::Succeeded,
+            CallEnd::Refused(ToolReason::Cancelled) => Outcome::Cancelled,
+            CallEnd::Refused(ToolReason::Denied | ToolReason::Unknown | ToolReason::Invalid | ToolReason::Budget) => {
+                Outcome::Refused
+            }
+            CallEnd::ToolError | CallEnd::Refused(_) => Outcome::Failed,
+        };
+        let details = UpstreamCall {
+            server: call.server.as_str().into(),
+            tool: call.tool.as_str().into(),
+            arguments: Digest::from_hash(&call.arguments),
+            outcome,
+            elapsed: call.duration,
+        };
+        let event = self.event(owner, Some(id), details);
+        self.audit.note(if outcome == Outcome::Refused { event.denied(call.ended.word()) } else { event });
     }
 }
 
@@ -254,10 +281,10 @@ impl SessionAccess for Recorded {
         self.sessions.checkpoints(owner, id).await
     }
 
-    async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused> {
+    async fn fork(&self, owner: &Principal, id: &SessionId, request: ForkRequest) -> Result<ForkReport, Refused> {
         self.may_begin()?;
         let begun = Instant::now();
-        let done = self.sessions.fork(owner, id, names).await;
+        let done = self.sessions.fork(owner, id, request).await;
         if let Ok(report) = &done {
             report.forks.iter().for_each(|fork| self.met(owner, fork, Some(id)));
         }
@@ -311,6 +338,30 @@ impl SessionAccess for Recorded {
         self.audit.note(self.event(owner, Some(id), Packages { requirements: wanted, installed, outcome }));
         self.call(owner, Some(id), "install_package", begun, &done);
         done
+    }
+
+    async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
+        self.may_begin()?;
+        let begun = Instant::now();
+        let done = self.sessions.register_server(owner, request).await;
+        self.call(owner, None, "register_mcp_server", begun, &done);
+        done
+    }
+
+    async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {
+        self.may_begin()?;
+        let begun = Instant::now();
+        let done = self.sessions.unregister_server(owner, name).await;
+        self.call(owner, None, "unregister_mcp_server", begun, &done);
+        done
+    }
+
+    async fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused> {
+        self.sessions.servers(owner).await
+    }
+
+    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
+        self.sessions.set_up_servers(setup).await
     }
 
     async fn write_file(

@@ -3,13 +3,14 @@
 //! `settle` is pure: it takes the sources as values and a way to read the few files they name. Every refusal names the setting, where
 //! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
 //!
-//! `network` has the settings about what sessions may reach, `auth` those about who may call, `service` those of the HTTP service, `watch`
+//! `network` has the settings about what sessions may reach, `auth` those about who may call, `service` those of the HTTP service, `upstream` those about other MCP servers, `watch`
 //! those about what operators see: log, traces, audit; `containers` those about container engines. Files that hold secrets are read by those who know how to treat them.
 
 pub(super) mod auth;
 mod containers;
 mod network;
 mod service;
+mod upstream;
 mod watch;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,14 +22,17 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use super::folders::{self, Machine};
-use super::layers::{self, Flags, Key, Member, Merged, Origin, Written};
+use super::layers::{self, Flags, Key, Layer, Member, Merged, Origin, Written};
+use super::profiles::{self, Surroundings};
 use super::quantity::{format_duration, format_size, parse_duration, parse_size};
-use super::{ConfigError, HandOver, InvalidValue, Mount, Packages, Profile, Quotas, Settings, Undo, Variables, dotenv};
+use super::{
+    ConfigError, HandOver, InvalidValue, Mount, PackageIndex, Packages, Profile, Quotas, Settings, Undo, Variables,
+    dotenv,
+};
 use crate::environment::{EnvironmentName, EnvironmentSpec, PythonRequest, spec};
 use crate::keeper::KeeperName;
 use crate::sandbox::{LayerKind, SandboxLimits};
 
-pub(super) use containers::image_name;
 pub use network::SecretProblem;
 
 /// Everything settings are made from.
@@ -76,11 +80,25 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         .into_iter()
         .map(|name| format!("the variable {name} is no setting of Cellblock and is ignored"))
         .collect();
-    let check = Check {
-        written: Merged::from_weakest_to_strongest([file, environment, flags.layer()]),
+    let mut check = Check {
+        written: Merged::from_weakest_to_strongest([file.clone(), environment.clone(), flags.clone().layer()]),
         current_dir: &machine.current_dir,
         home: surroundings.get("HOME").map(String::as_str),
     };
+    let profile = check.profile()?;
+    let around = Surroundings {
+        variables: &surroundings,
+        current_dir: &machine.current_dir,
+        read,
+        containers: check.written.text(Key::Backend)?.map(|(_, backend)| backend != "native"),
+        image: check.written.text(Key::ContainerTag)?.is_some(),
+    };
+    let usual = profiles::layer(profile, &around, &mut notices)?;
+    let sandbox = match check.path(Key::SandboxConfig)? {
+        Some(path) => profiles::sandbox_config(&path, &around, &mut notices)?,
+        None => Layer::default(),
+    };
+    check.written = Merged::from_weakest_to_strongest([usual, sandbox, file, environment, flags.layer()]);
 
     let workspace = check.path(Key::Workspace)?;
     let allowed_dirs = match check.paths(Key::AllowedDirs)? {
@@ -122,6 +140,7 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
     let secrets = check.secrets(&surroundings)?;
     secrets.keep_out_of(&mut variables, &mut notices)?;
     let network = check.network(&secrets, &mut notices)?;
+    let (upstreams, servers_file) = check.upstreams(&surroundings, read)?;
 
     Ok(Settings {
         environment: check.environment_name()?,
@@ -143,8 +162,12 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         quotas: check.quotas()?,
         network,
         packages: check.packages()?,
+        package_index: check.package_index()?,
         service: check.service()?,
-        profile: check.profile()?,
+        profile,
+        allowed_modules: check.modules(Key::AllowedModules)?,
+        blocked_modules: check.modules(Key::BlockedModules)?,
+        images_dir: check.images_dir(workspace.as_deref())?,
         allow_missing: check.allow_missing()?,
         auth: check.auth(&surroundings, &data_dir)?,
         runtime_dir: folders::runtime_dir(&surroundings, &machine),
@@ -160,7 +183,8 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         limits,
         data_dir,
         notices,
-        secret_files: secrets.into_files(),
+        upstreams,
+        secret_files: secrets.into_files().into_iter().chain(servers_file).collect(),
         keep_sessions: check.switch(Key::KeepSessions)?,
         keeper: check.keeper()?,
         hand_over: HandOver::default(),
@@ -460,6 +484,44 @@ impl Check<'_> {
         Ok(self.read(Key::Profile, &allowed, |text| Profile::from_name(text).ok_or(None))?.unwrap_or(Profile::Default))
     }
 
+    fn modules(&self, key: Key) -> Result<Vec<String>, ConfigError> {
+        let Some((origin, texts)) = self.written.texts(key)? else { return Ok(Vec::new()) };
+        all(key.name(), origin, &texts, "module names such as math", spec::is_module_name)
+    }
+
+    /// Reads where pictures are kept: a folder below the working folder, which may be named as the host knows it.
+    fn images_dir(&self, workspace: Option<&Path>) -> Result<PathBuf, ConfigError> {
+        let Some((origin, text)) = self.written.text(Key::ImagesDir)? else { return Ok(PathBuf::from("images")) };
+        let below = workspace
+            .and_then(|workspace| self.at_its_place(origin, text).strip_prefix(workspace).ok().map(Path::to_owned));
+        let written = match below {
+            Some(below) if Path::new(text).is_absolute() => below.to_string_lossy().into_owned(),
+            _ => text.to_owned(),
+        };
+        let allowed = "a folder below the working folder, such as images";
+        // Names of pictures come behind it.
+        if written.len() > LONGEST_FOLDER {
+            return Err(invalid(Key::ImagesDir.name(), origin, text, allowed, Some("it is too long".to_owned())));
+        }
+        relative_inside(&written)
+            .map_err(|why| invalid(Key::ImagesDir.name(), origin, text, allowed, Some(why.to_owned())))
+    }
+
+    fn package_index(&self) -> Result<PackageIndex, ConfigError> {
+        let url = match self.written.text(Key::PackageIndex)? {
+            None => None,
+            Some((_, url)) if url.starts_with("https://") || url.starts_with("http://") => Some(url.to_owned()),
+            // It may hold a password, so it is not repeated.
+            Some((origin, _)) => {
+                let name = Key::PackageIndex.name();
+                return Err(layers::wrong_shape(name, origin, "an address that begins with https:// or http://"));
+            }
+        };
+        let hosts = self.written.texts(Key::PackageTrustedHosts)?;
+        let trusted_hosts = hosts.map(|(_, hosts)| hosts.into_iter().map(str::to_owned).collect()).unwrap_or_default();
+        Ok(PackageIndex { url, trusted_hosts })
+    }
+
     fn allow_missing(&self) -> Result<BTreeSet<LayerKind>, ConfigError> {
         let Some((origin, texts)) = self.written.texts(Key::AllowMissing)? else { return Ok(BTreeSet::new()) };
         let allowed = format!("layers out of: {}", LayerKind::ALL.map(LayerKind::name).join(", "));
@@ -471,11 +533,19 @@ impl Check<'_> {
 
     fn log_level(&self) -> Result<Option<String>, ConfigError> {
         self.read(Key::LogLevel, &format!("one of: {}", LOG_LEVELS.join(", ")), |text| {
-            let level = text.to_ascii_lowercase();
+            let level = match text.to_ascii_lowercase().as_str() {
+                // As Python's programs call them.
+                "critical" => "error".to_owned(),
+                "warning" => "warn".to_owned(),
+                level => level.to_owned(),
+            };
             LOG_LEVELS.contains(&level.as_str()).then_some(level).ok_or(None)
         })
     }
 }
+
+/// Bytes of a folder's path below the working folder.
+const LONGEST_FOLDER: usize = 1000;
 
 const MOUNT_ALLOWED: &str = "HOST:RELATIVE or HOST:RELATIVE:ro, where RELATIVE is a path below the working folder";
 
@@ -574,49 +644,49 @@ fn within<T: PartialOrd, E: Display>(reading: Result<T, E>, range: &RangeInclusi
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// One case: sources in, settings out.
-    pub(super) struct Case {
+    pub(in crate::config) struct Case {
         pub(super) sources: Sources,
         files: BTreeMap<PathBuf, String>,
     }
 
-    pub(super) fn case() -> Case {
+    pub(in crate::config) fn case() -> Case {
         let machine = Machine { cores: 4, user_id: 7, current_dir: "/here".into(), temporary_dir: "/tmp".into() };
         let variables = BTreeMap::from([("HOME".to_owned(), "/home/me".to_owned())]);
         Case { sources: Sources { file: None, variables, flags: Flags::default(), machine }, files: BTreeMap::new() }
     }
 
     impl Case {
-        pub(super) fn yaml(mut self, text: &str) -> Case {
+        pub(in crate::config) fn yaml(mut self, text: &str) -> Case {
             self.sources.file = Some(("/etc/cellblock/config.yaml".into(), text.to_owned()));
             self
         }
 
-        pub(super) fn variable(mut self, name: &str, value: &str) -> Case {
+        pub(in crate::config) fn variable(mut self, name: &str, value: &str) -> Case {
             self.sources.variables.insert(name.to_owned(), value.to_owned());
             self
         }
 
-        pub(super) fn flag(mut self, key: Key, value: &str) -> Case {
+        pub(in crate::config) fn flag(mut self, key: Key, value: &str) -> Case {
             self.sources.flags = self.sources.flags.single(key, Some(value.to_owned()));
             self
         }
 
-        pub(super) fn flags(mut self, key: Key, values: &[&str]) -> Case {
+        pub(in crate::config) fn flags(mut self, key: Key, values: &[&str]) -> Case {
             let values = values.iter().map(|value| (*value).to_owned()).collect();
             self.sources.flags = self.sources.flags.repeated(key, values);
             self
         }
 
-        fn file(mut self, path: &str, text: &str) -> Case {
+        pub(in crate::config) fn file(mut self, path: &str, text: &str) -> Case {
             self.files.insert(path.into(), text.to_owned());
             self
         }
 
-        pub(super) fn result(self) -> Result<Settings, ConfigError> {
+        pub(in crate::config) fn result(self) -> Result<Settings, ConfigError> {
             let files = self.files;
             settle(self.sources, &|file| {
                 let (NamedFile::ByOperator(path) | NamedFile::InWorkspace(path)) = file;
@@ -624,11 +694,11 @@ mod tests {
             })
         }
 
-        pub(super) fn settings(self) -> Settings {
+        pub(in crate::config) fn settings(self) -> Settings {
             self.result().expect("it should be accepted")
         }
 
-        pub(super) fn refusal(self) -> String {
+        pub(in crate::config) fn refusal(self) -> String {
             self.result().expect_err("it should be refused").to_string()
         }
     }

@@ -64,6 +64,8 @@ pub enum Key {
     PackageSize,
     PackageStoreSize,
     PackageTimeout,
+    PackageIndex,
+    PackageTrustedHosts,
     Listen,
     PublicUrl,
     AllowedHosts,
@@ -75,6 +77,10 @@ pub enum Key {
     KeepSessions,
     Keeper,
     Profile,
+    AllowedModules,
+    BlockedModules,
+    ImagesDir,
+    SandboxConfig,
     AllowMissing,
     Auth,
     DataDir,
@@ -86,6 +92,9 @@ pub enum Key {
     AuditFailure,
     AuditFileSize,
     AuditRecords,
+    McpServers,
+    McpServersFile,
+    McpAllowedHosts,
 }
 
 /// How a setting is written.
@@ -151,6 +160,8 @@ impl Key {
         (Key::PackageSize, "package_size", "", Shape::Single),
         (Key::PackageStoreSize, "package_store_size", "", Shape::Single),
         (Key::PackageTimeout, "package_timeout", "", Shape::Single),
+        (Key::PackageIndex, "package_index", "", Shape::Single),
+        (Key::PackageTrustedHosts, "package_trusted_hosts", "", Shape::List),
         (Key::Listen, "listen", "--listen", Shape::Single),
         (Key::PublicUrl, "public_url", "--public-url", Shape::Single),
         (Key::AllowedHosts, "allowed_hosts", "--allowed-host", Shape::List),
@@ -162,6 +173,10 @@ impl Key {
         (Key::KeepSessions, "keep_sessions", "--keep-sessions", Shape::Single),
         (Key::Keeper, "keeper", "--keeper", Shape::Single),
         (Key::Profile, "profile", "--profile", Shape::Single),
+        (Key::AllowedModules, "allowed_modules", "", Shape::List),
+        (Key::BlockedModules, "blocked_modules", "", Shape::List),
+        (Key::ImagesDir, "images_dir", "--images-dir", Shape::Single),
+        (Key::SandboxConfig, "sandbox_config", "--sandbox-config", Shape::Single),
         (Key::AllowMissing, "allow_missing", "--allow-missing", Shape::List),
         (Key::Auth, "auth", "--auth", Shape::Single),
         (Key::DataDir, "data_dir", "", Shape::Single),
@@ -173,6 +188,9 @@ impl Key {
         (Key::AuditFailure, "audit_failure", "", Shape::Single),
         (Key::AuditFileSize, "audit_file_size", "", Shape::Single),
         (Key::AuditRecords, "audit_records", "", Shape::Single),
+        (Key::McpServers, "mcp_servers", "", Shape::FileOnly),
+        (Key::McpServersFile, "mcp_servers_file", "--mcp-servers-file", Shape::Single),
+        (Key::McpAllowedHosts, "mcp_allowed_hosts", "", Shape::List),
     ];
 
     /// The name used in the configuration file and in messages.
@@ -267,6 +285,17 @@ impl Origin {
 #[derive(Clone, Default)]
 pub(super) struct Layer(Vec<(Key, Origin, Written)>);
 
+impl Layer {
+    pub(super) fn of(settings: Vec<(Key, Origin, Written)>) -> Layer {
+        Layer(settings)
+    }
+
+    /// Adds a setting, which is stronger than those before it.
+    pub(super) fn push(&mut self, key: Key, origin: Origin, written: Written) {
+        self.0.push((key, origin, written));
+    }
+}
+
 /// The settings given as flags.
 #[derive(Clone, Default)]
 pub struct Flags(Layer);
@@ -325,21 +354,8 @@ pub(super) enum Given {
 
 /// Reads the text of a configuration file.
 pub(super) fn from_file(path: &Path, text: &str) -> Result<Layer, ConfigError> {
-    let whole: Written = serde_saphyr::from_str(text).map_err(|error| ConfigError::Yaml {
-        path: path.to_owned(),
-        line: error.location().map(|location| location.line()).filter(|line| *line > 0),
-        why: with_advice(first_line(&error.to_string())),
-    })?;
-    let members = match whole {
-        Written::Nothing => Vec::new(),
-        Written::Table(members) => members,
-        Written::Text(_) | Written::List(_) => {
-            let why = "the file must hold settings as \"key: value\" lines".to_owned();
-            return Err(ConfigError::Yaml { path: path.to_owned(), line: Some(1), why });
-        }
-    };
     let mut layer = Layer::default();
-    for member in members {
+    for member in members_of(path, text)? {
         let origin = Origin::File { path: path.to_owned(), line: member.line };
         let Some(key) = Key::from_name(&member.name) else {
             return Err(unknown_key(&member.name, origin, Key::names()));
@@ -347,6 +363,23 @@ pub(super) fn from_file(path: &Path, text: &str) -> Result<Layer, ConfigError> {
         layer.0.push((key, origin, member.value));
     }
     Ok(layer)
+}
+
+/// Reads the text of a YAML file that holds a table.
+pub(super) fn members_of(path: &Path, text: &str) -> Result<Vec<Member>, ConfigError> {
+    let whole: Written = serde_saphyr::from_str(text).map_err(|error| ConfigError::Yaml {
+        path: path.to_owned(),
+        line: error.location().map(|location| location.line()).filter(|line| *line > 0),
+        why: with_advice(first_line(&error.to_string())),
+    })?;
+    match whole {
+        Written::Nothing => Ok(Vec::new()),
+        Written::Table(members) => Ok(members),
+        Written::Text(_) | Written::List(_) => {
+            let why = "the file must hold settings as \"key: value\" lines".to_owned();
+            Err(ConfigError::Yaml { path: path.to_owned(), line: Some(1), why })
+        }
+    }
 }
 
 /// Reads the settings among environment variables. Returns also the variables with our prefix that are nothing we know.

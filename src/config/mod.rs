@@ -1,7 +1,7 @@
 //! Settings: what was written, checked once.
 //!
 //! ```text
-//! file (YAML)  <  CELLBLOCK_… variables  <  flags
+//! (profile  <)  file (YAML)  <  CELLBLOCK_… variables  <  flags
 //!      \                 |                  /
 //!       layers: the same form for all, laid over each other
 //!                        |
@@ -18,6 +18,7 @@ mod dotenv;
 pub mod engine;
 mod folders;
 mod layers;
+mod profiles;
 pub mod quantity;
 mod variables;
 
@@ -86,8 +87,14 @@ pub struct Settings {
     pub quotas: Quotas,
     pub network: Network,
     pub packages: Packages,
+    pub package_index: PackageIndex,
     pub service: Service,
     pub profile: Profile,
+    /// What code may import, in profiles that have such lists. If any are allowed, only those.
+    pub allowed_modules: Vec<String>,
+    pub blocked_modules: Vec<String>,
+    /// Where the profile `ipybox` keeps pictures, below the working folder.
+    pub images_dir: PathBuf,
     /// Isolation layers that may be missing.
     pub allow_missing: BTreeSet<LayerKind>,
     /// Who may call over HTTP.
@@ -109,6 +116,8 @@ pub struct Settings {
     pub keep_sessions: Option<bool>,
     /// The name of that process, if anybody chose one.
     pub keeper: Option<KeeperName>,
+    /// Other MCP servers that sessions may use.
+    pub upstreams: Upstreams,
     /// What these settings were made of, for another process that needs the same.
     pub hand_over: HandOver,
     /// Files that hold secrets. `load` has made sure that no sandbox is shown one.
@@ -183,6 +192,29 @@ pub struct Network {
     pub limits: Limits,
 }
 
+/// Other MCP servers, by the operator's will.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct Upstreams {
+    /// Names and parameters in the form of client configurations, checked.
+    pub servers: BTreeMap<String, serde_json::Value>,
+    /// Hosts that callers over HTTP may name although they are at no public address.
+    pub allowed_hosts: Vec<String>,
+    /// What `${VAR}` is filled from: the environment of this process.
+    pub variables: BTreeMap<String, String>,
+}
+
+// Parameters and variables hold secrets.
+impl std::fmt::Debug for Upstreams {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let names: Vec<&String> = self.servers.keys().collect();
+        formatter
+            .debug_struct("Upstreams")
+            .field("servers", &names)
+            .field("allowed_hosts", &self.allowed_hosts)
+            .finish()
+    }
+}
+
 /// Whether and how sessions may install packages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Packages {
@@ -193,6 +225,22 @@ pub struct Packages {
     pub store_size: u64,
     /// How long one installation may take.
     pub timeout: Duration,
+}
+
+/// Where packages for sessions come from, if not from where uv would take them.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct PackageIndex {
+    /// It may hold a password.
+    pub url: Option<String>,
+    /// Hosts whose certificates are not checked.
+    pub trusted_hosts: Vec<String>,
+}
+
+impl std::fmt::Debug for PackageIndex {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let url = self.url.as_ref().map(|_| "[redacted]");
+        formatter.debug_struct("PackageIndex").field("url", &url).field("trusted_hosts", &self.trusted_hosts).finish()
+    }
 }
 
 /// How `cellblock serve` is reached.
@@ -238,14 +286,23 @@ pub struct Mount {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Profile {
     Default,
+    Ipybox,
+    PythonDocker,
+    CodeExecuter,
+    Pyexec,
 }
 
 impl Profile {
-    pub const ALL: [Profile; 1] = [Profile::Default];
+    pub const ALL: [Profile; 5] =
+        [Profile::Default, Profile::Ipybox, Profile::PythonDocker, Profile::CodeExecuter, Profile::Pyexec];
 
     pub fn name(self) -> &'static str {
         match self {
             Profile::Default => "default",
+            Profile::Ipybox => "ipybox",
+            Profile::PythonDocker => "python-docker-mcp",
+            Profile::CodeExecuter => "code-executer",
+            Profile::Pyexec => "pyexec",
         }
     }
 
@@ -334,16 +391,6 @@ fn did_you_mean(nearest: Option<&str>) -> String {
 
 fn in_brackets(why: Option<&str>) -> String {
     why.map(|why| format!(" ({why})")).unwrap_or_default()
-}
-
-/// Finds the engine of a command that needs no other setting.
-pub fn engine_address(kind: EngineKind) -> Result<EngineAddress, ConfigError> {
-    Ok(engine::find(kind, &own_variables(), &read_named_file, &Path::exists)?)
-}
-
-/// Tells whether a text can be the name of an image.
-pub fn is_image_name(text: &str) -> bool {
-    checks::image_name(text).is_ok()
 }
 
 /// Reads the real file, environment and machine, checks everything, and makes the folders that settings name.

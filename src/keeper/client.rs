@@ -22,9 +22,10 @@ use super::start::{self, AttachError};
 use super::{KeeperSettings, post::KeeperName};
 use crate::sandbox::{LaunchError, Preparation, Rules};
 use crate::session::install::InstallReport;
+use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
 use crate::session::{
     Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange,
-    ForkNames, ForkReport, InsidePath, Load, News, Principal, Refused, ResetReport, SessionAccess, SessionId,
+    ForkReport, ForkRequest, InsidePath, Load, News, Principal, Refused, ResetReport, SessionAccess, SessionId,
     SessionInfo, Slice, UndoReport, UploadPart, Uploaded, Which,
 };
 
@@ -320,8 +321,8 @@ impl SessionAccess for Client {
         self.ask_plainly(Some((owner, id)), Call::Checkpoints { owner: owner.clone(), id: id.clone() }).await
     }
 
-    async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused> {
-        let call = Call::Fork { owner: owner.clone(), id: id.clone(), names };
+    async fn fork(&self, owner: &Principal, id: &SessionId, request: ForkRequest) -> Result<ForkReport, Refused> {
+        let call = Call::Fork { owner: owner.clone(), id: id.clone(), request };
         let report: ForkReport = self.ask_plainly(Some((owner, id)), call).await?;
         let mut seen = self.shared.seen();
         report.forks.iter().for_each(|fork| seen.note(owner, fork));
@@ -356,6 +357,23 @@ impl SessionAccess for Client {
     ) -> Result<InstallReport, Refused> {
         let call = Call::Install { owner: owner.clone(), id: id.clone(), requirements };
         self.ask(Some((owner, id)), call, Wishes { news: Some(news), cancel: Some(cancel) }).await
+    }
+
+    async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
+        self.ask_plainly(None, Call::RegisterServer { owner: owner.clone(), request }).await
+    }
+
+    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
+        self.ask_plainly(None, Call::SetUpServers { setup }).await
+    }
+
+    async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {
+        let call = Call::UnregisterServer { owner: owner.clone(), name: name.to_owned() };
+        self.ask_plainly(None, call).await
+    }
+
+    async fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused> {
+        self.ask_plainly(None, Call::Servers { owner: owner.clone() }).await
     }
 
     async fn write_file(

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use serde::Serialize;
+use serde_json::{Value, json};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::sync::{Semaphore, oneshot, watch};
@@ -25,11 +26,12 @@ use super::stream::{CHUNK, WINDOW};
 use super::{Client, KeeperSettings, Kept, Post, Terms, attach, keep};
 use crate::sandbox::{Preparation, Rules};
 use crate::session::install::InstallReport;
+use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
 use crate::session::{
     Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote,
-    FileRange, ForkNames, ForkReport, InsidePath, Load, News, Outcome, Output, Principal, Refused, ResetReport,
-    Resident, SessionAccess, SessionId, SessionInfo, Slice, Status as CellStatus, UndoReport, UploadPart, Uploaded,
-    Variant, Which,
+    FileRange, ForkNames, ForkReport, ForkRequest, InsidePath, Load, News, Outcome, Output, Principal, Refused,
+    ResetReport, Resident, SessionAccess, SessionId, SessionInfo, Slice, Status as CellStatus, UndoReport, UploadPart,
+    Uploaded, Variant, Which,
 };
 
 // Codec.
@@ -73,9 +75,13 @@ fn every_call() -> Vec<Call> {
         Call::Undo { owner: owner.clone(), id: id.clone(), cells: 2 },
         Call::Narrow { owner: owner.clone(), id: id.clone(), rules: vec!["example.com".to_owned()] },
         Call::Checkpoints { owner: owner.clone(), id: id.clone() },
-        Call::Fork { owner: owner.clone(), id: id.clone(), names: ForkNames::Count(2) },
+        Call::Fork { owner: owner.clone(), id: id.clone(), request: ForkNames::Count(2).into() },
         Call::Explore { owner: owner.clone(), id: id.clone(), request: exploration },
         Call::Install { owner: owner.clone(), id: id.clone(), requirements: vec!["x".to_owned()] },
+        Call::RegisterServer { owner: owner.clone(), request: server_request("n", json!({"command": "x"})) },
+        Call::SetUpServers { setup: ServerSetup::default() },
+        Call::UnregisterServer { owner: owner.clone(), name: "n".to_owned() },
+        Call::Servers { owner: owner.clone() },
         Call::WriteFile { owner: owner.clone(), id: id.clone(), path: path("f"), overwrite: true },
         Call::ReadFile { owner: owner.clone(), id: id.clone(), path: path("f"), limit: 1 << 40 },
         Call::ReadFileRange { owner: owner.clone(), id: id.clone(), path: path("f"), offset: 3, length: Some(4) },
@@ -283,6 +289,7 @@ fn finished(note: &str) -> Executed {
         files: None,
         isolation: Default::default(),
         can_undo: 0,
+        tool_calls: Default::default(),
         blocked: Vec::new(),
         notes: vec![note.to_owned()],
     }))
@@ -292,6 +299,29 @@ fn note(executed: Executed) -> String {
     match executed {
         Executed::Finished(mut outcome) => outcome.notes.remove(0),
         Executed::Underway(_) => panic!("it has finished"),
+    }
+}
+
+fn server_request(name: &str, params: Value) -> ServerRequest {
+    ServerRequest { name: name.to_owned(), params, trust: Trust::Local }
+}
+
+/// A server with one tool, and one that was left out.
+fn server_report(name: &str) -> ServerReport {
+    let tool = ServerTool {
+        name: "read-note".to_owned(),
+        module: "read_note".to_owned(),
+        summary: "Reads a note.".to_owned(),
+        disabled: None,
+    };
+    ServerReport {
+        name: name.to_owned(),
+        package: name.to_owned(),
+        transport: "stdio".to_owned(),
+        registrar: Registrar::Owner,
+        state: ServerState::Connected,
+        tools: vec![tool],
+        notes: vec!["the tool \"x\" is left out: its name is odd".to_owned()],
     }
 }
 
@@ -362,7 +392,7 @@ impl SessionAccess for Puppet {
         Ok(vec![CheckpointInfo { cells_back: 1, before: "x = 1".to_owned(), age: Duration::from_secs(2) }])
     }
 
-    async fn fork(&self, _: &Principal, id: &SessionId, _: ForkNames) -> Result<ForkReport, Refused> {
+    async fn fork(&self, _: &Principal, id: &SessionId, _: ForkRequest) -> Result<ForkReport, Refused> {
         Err(Refused::CannotCopy { id: id.clone(), why: "it is a puppet".to_owned() })
     }
 
@@ -386,6 +416,28 @@ impl SessionAccess for Puppet {
         _: News,
     ) -> Result<InstallReport, Refused> {
         Ok(InstallReport { text: requirements.join(" "), loaded: Vec::new() })
+    }
+
+    async fn register_server(&self, _: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
+        if request.params.get("command").is_none() || request.trust == Trust::Remote {
+            return Err(Refused::Server { why: "it has no command".to_owned() });
+        }
+        Ok(server_report(&request.name))
+    }
+
+    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
+        match setup.servers.is_empty() {
+            true => Err(Refused::NoServers),
+            false => Ok(()),
+        }
+    }
+
+    async fn unregister_server(&self, _: &Principal, name: &str) -> Result<(), Refused> {
+        if name == "notes" { Ok(()) } else { Err(Refused::Server { why: format!("there is no server {name:?}") }) }
+    }
+
+    async fn servers(&self, _: &Principal) -> Result<Vec<ServerReport>, Refused> {
+        Ok(vec![server_report("notes")])
     }
 
     async fn write_file(
@@ -616,10 +668,20 @@ async fn every_kind_of_answer_comes_back() {
     client.narrow(&owner, &session, rules).await.unwrap();
     assert!(client.narrow(&owner, &session, Rules::everything()).await.is_err()); // control
     let names = ForkNames::Named(vec![id("b")]);
-    assert!(matches!(client.fork(&owner, &session, names).await, Err(Refused::CannotCopy { .. })));
+    assert!(matches!(client.fork(&owner, &session, names.into()).await, Err(Refused::CannotCopy { .. })));
     let requirements = vec!["one".to_owned(), "two".to_owned()];
     let installed = client.install(&owner, &session, requirements, CancellationToken::new(), News::default()).await;
     assert_eq!(installed.unwrap().text, "one two");
+    let request = server_request("notes", json!({"command": "x", "env": {"A": "b"}}));
+    assert_eq!(client.register_server(&owner, request).await.unwrap(), server_report("notes"));
+    let request = server_request("notes", json!({}));
+    assert!(matches!(client.register_server(&owner, request).await, Err(Refused::Server { .. })));
+    assert!(matches!(client.set_up_servers(ServerSetup::default()).await, Err(Refused::NoServers)));
+    let servers = [("notes".to_owned(), json!({"command": "x"}))].into();
+    client.set_up_servers(ServerSetup { servers, ..ServerSetup::default() }).await.unwrap();
+    assert_eq!(client.servers(&owner).await.unwrap(), [server_report("notes")]);
+    client.unregister_server(&owner, "notes").await.unwrap();
+    assert!(client.unregister_server(&owner, "other").await.is_err());
     assert!(matches!(client.close(&owner, &session).await, Err(Refused::Unknown { .. })));
     assert_eq!(client.output_size(&owner, &session, ExecutionId(1)).await, Some(5));
     assert_eq!(client.output_size(&owner, &session, ExecutionId(9)).await, None);

@@ -10,18 +10,19 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use rmcp::RoleServer;
-use rmcp::model::{CallToolResponse, CallToolResult, JsonObject, ProgressNotificationParam};
+use rmcp::model::{CallToolResponse, CallToolResult, ProgressNotificationParam};
 use rmcp::service::RequestContext;
 use tokio::io::AsyncWriteExt;
 
 use super::arguments::{Call, Source, Target};
-use super::desk::Job;
+use super::desk::{Job, Place};
 use super::host_files::{Capped, HostFileError, HostFiles, Overwrite};
 use super::progress::Reporter;
-use super::tools::ToolName;
-use super::{Server, Shared, compare, render, tasks};
+use super::{Front, Server, Shared, compare, render, servers, tasks};
+use crate::session::install::InstallReport;
+use crate::session::servers::{ServerRequest, Trust};
 use crate::session::{
-    Checked, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, SessionId, Which,
+    Checked, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, Refused, SessionId, Which,
 };
 
 /// Calls of one owner carried out at once. Each may hold an output in memory; a client with more than this under way has lost count.
@@ -35,7 +36,7 @@ pub(super) const LARGEST_INLINE: u64 = 1024 * 1024;
 
 /// Why a call was given up by this room.
 #[derive(Debug, thiserror::Error)]
-enum GivenUp {
+pub(super) enum GivenUp {
     #[error(
         "{MOST_CALLS} of your calls are being carried out. Nothing was executed. Try again when one of them has been answered"
     )]
@@ -54,19 +55,17 @@ enum GivenUp {
 struct WriteFailed(#[source] std::io::Error);
 
 impl Server {
-    /// Carries out one call of a tool.
+    /// Carries out one call of a tool of the default profile.
     pub(super) async fn carry_out(
         &self,
         owner: &Principal,
-        tool: ToolName,
-        arguments: JsonObject,
+        call: Call,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResponse {
-        let call = match self.shared.catalogue.parse(tool, arguments) {
-            Ok(call) => call,
-            Err(bad) => return render::refused(&bad).into(),
+        let _place = match self.place(owner) {
+            Ok(place) => place,
+            Err(busy) => return render::refused(&busy).into(),
         };
-        let Some(_place) = self.shared.calls.take(owner) else { return render::refused(&GivenUp::Busy).into() };
         match call {
             // Execution listens for cancellation itself, because it has an outcome to tell.
             Call::Execute { session, code, timeout, max_output_chars, rules } => {
@@ -105,8 +104,8 @@ impl Server {
                 Ok(checkpoints) => render::checkpoints(&session, &checkpoints),
                 Err(refused) => render::refused(&refused),
             },
-            Call::Fork { session, names } => {
-                let done = or_cancelled(context, sessions.fork(owner, &session, names)).await;
+            Call::Fork { session, request } => {
+                let done = or_cancelled(context, sessions.fork(owner, &session, request)).await;
                 answer(done, |report| render::forked(&session, &report))
             }
             Call::Explore { session, variants, timeout, keep, replace } => {
@@ -136,6 +135,19 @@ impl Server {
                 let done = or_cancelled(context, sessions.close(owner, &session)).await;
                 answer(done, |()| render::closed(&session, self.shared.work_folder))
             }
+            Call::Register { name, params } => {
+                let request = ServerRequest { name, params, trust: self.trust() };
+                let done = or_cancelled(context, sessions.register_server(owner, request)).await;
+                answer(done, |server| servers::registered(&server))
+            }
+            Call::Servers => match sessions.servers(owner).await {
+                Ok(list) => servers::listed(&list),
+                Err(refused) => render::refused(&refused),
+            },
+            Call::Unregister { name } => {
+                let done = or_cancelled(context, sessions.unregister_server(owner, &name)).await;
+                answer(done, |()| servers::unregistered(&name))
+            }
         }
     }
 
@@ -146,26 +158,77 @@ impl Server {
         request: ExecuteRequest,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResponse {
-        let Shared { sessions, max_wait, draining, .. } = &*self.shared;
-        let (news, max_chars) = (News::default(), request.max_output_chars);
-        let reporter = Reporter::new(sessions.preparation(), request.timeout, &news);
+        let max_wait = self.shared.max_wait;
         let knows_tasks = tasks::are_known_to(context);
-        let wait = if knows_tasks { tasks::PATIENCE.min(*max_wait) } else { *max_wait };
-        let execution = sessions.execute(owner, session, request, Some(wait), context.ct.clone(), news);
-        let executed = tokio::select! {
-            executed = with_progress(execution, reporter, context) => executed,
-            // The code goes on; whoever asks the next server hears how.
-            () = draining.cancelled() => match self.look(owner, session, max_chars).await {
-                Some(underway) => Ok(underway),
-                None => return render::refused(&crate::session::Refused::ShuttingDown).into(),
-            },
-        };
-        match executed {
+        let wait = if knows_tasks { tasks::PATIENCE.min(max_wait) } else { max_wait };
+        match self.begin(owner, session, request, Some(wait), context).await {
             Ok(Executed::Finished(outcome)) => self.told(owner, session, &outcome).into(),
             Ok(Executed::Underway(underway)) if knows_tasks => tasks::created(&underway),
             Ok(Executed::Underway(underway)) => render::underway(&underway).into(),
             Err(refused) => render::refused(&refused).into(),
         }
+    }
+
+    /// Runs code until it has finished, the caller's patience has ended or the server is about to.
+    async fn begin(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        request: ExecuteRequest,
+        wait: Option<Duration>,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<Executed, Refused> {
+        let Shared { sessions, draining, .. } = &*self.shared;
+        let (news, max_chars) = (News::default(), request.max_output_chars);
+        let reporter = Reporter::new(sessions.preparation(), request.timeout, &news);
+        let execution = sessions.execute(owner, session, request, wait, context.ct.clone(), news);
+        tokio::select! {
+            executed = with_progress(execution, reporter, context) => executed,
+            // The code goes on; whoever asks the next server hears how.
+            () = draining.cancelled() => self.look(owner, session, max_chars).await.ok_or(Refused::ShuttingDown),
+        }
+    }
+
+    /// Runs code to its end. For tools whose callers have no way to ask later.
+    pub(super) async fn run_to_end(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        request: ExecuteRequest,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<Outcome, Refused> {
+        match self.begin(owner, session, request, None, context).await? {
+            Executed::Finished(outcome) => Ok(*outcome),
+            Executed::Underway(_) => Err(Refused::ShuttingDown),
+        }
+    }
+
+    /// Installs packages and waits for the end of it.
+    pub(super) async fn install_to_end(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        requirements: Vec<String>,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<InstallReport, Refused> {
+        let sessions = &self.shared.sessions;
+        let news = News::default();
+        let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
+        let work = sessions.install(owner, session, requirements, context.ct.clone(), news);
+        with_progress(work, reporter, context).await
+    }
+
+    /// Tells what callers of this front may do on this machine when they name other servers.
+    pub(super) fn trust(&self) -> Trust {
+        match self.shared.front {
+            Front::Stdio => Trust::Local,
+            Front::Http => Trust::Remote,
+        }
+    }
+
+    /// Takes a place among the calls of an owner, until it is dropped.
+    pub(super) fn place(&self, owner: &Principal) -> Result<Place, GivenUp> {
+        self.shared.calls.take(owner).ok_or(GivenUp::Busy)
     }
 
     /// Looks at what a session runs, without waiting.
@@ -301,7 +364,7 @@ impl Server {
         }
     }
 
-    async fn upload(
+    pub(super) async fn upload(
         &self,
         owner: &Principal,
         session: &SessionId,
@@ -323,7 +386,7 @@ impl Server {
     }
 
     /// Copies to the host. Whatever goes wrong on the way, dropping the destination removes what was written.
-    async fn download(
+    pub(super) async fn download(
         &self,
         owner: &Principal,
         session: &SessionId,
@@ -370,7 +433,7 @@ async fn with_progress<T>(
 }
 
 /// Waits for `work` unless the caller gives up first. Work that is dropped cleans up after itself.
-async fn or_cancelled<T, E>(
+pub(super) async fn or_cancelled<T, E>(
     context: &RequestContext<RoleServer>,
     work: impl Future<Output = Result<T, E>>,
 ) -> Result<T, Box<dyn Error + Send + Sync>>

@@ -1,14 +1,16 @@
 //! MCP: how clients reach sessions.
 //!
 //! ```text
-//! transport (stdio, http) → handler → calls → tools    names and schemas; arguments: what was written, checked
-//!      wire: strict reading             │   → render   outcomes as text, images and structured content; compare: many of them
-//!                                       │   → tasks, desk: what takes longer than a caller waits
-//!                                       │   → resources, progress, host_files
-//!                                       └→ sessions, through session::SessionAccess
+//! transport (stdio, http) → handler → toolbox: the tools of a profile
+//!      wire: strict reading              │ tools: names and schemas; arguments: what was written, checked
+//!                                        │   → calls → render: outcomes as text, images and structured content; compare: many of them
+//!                                        │           → tasks, desk: what takes longer than a caller waits
+//!                                        │           → resources, progress, host_files
+//!                                        │ profiles: the tools of other servers
+//!                                        └→ sessions, through session::SessionAccess
 //! ```
 //!
-//! A transport carries messages, `handler` decides what each one means, `calls` carries tool calls out; the other files are pure.
+//! A transport carries messages, `handler` decides what each one means, `calls` and `profiles` carry tool calls out; the other files are pure.
 //! Both protocol eras are served: 2026-07-28, where every request stands alone, and the older ones that begin with
 //! `initialize`.
 //!
@@ -27,11 +29,14 @@ mod desk;
 mod handler;
 mod host_files;
 pub mod http;
+mod profiles;
 mod progress;
 mod render;
 mod resources;
+mod servers;
 mod stdio;
 mod tasks;
+mod toolbox;
 mod tools;
 mod turns;
 mod wire;
@@ -52,9 +57,10 @@ use crate::session::{InsidePath, Principal, SessionAccess, SessionId, WorkFolder
 use calls::{LARGEST_INLINE, MOST_CALLS};
 use desk::{Desk, Places};
 pub use host_files::{HostFiles, RootError};
+pub use profiles::{Modules, Profile};
 use resources::{Address, CutOutputs};
 pub use stdio::{ServeError, serve_stdio};
-use tools::Catalogue;
+use toolbox::Toolbox;
 
 /// The methods this server answers. Their parameters have a shape; a request that misses it must not look like an
 /// unknown method.
@@ -82,6 +88,7 @@ const MOST_RULES_TOLD: usize = 8;
 #[derive(Debug, Clone)]
 pub struct McpSettings {
     pub front: Front,
+    pub profile: Profile,
     /// How long a call waits for code; then its caller hears how to go on.
     pub max_wait: Duration,
     /// For executions whose caller names none.
@@ -124,6 +131,7 @@ impl Default for McpSettings {
     fn default() -> McpSettings {
         McpSettings {
             front: Front::Stdio,
+            profile: Profile::Default,
             max_wait: Duration::from_secs(50),
             default_timeout: Duration::from_secs(120),
             max_timeout: Duration::from_secs(3600),
@@ -146,7 +154,7 @@ pub struct Server {
 struct Shared {
     sessions: Arc<dyn SessionAccess>,
     files: HostFiles,
-    catalogue: Catalogue,
+    toolbox: Arc<dyn Toolbox>,
     work_folder: WorkFolder,
     can_undo: bool,
     /// What sessions can reach, as the end of a sentence.
@@ -179,7 +187,7 @@ impl Server {
             shared: Arc::new(Shared {
                 sessions,
                 files,
-                catalogue: Catalogue::new(&settings),
+                toolbox: profiles::toolbox(&settings),
                 work_folder: settings.work_folder,
                 can_undo: settings.can_undo,
                 reach: settings.reach(),
@@ -260,8 +268,9 @@ impl Server {
         Ok(ReadResourceResult::new(vec![resources::file_contents(uri, &bytes)]))
     }
 
-    fn implementation() -> Implementation {
-        Implementation::new("cellblock", env!("CARGO_PKG_VERSION"))
+    fn implementation(&self) -> Implementation {
+        let name = self.shared.toolbox.introduction().map_or("cellblock", |introduction| introduction.name);
+        Implementation::new(name, env!("CARGO_PKG_VERSION"))
             .with_title("Cellblock")
             .with_description("Runs Python in private Linux sandboxes")
     }

@@ -17,13 +17,21 @@
 //! | `late X` | prints after the end of the cell |
 //! | `mute` | answers nothing after this cell |
 //! | `keep NAME X`, `file NAME` | writes a file, prints one or raises `FileNotFoundError` |
+//! | `set refuse-tools` | says from now on that packages of MCP servers could not be written |
 //! | `lose X` | has something that a copy will lack |
 //! | `stand` | does not come to its branch point any more |
+//! | `call SERVER TOOL JSON` | calls a tool and prints the answer; an interrupt withdraws the call and raises |
+//! | `calls N SERVER TOOL JSON` | makes N calls at once and prints how many answers of each kind came |
+//! | `forget SERVER TOOL` | calls a tool, withdraws the call, and prints both answers |
+//! | `ask JSON` | asks with these members, and prints the answer; `ask-on JSON` does not wait for it |
+//! | `run LINE` | asks for a shell command that writes where this interpreter does, and prints the answer; `run-on LINE` does not wait for it |
 //! | `float(NAME` | gives the value of a variable as a number, or raises |
 //!
 //! A copy of an interpreter has its variables and files. Cells that only print are said to change nothing.
 //!
 //! It reports every layer of isolation as missing, because that is true, and must never run anything but these commands.
+
+mod programs;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -41,14 +49,15 @@ use cellblock_egress::rules::Rules;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::UnixStream;
 use tokio::net::unix::pipe::Sender;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 
+use self::programs::Launched;
 use super::{
-    Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Layer,
-    LayerKind, MemoryUse, Preparation, Process, Sandbox,
+    Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
+    Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox,
 };
 
 const MARKER: [u8; 16] = *b"fake interpreter";
@@ -81,6 +90,7 @@ struct World {
     rules: Mutex<Rules>,
     /// Bytes that each interpreter holds.
     memory_of_interpreter: AtomicU64,
+    launched: Arc<Launched>,
     /// What whoever asks next is told to have been refused.
     blocked: Mutex<Vec<Blocked>>,
 }
@@ -130,6 +140,16 @@ impl FakeBackend {
     /// Counts the sandboxes that exist.
     pub fn sandboxes(&self) -> usize {
         self.world.alive.load(Ordering::SeqCst)
+    }
+
+    /// Returns the words of all programs that were launched.
+    pub fn launched(&self) -> Vec<Vec<String>> {
+        self.world.launched.all()
+    }
+
+    /// Counts the programs that have not ended.
+    pub fn programs(&self) -> usize {
+        self.world.launched.alive()
     }
 
     /// Says how copying goes from now on.
@@ -472,6 +492,10 @@ impl Sandbox for FakeSandbox {
         self.world.checkpoints().remove(&(self.number, checkpoint));
     }
 
+    fn launcher(&self) -> Arc<dyn Launcher> {
+        self.world.launched.clone()
+    }
+
     fn rules(&self) -> Rules {
         self.rules.lock().expect("nothing panics while it holds the rules").clone()
     }
@@ -524,7 +548,7 @@ fn start(files: &Path, birth: Birth, used: Arc<Mutex<Duration>>) -> Result<(Inte
     let (host, channel) = UnixStream::pair().map_err(start_failed)?;
     let (out, out_writer) = io::pipe().map_err(start_failed)?;
     let (err, err_writer) = io::pipe().map_err(start_failed)?;
-    let mut hello = json!({"type": "hello", "version": 1, "python": "fake", "marker": format!("{:032x}", u128::from_be_bytes(MARKER))});
+    let mut hello = json!({"type": "hello", "version": 2, "python": "fake", "marker": format!("{:032x}", u128::from_be_bytes(MARKER))});
     if let Some((files, why)) = birth.greeting {
         hello["lost"] = json!(birth.lost);
         hello["files"] = json!(files);
@@ -558,6 +582,7 @@ fn start(files: &Path, birth: Birth, used: Arc<Mutex<Duration>>) -> Result<(Inte
         seq: 0,
         last_pipe: 0,
         muted: false,
+        asked: 0,
     };
     let kill = process.kill.clone();
     tokio::spawn(async move {
@@ -580,6 +605,21 @@ fn frame(header: &Value, payload: &[u8]) -> Vec<u8> {
     [&(length as u32).to_be_bytes(), &(header.len() as u32).to_be_bytes(), header.as_bytes(), payload].concat()
 }
 
+/// Returns the question that `SERVER TOOL JSON` is.
+fn tool_call(text: &str) -> Value {
+    let mut words = text.splitn(3, ' ');
+    let mut word = || words.next().unwrap_or_default();
+    let (server, tool, arguments) = (word(), word(), word());
+    let arguments = serde_json::from_str::<Value>(arguments).unwrap_or_else(|_| json!({}));
+    json!({"what": "call_tool", "server": server, "tool": tool, "arguments": arguments})
+}
+
+/// Returns the question that asks for a command. Commands that are more than a line are written `\\n`.
+fn shell_command(line: &str) -> Value {
+    let folder = super::WORK_FOLDER;
+    json!({"what": "shell", "command": line.replace("\\n", "\n"), "folder": folder, "environment": {}, "with_pipes": true})
+}
+
 /// The interpreter's side of the channel.
 struct Script {
     channel: UnixStream,
@@ -595,6 +635,8 @@ struct Script {
     seq: u32,
     last_pipe: usize,
     muted: bool,
+    /// The number of the last question.
+    asked: u64,
 }
 
 /// Why a cell did not come to its end.
@@ -621,12 +663,7 @@ impl Script {
     }
 
     async fn answer_one(&mut self) -> Result<(), Interruption> {
-        let length = self.channel.read_u32().await? as usize;
-        let header_length = self.channel.read_u32().await? as usize;
-        let mut body = vec![0; length - 4];
-        self.channel.read_exact(&mut body).await?;
-        let payload = body.split_off(header_length);
-        let header: Value = serde_json::from_slice(&body).map_err(io::Error::from)?;
+        let (header, payload) = self.read_frame().await?;
         let id = &header["id"];
         let path = || self.files.join(header["path"].as_str().unwrap_or_default());
         match header["type"].as_str() {
@@ -650,8 +687,118 @@ impl Script {
             }
             Some("write_end") => self.write_file(id).await,
             Some("branch") => self.branch(&header).await,
+            Some("tools") => self.take_tools(&header, &payload).await,
             _ => Ok(()),
         }
+    }
+
+    async fn read_frame(&mut self) -> Result<(Value, Vec<u8>), Interruption> {
+        let length = self.channel.read_u32().await? as usize;
+        let header_length = self.channel.read_u32().await? as usize;
+        let mut body = vec![0; length - 4];
+        self.channel.read_exact(&mut body).await?;
+        let payload = body.split_off(header_length);
+        Ok((serde_json::from_slice(&body).map_err(io::Error::from)?, payload))
+    }
+
+    /// Asks the host something. Returns the number of the question.
+    async fn ask(&mut self, id: &Value, members: Value) -> Result<u64, Interruption> {
+        self.asked += 1;
+        let mut header = json!({"type": "ask", "id": id, "ask": self.asked});
+        header.as_object_mut().expect("it is one").extend(members.as_object().cloned().unwrap_or_default());
+        if header["with_pipes"] == true {
+            self.say_with_pipes(header).await?;
+        } else {
+            self.say_in_order(header).await?;
+        }
+        Ok(self.asked)
+    }
+
+    /// Waits for an answer and returns what it says.
+    async fn answer(&mut self) -> Result<Value, Interruption> {
+        loop {
+            let (mut header, _) = self.read_frame().await?;
+            if header["type"] == "answer" {
+                header.as_object_mut().expect("it has members").remove("type");
+                return Ok(header);
+            }
+        }
+    }
+
+    async fn call(&mut self, id: &Value, members: Value) -> Result<(), Interruption> {
+        let ask = self.ask(id, members).await?;
+        let interrupt = self.interrupt.clone();
+        let answer = tokio::select! {
+            answer = self.answer() => Some(answer?),
+            () = interrupt.notified() => None,
+        };
+        match answer {
+            Some(answer) => self.write(0, &format!("{answer}\n")).await,
+            None => {
+                self.ask(id, json!({"what": "withdraw", "of": ask})).await?;
+                Err(Interruption::Raised { name: "KeyboardInterrupt", message: String::new() })
+            }
+        }
+    }
+
+    async fn call_many(&mut self, id: &Value, count: usize, members: &Value) -> Result<(), Interruption> {
+        let mut kinds = BTreeMap::<String, usize>::new();
+        for _ in 0..count {
+            self.ask(id, members.clone()).await?;
+        }
+        for _ in 0..count {
+            let answer = self.answer().await?;
+            let kind = answer["reason"].as_str().unwrap_or("answered").to_owned();
+            *kinds.entry(kind).or_default() += 1;
+        }
+        self.write(0, &format!("{kinds:?}\n")).await
+    }
+
+    async fn forget(&mut self, id: &Value, members: Value) -> Result<(), Interruption> {
+        let of = self.ask(id, members).await?;
+        self.ask(id, json!({"what": "withdraw", "of": of})).await?;
+        for _ in 0..2 {
+            let answer = self.answer().await?;
+            self.write(0, &format!("{answer}\n")).await?;
+        }
+        Ok(())
+    }
+
+    /// Puts packages of MCP servers into the working folder, and removes them.
+    async fn take_tools(&mut self, header: &Value, payload: &[u8]) -> Result<(), Interruption> {
+        let folder = self.files.join("mcptools");
+        let Some(server) = header["server"].as_str() else {
+            if let Some(servers) = header["servers"].as_array() {
+                for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+                    let is_named = servers.iter().any(|server| entry.file_name().to_str() == server.as_str());
+                    if entry.path().is_dir() && !is_named {
+                        fs::remove_dir_all(entry.path())?;
+                    }
+                }
+            }
+            fs::create_dir_all(&folder)?;
+            fs::write(folder.join("__init__.py"), payload)?;
+            let id = &header["id"];
+            return match self.variables.contains_key("refuse-tools") {
+                true => {
+                    self.say(json!({"type": "failed", "id": id, "reason": "no_space", "message": "no room"}), b"").await
+                }
+                false => self.say(json!({"type": "tools_written", "id": id}), b"").await,
+            };
+        };
+        let files = header["modules"].as_array().cloned().unwrap_or_default();
+        if files.is_empty() {
+            let _ = fs::remove_dir_all(folder.join(server));
+            return Ok(());
+        }
+        fs::create_dir_all(folder.join(server))?;
+        let mut rest = payload;
+        for file in &files {
+            let (bytes, later) = rest.split_at(file["size"].as_u64().unwrap_or(0) as usize);
+            fs::write(folder.join(server).join(file["name"].as_str().unwrap_or_default()), bytes)?;
+            rest = later;
+        }
+        Ok(())
     }
 
     /// Comes to the branch point, and goes on.
@@ -695,6 +842,22 @@ impl Script {
     async fn say_in_order(&mut self, mut header: Value) -> Result<(), Interruption> {
         header["seq"] = json!(self.mark(b'F').await?);
         self.say(header, b"").await
+    }
+
+    /// Says something and hands over the pipes that this interpreter writes to.
+    async fn say_with_pipes(&mut self, mut header: Value) -> Result<(), Interruption> {
+        header["seq"] = json!(self.mark(b'F').await?);
+        let bytes = frame(&header, b"");
+        let pipes = [self.pipes[0].as_fd(), self.pipes[1].as_fd()];
+        let sent = self.channel.async_io(Interest::WRITABLE, || {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            control.push(SendAncillaryMessage::ScmRights(&pipes));
+            let bytes = [io::IoSlice::new(&bytes)];
+            Ok(rustix::net::sendmsg(&self.channel, &bytes, &mut control, SendFlags::empty())?)
+        });
+        let sent = sent.await?;
+        Ok(self.channel.write_all(&bytes[sent..]).await?)
     }
 
     async fn execute(&mut self, id: &Value, code: &str) -> Result<(), Interruption> {
@@ -785,6 +948,16 @@ impl Script {
                 self.stands = true;
                 Ok(())
             }
+            "call" => self.call(id, tool_call(rest)).await,
+            "calls" => {
+                let (count, rest) = rest.split_once(' ').unwrap_or((rest, ""));
+                self.call_many(id, count.parse().unwrap_or(0), &tool_call(rest)).await
+            }
+            "forget" => self.forget(id, tool_call(rest)).await,
+            "ask" => self.call(id, serde_json::from_str(rest).unwrap_or_default()).await,
+            "run" => self.call(id, shell_command(rest)).await,
+            "run-on" => self.ask(id, shell_command(rest)).await.map(drop),
+            "ask-on" => self.ask(id, serde_json::from_str(rest).unwrap_or_default()).await.map(drop),
             // The end of `float(` on the line before.
             ")" => Ok(()),
             _ if command.starts_with("float(") => {

@@ -13,9 +13,10 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::install::InstallReport;
+use super::servers::{ServerReport, ServerRequest, ServerSetup};
 use super::{
     Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange,
-    ForkNames, ForkReport, InsidePath, Principal, Refused, ResetReport, SessionId, SessionInfo, Sessions, UndoReport,
+    ForkReport, ForkRequest, InsidePath, Principal, Refused, ResetReport, SessionId, SessionInfo, Sessions, UndoReport,
     UploadPart, Uploaded, Which,
 };
 use crate::sandbox::{Preparation, Rules};
@@ -80,7 +81,7 @@ pub trait SessionAccess: Send + Sync {
 
     async fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused>;
 
-    async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused>;
+    async fn fork(&self, owner: &Principal, id: &SessionId, request: ForkRequest) -> Result<ForkReport, Refused>;
 
     async fn explore(
         &self,
@@ -149,6 +150,17 @@ pub trait SessionAccess: Send + Sync {
     /// Says what a session may reach from now on, creating it if its id is new. It can never be more than the operator allows.
     async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused>;
 
+    /// Connects to another MCP server and makes its tools known to the owner's sessions.
+    async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused>;
+
+    async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused>;
+
+    /// Tells which servers the owner's sessions may use.
+    async fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused>;
+
+    /// Takes over the servers of the operator, which everybody's sessions may use. Nothing is waited for.
+    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused>;
+
     /// Tells how busy the whole house is. Names nobody.
     async fn load(&self) -> Load;
 
@@ -215,8 +227,8 @@ impl SessionAccess for Sessions {
         Sessions::checkpoints(self, owner, id)
     }
 
-    async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused> {
-        self.fork(owner, id, names).await
+    async fn fork(&self, owner: &Principal, id: &SessionId, request: ForkRequest) -> Result<ForkReport, Refused> {
+        self.fork(owner, id, request).await
     }
 
     async fn explore(
@@ -296,6 +308,22 @@ impl SessionAccess for Sessions {
 
     async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
         self.narrow(owner, id, rules).await
+    }
+
+    async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
+        Sessions::register_server(self, owner, request).await
+    }
+
+    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
+        Sessions::set_up_servers(self, setup)
+    }
+
+    async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {
+        Sessions::unregister_server(self, owner, name).await
+    }
+
+    async fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused> {
+        Sessions::servers(self, owner)
     }
 
     async fn load(&self) -> Load {

@@ -8,6 +8,9 @@
 
 mod branching;
 mod packages;
+mod questions;
+mod shell;
+mod tools;
 
 use std::collections::{HashMap, VecDeque};
 use std::future::Future;
@@ -27,12 +30,14 @@ use tracing::{debug, info, warn};
 
 use self::branching::{Copying, Replacement};
 pub(super) use self::branching::{Fork, Forked, ForksWanted};
-use self::packages::{Answered, Questions};
+use self::questions::{Answered, Questions};
+use self::tools::Deliveries;
 use super::accounts::{Accounts, Metered};
 use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
 use super::output::{Gatherer, Glance, Seen, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
+use super::tools::{Grants, ToolCalls};
 use super::turns::{Crowded, Turn, Turns};
 use super::{
     ExecuteRequest, ExecutionId, FileChanges, FileList, FileNote, FullOutput, InsidePath, Outcome, Principal,
@@ -189,6 +194,8 @@ pub(super) struct Facts {
     pub(super) rules: Rules,
     /// Folders of packages that were added to it, the latest first.
     pub(super) packages: Vec<String>,
+    /// Servers that it may use.
+    pub(super) grants: Grants,
 }
 
 impl Shared {
@@ -203,6 +210,7 @@ impl Shared {
             undoable: Vec::new(),
             rules: Rules::none(),
             packages: Vec::new(),
+            grants: Grants::All,
         };
         Shared { facts: Mutex::new(facts), spools: Mutex::default(), docket: Arc::default(), created: now }
     }
@@ -282,6 +290,7 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
     let machine = Machine::new(settings.undo != Undo::Off);
     // A session that was somebody's variant before has facts already.
     shared.facts().state = machine.state().name();
+    let deliveries = Deliveries::new(&settings.tools);
     let driver = Driver {
         id,
         customer,
@@ -312,6 +321,7 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
         exit: Exit::Unknown,
         notes: note.into_iter().collect(),
         questions: Questions::default(),
+        deliveries,
         ceiling: None,
         narrowed: None,
         narrowing: Vec::new(),
@@ -380,6 +390,10 @@ struct Inheritance {
     packages: Vec<String>,
     /// What the operator allows.
     ceiling: Option<Rules>,
+    /// Servers that it may use; `None` when the interpreter is no copy.
+    grants: Option<Grants>,
+    /// Packages of servers lie in its working folder.
+    tools: bool,
 }
 
 async fn launch(backend: Arc<dyn Backend>) -> Finished {
@@ -521,6 +535,7 @@ struct Driver {
     /// What the next execution's reader must know.
     notes: Vec<String>,
     questions: Questions,
+    deliveries: Deliveries,
     /// What the operator lets sessions reach, once there is a sandbox to tell.
     ceiling: Option<Rules>,
     /// What this session may reach, if somebody has said so.
@@ -542,6 +557,8 @@ enum Wake {
     Told(bool),
     /// A question of the running cell has its answer.
     Answered(Answered),
+    /// Servers were registered or are gone.
+    ToolsChanged,
     /// There is a place for the cell that waits for one.
     Turn,
     Time,
@@ -560,6 +577,7 @@ impl Driver {
                 Wake::Finished(finished) => self.finished_work(finished),
                 Wake::Told(watched) => self.told(watched),
                 Wake::Answered(answered) => self.answer_question(answered),
+                Wake::ToolsChanged => self.give_tools(),
                 Wake::Turn => self.happen(Event::TurnCame),
                 Wake::Time => self.time(),
             }
@@ -573,6 +591,8 @@ impl Driver {
             Some(live) => (Some(&mut live.process), live.connection.as_mut().ok()),
             None => (None, None),
         };
+        let is_idle = self.machine.state() == State::Idle && connection.is_some();
+        let can_answer = connection.as_ref().is_some_and(|connection| !connection.is_sending());
         let work = self.work.as_mut();
         let told = self.copying.as_mut().and_then(|copying| copying.told.as_mut());
         let turn = self.turn.as_mut().filter(|turn| !turn.is_here());
@@ -582,7 +602,9 @@ impl Driver {
             exit = async { process.expect("guarded").exited().await }, if process.is_some() => Wake::Exit(exit),
             finished = async { (&mut work.expect("guarded").future).await }, if work.is_some() => Wake::Finished(finished),
             told = async { told.expect("guarded").await }, if told.is_some() => Wake::Told(told.is_ok()),
-            answered = self.questions.next() => Wake::Answered(answered),
+            // What the channel does not take is not asked for: answers wait where they are made.
+            answered = self.questions.next(), if can_answer => Wake::Answered(answered),
+            () = self.deliveries.changed(), if is_idle => Wake::ToolsChanged,
             () = async { turn.expect("guarded").come().await }, if turn.is_some() => Wake::Turn,
             () = tokio::time::sleep_until(moment) => Wake::Time,
         }
@@ -753,6 +775,7 @@ impl Driver {
                 let deadline = begun + request.timeout.min(LONGEST_TIMEOUT);
                 let gatherer = Box::new(Gatherer::new(request.max_output_chars));
                 teller.begin(begun);
+                self.questions.begin_cell();
                 let seen = Seen::default();
                 let task = Task::Cell { gatherer, begun_inside: false, request, done: None, teller, seen };
                 (task, deadline, json!({"type": "execute", "id": id}), code.into_bytes())
@@ -790,6 +813,7 @@ impl Driver {
             }
         };
         self.running = Some(Running { id, task, begun, deadline });
+        self.give_tools();
         self.send(&header, &payload);
         self.send_file();
     }
@@ -916,6 +940,7 @@ impl Driver {
         match live {
             Ok(live) => {
                 self.inherit(&live.inheritance);
+                self.deliveries.forget();
                 let carried = match &live.connection {
                     Ok(connection) => connection.carried().clone(),
                     Err(_) => Carried::default(),
@@ -966,6 +991,8 @@ impl Driver {
         if !inheritance.packages.is_empty() {
             self.shared.facts().packages = inheritance.packages.clone();
         }
+        self.deliveries.inherit(inheritance.grants.clone(), inheritance.tools);
+        self.shared.facts().grants = self.deliveries.grants.clone();
         // A fresh sandbox has what the operator allows, no more and no less.
         let allowed = inheritance.ceiling.clone().or(self.ceiling.take());
         self.ceiling = Some(allowed.unwrap_or_else(|| sandbox.rules()));
@@ -978,7 +1005,12 @@ impl Driver {
 
     /// Returns what a copy is to take along.
     fn inheritance(&self) -> Inheritance {
-        Inheritance { packages: self.shared.facts().packages.clone(), ceiling: self.ceiling.clone() }
+        Inheritance {
+            packages: self.shared.facts().packages.clone(),
+            ceiling: self.ceiling.clone(),
+            grants: Some(self.deliveries.grants.clone()),
+            tools: self.deliveries.has_any(),
+        }
     }
 
     /// Changes what can be reached, as far as that was asked for and the sandbox is here.
@@ -1078,6 +1110,13 @@ impl Driver {
         }
         if let runner_client::Event::Claim(Claim::Ask { id, ask, question }) = event {
             return self.asked(id, ask, question);
+        }
+        match &event {
+            runner_client::Event::Claim(Claim::ToolsWritten { id }) if self.delivered(*id, None) => return,
+            runner_client::Event::Claim(Claim::Failed { id, message, .. }) if self.delivered(*id, Some(message)) => {
+                return;
+            }
+            _ => {}
         }
         let Some(running) = &mut self.running else { return };
         let id = running.id;
@@ -1197,14 +1236,14 @@ impl Driver {
             return;
         }
         let Some(running) = self.running.take_if(|running| running.id == id) else { return };
-        self.questions.clear();
+        let calls = self.questions.clear();
         match running.task {
             Task::Cell { gatherer, request, done, teller, .. } => {
                 let Ok(status) = self.status(answer, &request, done.as_deref()) else {
                     teller.end(Err(self.refusal(answer)));
                     return;
                 };
-                self.report(running.id, running.begun, *gatherer, status, done, teller);
+                self.report(running.id, running.begun, *gatherer, status, done, calls, teller);
             }
             Task::Write { result, reply, .. } => {
                 let _ = reply.send(match (answer, result) {
@@ -1265,6 +1304,7 @@ impl Driver {
         mut gatherer: Gatherer,
         status: Status,
         done: Option<Box<DoneClaim>>,
+        tool_calls: ToolCalls,
         teller: Teller,
     ) {
         let duration = begun.elapsed();
@@ -1307,6 +1347,7 @@ impl Driver {
             isolation,
             can_undo: 0,
             blocked,
+            tool_calls,
             notes,
         };
         if draft.has_images() {

@@ -42,9 +42,16 @@ mod output;
 mod quota_behaviour;
 mod rich;
 mod serial;
+pub mod servers;
+pub mod shell;
+#[cfg(test)]
+mod shell_behaviour;
 mod spool;
 mod state;
 mod terminal;
+#[cfg(test)]
+mod tool_behaviour;
+pub mod tools;
 #[cfg(test)]
 mod turn_behaviour;
 mod turns;
@@ -227,6 +234,9 @@ pub struct SessionSettings {
     /// Bytes of memory a sandbox may hold, where that is limited. Old copies are given up before it is reached.
     pub memory_limit: Option<u64>,
     pub packages: install::Source,
+    pub tools: tools::Tools,
+    /// Whether commands may run that the code of sessions asks for.
+    pub shell: shell::ShellPolicy,
     /// What one principal may use.
     pub quotas: Quotas,
     /// Cells that run at once in the whole server; zero is no limit. Others wait, and principals take turns.
@@ -244,6 +254,8 @@ impl Default for SessionSettings {
             explore_parallel: 4,
             memory_limit: None,
             packages: install::Source::default(),
+            tools: tools::Tools::default(),
+            shell: shell::ShellPolicy::default(),
             quotas: Quotas::default(),
             max_running: 0,
         }
@@ -404,6 +416,14 @@ pub enum Refused {
         "the session's network was not changed: `{rule}` goes beyond what this server allows. Ask for less, or have the operator allow it"
     )]
     BeyondRules { rule: String },
+    #[error("other MCP servers cannot be used on this server")]
+    NoServers,
+    #[error("{why}")]
+    Server { why: String },
+    #[error(
+        "the session has no MCP server `{name}`, so no fork of it can have it; `list_mcp_servers` names those that are registered"
+    )]
+    NoServer { name: String },
     #[error(
         "nothing was executed, because the server cannot record what is done. Try again later; its operator has been told"
     )]

@@ -1,13 +1,12 @@
 //! Sessions in containers: what only they have. What every backend promises is in `contract`.
 //!
-//! `walls` looks at a container from inside and out, `family` at forks and undo, `engine` at engines that are not there, end, or lack something, `pool` at what waits,
-//! `network` at what is reached, `images` at what containers are made of.
+//! `walls` looks at a container from inside and out, `family` at forks and undo, `engine` at engines that are not there, end, or lack something, `pool` at what waits, `runtimes`
+//! at gVisor.
 
 mod engine;
 mod family;
-mod images;
-mod network;
 mod pool;
+mod runtimes;
 mod walls;
 
 use std::future::Future;

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
 use cellblock::runner_client::{Claim, Connection, Event};
-use cellblock::sandbox::native::Network;
+use cellblock::sandbox::Network;
 use cellblock::sandbox::{Process, Rules, Sandbox};
 use cellblock_egress::gateway::Limits;
 use serde_json::json;

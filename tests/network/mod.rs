@@ -2,8 +2,10 @@
 //!
 //! Servers are on this machine's loopback interface; names are ours. `reach` is about names, addresses, ports and other protocols, `tls` about HTTPS and
 //! the programs that speak it, `questions` about DNS and what its answers may lead to, `limits` about rules that change and about what one session may
-//! use up. `program` does the same with the built program and its flags. `https` is a server with a certificate.
+//! use up. `containers` opens the networks of others from outside, `engines` those of real containers. `program` does the same with the built program and its flags. `https` is a server with a certificate.
 
+mod containers;
+mod engines;
 pub(crate) mod https;
 mod limits;
 mod program;
@@ -20,8 +22,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
+use cellblock::sandbox::Network;
 use cellblock::sandbox::Rules;
-use cellblock::sandbox::native::Network;
 use cellblock::session::Outcome;
 use cellblock_egress::gateway::Limits;
 use cellblock_egress::name::HostName;

@@ -10,10 +10,9 @@ use std::time::Duration;
 
 use cellblock::app::OwnSupplies;
 use cellblock::sandbox::container::{
-    ContainerBackend, ContainerBind, ContainerSettings, EngineAddress, EngineKind, PoolSettings,
+    ContainerBackend, ContainerBind, ContainerNetwork, ContainerSettings, EngineAddress, EngineKind, PoolSettings,
 };
-use cellblock::sandbox::native::Network;
-use cellblock::sandbox::{Backend, Preparation, SandboxLimits};
+use cellblock::sandbox::{Backend, Network, Preparation, SandboxLimits};
 use cellblock::session::{SessionSettings, Sessions};
 use rustix::fs::FlockOperation;
 use tokio::sync::watch;
@@ -137,8 +136,8 @@ impl TestEngine {
                 binds: Vec::new(),
                 variables: vec![("GIVEN".to_owned(), "by the operator".to_owned())],
                 pool: PoolSettings { size: 0, max_age: Duration::from_secs(600), creations: 2 },
-                preload: Vec::new(),
                 network: None,
+                preload: Vec::new(),
             },
             sessions: SessionSettings { max_sessions: 500, ..SessionSettings::default() },
         }
@@ -168,6 +167,18 @@ impl Builder {
         self
     }
 
+    /// Lets sessions reach what this lists, and shows them these files.
+    pub(crate) fn network(mut self, network: Network, files: &[ContainerBind]) -> Builder {
+        let program = PathBuf::from(super::PROGRAM);
+        self.settings.network = Some(ContainerNetwork { network, program, files: files.to_vec(), held: None });
+        self
+    }
+
+    pub(crate) fn variables(mut self, variables: Vec<(String, String)>) -> Builder {
+        self.settings.variables.extend(variables);
+        self
+    }
+
     pub(crate) fn image(mut self, image: &str) -> Builder {
         self.settings.image = image.to_owned();
         self
@@ -175,11 +186,6 @@ impl Builder {
 
     pub(crate) fn address(mut self, address: EngineAddress) -> Builder {
         self.settings.address = address;
-        self
-    }
-
-    pub(crate) fn network(mut self, network: Network) -> Builder {
-        self.settings.network = Some(network);
         self
     }
 
@@ -191,7 +197,7 @@ impl Builder {
     /// Starts it. Sessions wait until it is ready.
     pub(crate) fn start(self) -> Containers {
         let working = Preparation::Working { step: "preparing".to_owned(), done: 0, total: None };
-        let supplies = Arc::new(OwnSupplies::new(super::data_folder()));
+        let supplies = Arc::new(OwnSupplies { data_dir: super::data_folder() });
         // Also outside of an async test the backend's tasks find the runtime.
         let _entered = super::native::runtime().enter();
         let backend = ContainerBackend::start(self.settings, supplies, watch::Sender::new(working));

@@ -53,7 +53,7 @@ impl Check<'_> {
 }
 
 /// Names of images have no more than these letters, and none that could be taken for something else on the way.
-pub(in crate::config) fn image_name(text: &str) -> Result<String, Option<String>> {
+fn image_name(text: &str) -> Result<String, Option<String>> {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "._-/:@+".contains(letter);
     let fits = !text.is_empty() && text.len() <= 512 && text.chars().all(is_plain);
     let begins = text.starts_with(|letter: char| letter.is_ascii_alphanumeric());

@@ -13,9 +13,9 @@ use bollard::models::{
     VolumeCreateRequest,
 };
 use bollard::query_parameters::{
-    AttachContainerOptionsBuilder, BuildImageOptionsBuilder, CreateContainerOptionsBuilder, CreateImageOptionsBuilder,
-    EventsOptionsBuilder, InspectContainerOptions, KillContainerOptionsBuilder, ListContainersOptionsBuilder,
-    RemoveContainerOptionsBuilder, StartContainerOptions, StatsOptionsBuilder,
+    AttachContainerOptionsBuilder, CreateContainerOptionsBuilder, CreateImageOptionsBuilder, EventsOptionsBuilder,
+    InspectContainerOptions, KillContainerOptionsBuilder, ListContainersOptionsBuilder, RemoveContainerOptionsBuilder,
+    StartContainerOptions, StatsOptionsBuilder,
 };
 use bollard::{API_DEFAULT_VERSION, Docker};
 use futures_util::stream::{Stream, StreamExt};
@@ -171,32 +171,6 @@ impl Engine {
                 layers.insert(layer, (current.max(0) as u64, total.max(0) as u64));
                 let sum = |part: fn(&(u64, u64)) -> u64| layers.values().map(part).sum::<u64>();
                 tell(sum(|layer| layer.0), Some(sum(|layer| layer.1)));
-            }
-        }
-        Ok(())
-    }
-
-    /// Builds an image from an archive with a Dockerfile; `tell` gets each line that the engine says.
-    pub(super) async fn build(
-        &self,
-        tag: &str,
-        network: Option<&str>,
-        context: Vec<u8>,
-        tell: &(dyn Fn(&str) + Send + Sync),
-    ) -> Result<(), EngineError> {
-        let mut options = BuildImageOptionsBuilder::default().t(tag).rm(true).forcerm(true);
-        if let Some(network) = network {
-            options = options.networkmode(network);
-        }
-        let body = bollard::body_full(context.into());
-        let mut news = std::pin::pin!(self.docker.build_image(options.build(), None, Some(body)));
-        while let Some(news) = news.next().await {
-            let news = news.map_err(|error| self.failure(error, "image to begin with"))?;
-            if let Some(why) = news.error_detail.and_then(|detail| detail.message) {
-                return Err(EngineError::Refused(why));
-            }
-            for line in news.stream.iter().flat_map(|text| text.lines()).filter(|line| !line.trim().is_empty()) {
-                tell(line.trim_end());
             }
         }
         Ok(())

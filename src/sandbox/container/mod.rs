@@ -9,13 +9,11 @@
 //!
 //! `engine` speaks the API, `spec` says what a container is and checks what was made, `profile` which system calls it may make, `image` looks at the image and adds
 //! our runner beside it. `line` carries everything between here and the supervisor over one stream (`strands`); `sandbox` is one container and its
-//! sessions; `build` makes images of our own; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left.
+//! sessions; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left; `way_out` opens a container's network to what an operator lists.
 //!
-//! A container's network leads nowhere; where the operator allows destinations, its doors are opened in it from outside, and the gateway of the native backend answers them.
-//! No container ever has a capability, a device, the engine's socket, or a folder that the operator did not name. The engine's copying of files into and out of
+//! No container ever has a network that leads anywhere, a capability, a device, the engine's socket, or a folder that the operator did not name. The engine's copying of files into and out of
 //! containers is not used.
 
-pub mod build;
 mod engine;
 mod facts;
 mod image;
@@ -26,6 +24,7 @@ mod sandbox;
 mod spec;
 mod strands;
 mod tenancy;
+mod way_out;
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
@@ -52,7 +51,7 @@ use self::sandbox::{Container, ContainerSandbox, Fresh, House, Made, Maker};
 pub use self::spec::{ContainerBind, WORK as WORK_FOLDER};
 use self::spec::{LABEL_PLACE, LABEL_ROLE, LABEL_SERVER, User, Wanted};
 use self::tenancy::Tenancy;
-use super::native::Network;
+pub use self::way_out::ContainerNetwork;
 use super::{Backend, Interpreter, LaunchError, Preparation, Sandbox, SandboxLimits};
 
 /// How long making a session in a new container may take, from its creation to a warm Python.
@@ -85,10 +84,10 @@ pub struct ContainerSettings {
     /// Variables that the operator gives to sessions.
     pub variables: Vec<(String, String)>,
     pub pool: PoolSettings,
+    /// What sessions may reach; nothing without.
+    pub network: Option<ContainerNetwork>,
     /// Modules that containers which wait have imported, as far as the image has them.
     pub preload: Vec<String>,
-    /// What sessions can reach; nothing without.
-    pub network: Option<Network>,
 }
 
 /// Sandboxes made of containers.
@@ -271,22 +270,13 @@ impl Inner {
         Ok(Standing { engine, image, house: Arc::new(house), seccomp })
     }
 
-    /// Refuses rules that could not be kept: the doors of a container are opened from outside, in its own network namespace.
+    /// Refuses rules that nobody could keep, before anything is made. Whether they are kept in a container is tried in each.
     fn check_network(&self, engine: &Engine) -> Result<(), String> {
-        let why = if self.settings.network.is_none() {
+        if self.settings.network.is_none() || engine.is_local() {
             return Ok(());
-        } else if !engine.is_local() {
-            "the engine is on another machine"
-        } else if !rustix::process::geteuid().is_root() {
-            "only a server that is started by root can open the doors of a container"
-        } else if self.settings.runtime.as_deref().is_some_and(|runtime| !["runc", "crun"].contains(&runtime)) {
-            "the network of this runtime is not the kernel's"
-        } else {
-            return Ok(());
-        };
-        Err(format!(
-            "what sessions may reach cannot be enforced here, so none is started: {why}; leave allowed domains and secrets out, or use --backend native"
-        ))
+        }
+        let way = "leave allowed domains and secrets out, or use an engine of this machine or --backend native";
+        Err(format!("what sessions may reach cannot be enforced: the engine is on another machine; {way}"))
     }
 
     /// Returns the list of system calls as the engine takes it: as text, or as a file of its own machine.
@@ -362,6 +352,12 @@ impl Inner {
         }
     }
 
+    /// What of the host a container shows: these, and what its network needs.
+    fn shown(&self, binds: &[ContainerBind]) -> std::io::Result<Vec<ContainerBind>> {
+        let network = self.settings.network.as_ref().map(|network| network.files(self.tenancy.folder())).transpose()?;
+        Ok(binds.iter().cloned().chain(network.unwrap_or_default()).collect())
+    }
+
     /// Makes a container with a session in it.
     async fn make(
         &self,
@@ -370,17 +366,17 @@ impl Inner {
         binds: &[ContainerBind],
     ) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
         let user = self.user(standing.house.has_user_namespace, binds);
+        let shown = self.shown(binds).map_err(|error| LaunchError::Start { why: error.to_string() })?;
         let body = spec::session(Wanted {
             image: &standing.image.image,
             runtime: self.settings.runtime.as_deref(),
             limits: &self.settings.limits,
-            binds,
+            binds: &shown,
             user,
             volume: &standing.image.volume,
             command: standing.image.command.clone(),
             labels: self.labels("session"),
             seccomp: &standing.seccomp,
-            has_doors: self.settings.network.is_some(),
             can_count_files: self.settings.kind == EngineKind::Docker,
         });
         let name = format!("cellblock-{:016x}", fresh_number());

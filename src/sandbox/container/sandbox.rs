@@ -10,7 +10,6 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bollard::models::ContainerCreateBody;
-use cellblock_egress::gateway::Gateway;
 use serde_json::{Value, json};
 use tokio::sync::{oneshot, watch};
 use tracing::warn;
@@ -19,10 +18,10 @@ use super::engine::Engine;
 use super::facts::{self, Fate, Mark, Meter};
 use super::line::Line;
 use super::spec::{self, User};
-use crate::sandbox::native::Network;
+use super::way_out::{ContainerNetwork, WayOut};
 use crate::sandbox::{
-    Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Layer,
-    LayerKind, MemoryUse, Process, Rules, Sandbox, SandboxLimits,
+    Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
+    Layer, LayerKind, MemoryUse, Process, Program, ProgramError, Rules, Sandbox, SandboxLimits,
 };
 
 /// How long the supervisor may take to carry out an order. The slowest, ending a bomb of processes, takes three seconds.
@@ -70,7 +69,8 @@ pub(super) struct House {
     pub(super) runtime: Option<String>,
     /// No folder of the operator's is the working folder.
     pub(super) owns_work_folder: bool,
-    pub(super) network: Option<Network>,
+    /// What sessions may reach; nothing without.
+    pub(super) network: Option<ContainerNetwork>,
 }
 
 impl std::fmt::Debug for House {
@@ -89,12 +89,11 @@ pub(super) struct Container {
     fate: watch::Receiver<Fate>,
     house: Arc<House>,
     isolation: Isolation,
+    way_out: Option<WayOut>,
     members: AtomicU32,
     next_member: AtomicU32,
     removed: AtomicBool,
     maker: Arc<dyn Maker>,
-    /// The way out of all its sessions, if there is one.
-    gateway: Option<Gateway>,
 }
 
 /// Makes containers, for sessions whose own is gone.
@@ -132,16 +131,19 @@ impl Container {
             if let Some(what) = spec::verify(body, &made) {
                 return Err(failed(format!("the engine made another container than it was asked for: {what}")));
             }
-            let process = engine.is_local().then(|| made.state.as_ref().and_then(|state| state.pid)).flatten();
-            let process = facts::local_process(&id, process).filter(|_| house.runtime.is_none());
+            let named = engine.is_local().then(|| made.state.as_ref().and_then(|state| state.pid)).flatten();
+            let process = facts::local_process(&id, named).filter(|_| house.runtime.is_none());
             if let Some(what) = process.and_then(|process| facts::fault_of(process, user, house.has_user_namespace)) {
                 return Err(failed(format!("the container is not as it must be: {what}")));
             }
-            let gateway = house.open_gateway(process).map_err(failed)?;
-            Ok((line, process, gateway))
+            let way_out = match &house.network {
+                Some(network) => Some(network.open(&id, named, &line).await?),
+                None => None,
+            };
+            Ok((line, process, way_out))
         };
         match begun.await {
-            Ok((line, process, gateway)) => {
+            Ok((line, process, way_out)) => {
                 let meter = Arc::new(Meter::new(engine, &id, process, fate.clone()));
                 let isolation = house.isolation(user, process.is_some());
                 Ok(Arc::new(Container {
@@ -152,11 +154,11 @@ impl Container {
                     fate,
                     house,
                     isolation,
+                    way_out,
                     members: AtomicU32::new(0),
                     next_member: AtomicU32::new(1),
                     removed: AtomicBool::new(false),
                     maker,
-                    gateway,
                 }))
             }
             Err(error) => {
@@ -178,7 +180,7 @@ impl Container {
         patience: Duration,
     ) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
         self.members.fetch_add(1, Ordering::Relaxed);
-        let mut sandbox = self.sandbox(self.isolation.clone());
+        let mut sandbox = self.sandbox(self.isolation.clone(), None);
         let begun = sandbox.begin(how);
         let interpreter = match tokio::time::timeout(patience, begun).await {
             Ok(begun) => begun?,
@@ -190,10 +192,15 @@ impl Container {
         Ok((sandbox, interpreter))
     }
 
-    fn sandbox(self: &Arc<Container>, isolation: Isolation) -> ContainerSandbox {
+    /// Makes the place of one more session, which may be a fork of another.
+    fn sandbox(self: &Arc<Container>, isolation: Isolation, source: Option<u32>) -> ContainerSandbox {
+        let member = self.next_member.fetch_add(1, Ordering::Relaxed);
+        if let Some(way_out) = &self.way_out {
+            way_out.join(member, source);
+        }
         ContainerSandbox {
             container: self.clone(),
-            member: self.next_member.fetch_add(1, Ordering::Relaxed),
+            member,
             isolation,
             checkpoints: Mutex::default(),
             next_checkpoint: 1,
@@ -287,17 +294,6 @@ impl Drop for Container {
 }
 
 impl House {
-    /// Opens the doors of a container and the gateway behind them, where there are rules. Its network leads nowhere else.
-    fn open_gateway(&self, process: Option<u32>) -> Result<Option<Gateway>, String> {
-        let Some(network) = &self.network else { return Ok(None) };
-        let process =
-            process.ok_or("the way out of a container can be kept only where it is a process of this machine")?;
-        let failed = |error: std::io::Error| format!("the way out of a container cannot be opened: {error}");
-        let namespace = std::fs::File::open(format!("/proc/{process}/ns/net")).map_err(failed)?;
-        let doors = cellblock_jail::network::open_in(namespace.into(), network.doors()).map_err(failed)?;
-        network.open(doors).map(Some).map_err(failed)
-    }
-
     /// Says what separates the sessions of a container from the host, and who vouches for it.
     fn isolation(&self, user: User, was_read: bool) -> Isolation {
         let vouched = if was_read { "read from the kernel" } else { "as the engine says" };
@@ -384,6 +380,12 @@ impl ContainerSandbox {
         self.container.interpreter(b'b', self.member, order, beginning, WARM_PATIENCE).await
     }
 
+    fn leave_network(&self) {
+        if let Some(way_out) = &self.container.way_out {
+            way_out.leave(self.member);
+        }
+    }
+
     fn kept(&self) -> std::sync::MutexGuard<'_, HashSet<CheckpointId>> {
         self.checkpoints.lock().expect("nothing panics while it holds the checkpoints")
     }
@@ -455,7 +457,7 @@ impl Sandbox for ContainerSandbox {
     ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let container = &self.container;
         container.members.fetch_add(1, Ordering::Relaxed);
-        let fork = container.sandbox(self.isolation.clone());
+        let fork = container.sandbox(self.isolation.clone(), Some(self.member));
         container.fit_memory().await;
         let order = json!({
             "of": self.member,
@@ -478,23 +480,28 @@ impl Sandbox for ContainerSandbox {
     }
 
     fn rules(&self) -> Rules {
-        self.container.gateway.as_ref().map_or_else(Rules::none, Gateway::rules)
+        self.container.way_out.as_ref().map_or_else(Rules::none, |way_out| way_out.rules(self.member))
     }
 
     fn set_rules(&self, rules: Rules) {
-        if let Some(gateway) = &self.container.gateway {
-            gateway.set_rules(rules);
+        if let Some(way_out) = &self.container.way_out {
+            way_out.set_rules(self.member, rules);
         }
     }
 
     fn take_blocked(&self) -> Vec<Blocked> {
-        self.container.gateway.as_ref().map(Gateway::take_blocked).unwrap_or_default()
+        self.container.way_out.as_ref().map_or_else(Vec::new, WayOut::take_blocked)
+    }
+
+    fn launcher(&self) -> Arc<dyn Launcher> {
+        Arc::new(NoPrograms)
     }
 
     async fn destroy(&mut self) {
         if std::mem::replace(&mut self.destroyed, true) {
             return;
         }
+        self.leave_network();
         if self.container.members.fetch_sub(1, Ordering::Relaxed) == 1 {
             self.container.remove().await;
             return;
@@ -512,10 +519,23 @@ impl Drop for ContainerSandbox {
         if std::mem::replace(&mut self.destroyed, true) {
             return;
         }
+        self.leave_network();
         if self.container.members.fetch_sub(1, Ordering::Relaxed) > 1 {
             self.container.line.say(b'x', self.member, json!({"ask": 0}).to_string().as_bytes());
         }
         // The container itself goes with its last holder.
+    }
+}
+
+/// Programs beside an interpreter cannot be kept apart from it in one container.
+struct NoPrograms;
+
+#[async_trait]
+impl Launcher for NoPrograms {
+    async fn launch(&self, _program: Program) -> Result<Box<dyn Process>, ProgramError> {
+        Err(ProgramError::Unsupported {
+            why: "sessions in containers share their container with what they start".to_owned(),
+        })
     }
 }
 

@@ -59,8 +59,6 @@ pub(super) struct Wanted<'a> {
     pub(super) labels: HashMap<String, String>,
     /// The list of system calls: its text, or its path on the engine's machine.
     pub(super) seccomp: &'a str,
-    /// Names are asked for at doors of its own.
-    pub(super) has_doors: bool,
     /// Whether the engine knows the option that limits the number of files.
     pub(super) can_count_files: bool,
 }
@@ -95,7 +93,6 @@ pub(super) fn session(wanted: Wanted<'_>) -> ContainerCreateBody {
     host.shm_size = Some(signed(limits.memory / 2));
     host.tmpfs = Some(tmpfs);
     host.mounts = Some(mounts);
-    host.dns = wanted.has_doors.then(|| vec!["127.0.0.1".to_owned()]);
     host.ulimits = Some(vec![
         ulimit("nofile", OPEN_FILES),
         // Beside the limit of the container: this one holds for its user, who is in no other.
@@ -250,7 +247,6 @@ mod tests {
             command: vec!["python3".to_owned(), "-I".to_owned()],
             labels: HashMap::from([(LABEL_ROLE.to_owned(), "session".to_owned())]),
             seccomp: "{}",
-            has_doors: false,
             can_count_files: true,
         }
     }

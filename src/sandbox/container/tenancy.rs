@@ -37,6 +37,11 @@ impl Tenancy {
         Ok(Tenancy { server, place, folder, _lock: file })
     }
 
+    /// Where servers register.
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// The name of this server in labels.
     pub(super) fn server(&self) -> &str {
         &self.server

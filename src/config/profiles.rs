@@ -1,0 +1,497 @@
+//! What a profile brings along: the usual settings of the server that it stands in for, and that server's own files and variables.
+//!
+//! ```text
+//! usual settings of the profile  <  its own file  <  its own variables  <  file  <  CELLBLOCK_… variables  <  flags
+//! ```
+//!
+//! Everything becomes a layer of ordinary settings, the weakest, so that `checks` sees nothing new. What has no meaning here becomes a
+//! notice: it was written by somebody who expects something of it.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::checks::{NamedFile, ReadFile};
+use super::folders;
+use super::layers::{self, Key, Layer, Member, Origin, Written};
+use super::{ConfigError, Profile};
+
+/// Modules that python-docker-mcp lists, and the packages that it brings along, which its list forgot.
+const LISTED_MODULES: [&str; 28] = [
+    "abc",
+    "array",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "enum",
+    "fractions",
+    "functools",
+    "heapq",
+    "itertools",
+    "json",
+    "math",
+    "numbers",
+    "operator",
+    "random",
+    "re",
+    "statistics",
+    "string",
+    "time",
+    "typing",
+    "matplotlib",
+    "numpy",
+    "pandas",
+    "scipy",
+    "sklearn",
+    "sympy",
+];
+
+/// Modules that python-docker-mcp refuses.
+const BLOCKED_MODULES: [&str; 12] = [
+    "asyncio",
+    "multiprocessing",
+    "os",
+    "pathlib",
+    "platform",
+    "pty",
+    "shutil",
+    "socket",
+    "subprocess",
+    "sys",
+    "tempfile",
+    "threading",
+];
+
+/// Modules that Containerized Code Executer refuses.
+const DANGEROUS_MODULES: [&str; 9] =
+    ["base64", "multiprocessing", "os", "requests", "shutil", "socket", "subprocess", "sys", "threading"];
+
+/// Where settings of a profile come from.
+pub(super) struct Surroundings<'a> {
+    pub variables: &'a BTreeMap<String, String>,
+    pub current_dir: &'a Path,
+    pub read: ReadFile<'a>,
+    /// Whether sandboxes are containers, if anybody said so.
+    pub containers: Option<bool>,
+    /// Whether an image was named.
+    pub image: bool,
+}
+
+impl Surroundings<'_> {
+    fn variable(&self, name: &str) -> Option<&str> {
+        self.variables.get(name).map(String::as_str).filter(|value| !value.trim().is_empty())
+    }
+
+    fn absolute(&self, path: &str) -> PathBuf {
+        folders::absolute(path, self.current_dir, self.variables.get("HOME").map(String::as_str))
+    }
+
+    fn text(&self, path: &Path) -> Result<Option<String>, ConfigError> {
+        (self.read)(NamedFile::ByOperator(path))
+            .map_err(|cause| ConfigError::Unreadable { path: path.to_owned(), cause })
+    }
+}
+
+/// Returns what a profile says about settings, weakest first. `notices` gets what was written in vain.
+pub(super) fn layer(
+    profile: Profile,
+    surroundings: &Surroundings<'_>,
+    notices: &mut Vec<String>,
+) -> Result<Layer, ConfigError> {
+    let mut layer = usual(profile);
+    // Whoever names an image to ipybox means a container.
+    if profile == Profile::Ipybox && surroundings.image && surroundings.containers.is_none() {
+        layer.push(Key::Backend, Origin::Flag("--profile"), Written::Text("docker".to_owned()));
+    }
+    if profile == Profile::PythonDocker {
+        own_file(surroundings, &mut layer, notices)?;
+        own_variables(surroundings, &mut layer);
+    }
+    Ok(layer)
+}
+
+/// The settings that each server has when nobody says otherwise. None of these profiles has a tool that takes cells back.
+fn usual(profile: Profile) -> Layer {
+    let text = |key: Key, value: &str| (key, Origin::Flag("--profile"), Written::Text(value.to_owned()));
+    let list = |key: Key, values: &[&str]| {
+        let values = values.iter().map(|value| Written::Text((*value).to_owned())).collect();
+        (key, Origin::Flag("--profile"), Written::List(values))
+    };
+    Layer::of(match profile {
+        Profile::Default => Vec::new(),
+        Profile::Ipybox => vec![text(Key::Undo, "off")],
+        Profile::PythonDocker => vec![
+            text(Key::Undo, "off"),
+            text(Key::Memory, "256M"),
+            text(Key::Cpus, "0.5"),
+            text(Key::Timeout, "30s"),
+            text(Key::IdleTimeout, "24h"),
+            list(Key::AllowedModules, &LISTED_MODULES),
+            list(Key::BlockedModules, &BLOCKED_MODULES),
+        ],
+        Profile::CodeExecuter => {
+            vec![text(Key::Undo, "off"), text(Key::IdleTimeout, "24h"), list(Key::BlockedModules, &DANGEROUS_MODULES)]
+        }
+        Profile::Pyexec => {
+            vec![text(Key::Undo, "off"), text(Key::Memory, "512M"), text(Key::Cpus, "0.5"), text(Key::Timeout, "30s")]
+        }
+    })
+}
+
+/// Reads the configuration file of python-docker-mcp.
+fn own_file(surroundings: &Surroundings<'_>, layer: &mut Layer, notices: &mut Vec<String>) -> Result<(), ConfigError> {
+    let named = surroundings.variable("PYTHON_DOCKER_MCP_CONFIG").map(|path| surroundings.absolute(path));
+    let usual = surroundings.absolute("~/.python-docker-mcp/config.yaml");
+    // A file that is named and missing is passed over, as that server does.
+    for path in named.into_iter().chain([usual]) {
+        if let Some(text) = surroundings.text(&path)? {
+            let containers = surroundings.containers == Some(true);
+            return PythonDockerFile { path: &path, layer, notices, pool_off: false, containers }.read(&text);
+        }
+    }
+    Ok(())
+}
+
+struct PythonDockerFile<'a> {
+    path: &'a Path,
+    layer: &'a mut Layer,
+    notices: &'a mut Vec<String>,
+    /// The pool was switched off, whatever its size.
+    pool_off: bool,
+    /// Sandboxes are containers.
+    containers: bool,
+}
+
+impl PythonDockerFile<'_> {
+    fn read(mut self, text: &str) -> Result<(), ConfigError> {
+        for member in layers::members_of(self.path, text)? {
+            let origin = Origin::File { path: self.path.to_owned(), line: member.line };
+            match member.name.as_str() {
+                "docker" | "package" => {
+                    for inner in self.table(&member, &origin)? {
+                        let origin = origin.at(inner.line);
+                        self.setting(&format!("{}.{}", member.name, inner.name), origin, inner.value)?;
+                    }
+                }
+                _ => self.setting(&member.name.clone(), origin, member.value)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn table(&self, member: &Member, origin: &Origin) -> Result<Vec<Member>, ConfigError> {
+        match &member.value {
+            Written::Table(members) => Ok(members.clone()),
+            Written::Nothing => Ok(Vec::new()),
+            _ => Err(layers::wrong_shape(&member.name, origin, "a table of \"key: value\" lines")),
+        }
+    }
+
+    fn setting(&mut self, name: &str, origin: Origin, value: Written) -> Result<(), ConfigError> {
+        let is = |word: bool| matches!(&value, Written::Text(text) if truth(text) == Some(word));
+        let key = match name {
+            "docker.memory_limit" => Key::Memory,
+            "docker.cpu_limit" => Key::Cpus,
+            "docker.timeout" => Key::Timeout,
+            "docker.image" if self.containers => Key::ContainerTag,
+            "docker.pool_max_age" => Key::PoolMaxAge,
+            "docker.max_concurrent_creations" => Key::PoolCreations,
+            "docker.pool_size" if self.pool_off => return Ok(()),
+            "docker.pool_size" => Key::Pool,
+            "package.index_url" => Key::PackageIndex,
+            "package.trusted_hosts" => Key::PackageTrustedHosts,
+            "allowed_modules" => Key::AllowedModules,
+            "blocked_modules" => Key::BlockedModules,
+            "docker.pool_enabled" if is(false) => {
+                self.pool_off = true;
+                self.layer.push(Key::Pool, origin, Written::Text("0".to_owned()));
+                return Ok(());
+            }
+            "docker.network_disabled" if is(false) => {
+                self.layer.push(Key::AllowNetwork, origin, Written::Text("all".to_owned()));
+                return Ok(());
+            }
+            "docker.pool_enabled" | "docker.network_disabled" if is(true) => return Ok(()),
+            "docker.pool_enabled" | "docker.network_disabled" => {
+                return Err(layers::wrong_shape(name, &origin, "true or false"));
+            }
+            "docker.read_only" if is(true) => return Ok(()),
+            "package.installer" if matches!(&value, Written::Text(text) if text == "uv") => return Ok(()),
+            _ => {
+                self.notices.push(format!("{origin}: {name} has no effect here{}", why(name)));
+                return Ok(());
+            }
+        };
+        self.layer.push(key, origin, value);
+        Ok(())
+    }
+}
+
+/// Says why a setting of python-docker-mcp has no effect.
+fn why(name: &str) -> &'static str {
+    match name {
+        "docker.image" => {
+            ": code runs in the environment that --environment names, and in a container only with --backend docker"
+        }
+        "docker.working_dir" => ": code works in a folder of its own, which is its current folder",
+        "docker.read_only" => ": the system that code sees is always read-only, its working folder never",
+        "package.installer" => ": packages are installed by uv",
+        _ => ", because it is not known",
+    }
+}
+
+fn own_variables(surroundings: &Surroundings<'_>, layer: &mut Layer) {
+    const SETTINGS: [(&str, Key); 5] = [
+        ("PYTHON_DOCKER_MCP_MEMORY_LIMIT", Key::Memory),
+        ("PYTHON_DOCKER_MCP_CPU_LIMIT", Key::Cpus),
+        ("PYTHON_DOCKER_MCP_POOL_SIZE", Key::Pool),
+        ("PYTHON_DOCKER_MCP_POOL_MAX_AGE", Key::PoolMaxAge),
+        ("PYTHON_DOCKER_MCP_MAX_CONCURRENT_CREATIONS", Key::PoolCreations),
+    ];
+    for (name, key) in SETTINGS {
+        if let Some(value) = surroundings.variable(name) {
+            layer.push(key, Origin::Variable(name.to_owned()), Written::Text(value.to_owned()));
+        }
+    }
+    if let Some(value) = surroundings.variable("PYTHON_DOCKER_MCP_POOL_ENABLED")
+        && truth(value) != Some(true)
+    {
+        let origin = Origin::Variable("PYTHON_DOCKER_MCP_POOL_ENABLED".to_owned());
+        layer.push(Key::Pool, origin, Written::Text("0".to_owned()));
+    }
+    if surroundings.variable("PYTHON_DOCKER_MCP_DEBUG").is_some_and(|value| truth(value) == Some(true)) {
+        let origin = Origin::Variable("PYTHON_DOCKER_MCP_DEBUG".to_owned());
+        layer.push(Key::LogLevel, origin, Written::Text("debug".to_owned()));
+    }
+}
+
+fn truth(text: &str) -> Option<bool> {
+    match text.trim().to_ascii_lowercase().as_str() {
+        "1" | "true" | "yes" | "on" => Some(true),
+        "0" | "false" | "no" | "off" => Some(false),
+        _ => None,
+    }
+}
+
+/// Reads the file that ipybox hands to its sandbox: what code may reach. Returns it as settings.
+pub(super) fn sandbox_config(
+    path: &Path,
+    surroundings: &Surroundings<'_>,
+    notices: &mut Vec<String>,
+) -> Result<Layer, ConfigError> {
+    let mut layer = Layer::of(Vec::new());
+    let Some(text) = surroundings.text(path)? else {
+        notices.push(format!("the sandbox configuration {} does not exist; code has no network", path.display()));
+        return Ok(layer);
+    };
+    let unreadable = |why: String| ConfigError::Unreadable { path: path.to_owned(), cause: io::Error::other(why) };
+    let Value::Object(sections) = serde_json::from_str(&text).map_err(|error| unreadable(error.to_string()))? else {
+        return Err(unreadable("it must hold an object".to_owned()));
+    };
+    for (section, value) in &sections {
+        let (Value::Object(members), "network" | "filesystem") = (value, section.as_str()) else {
+            notices.push(format!("{}: {section} has no effect here", path.display()));
+            continue;
+        };
+        for (name, value) in members {
+            let key = match name.as_str() {
+                "allowedDomains" => Key::AllowedDomains,
+                "deniedDomains" => Key::DeniedDomains,
+                _ => {
+                    notices.push(format!(
+                        "{}: {section}.{name} has no effect here{}",
+                        path.display(),
+                        why_not(section)
+                    ));
+                    continue;
+                }
+            };
+            let rules: Option<Vec<Written>> = value.as_array().and_then(|rules| {
+                rules.iter().map(|rule| rule.as_str().map(|rule| Written::Text(rule.to_owned()))).collect()
+            });
+            let rules = rules.ok_or_else(|| unreadable(format!("{section}.{name} must be a list of texts")))?;
+            layer.push(key, Origin::File { path: path.to_owned(), line: None }, Written::List(rules));
+        }
+    }
+    Ok(layer)
+}
+
+fn why_not(section: &str) -> &'static str {
+    match section {
+        "filesystem" => ": code sees its working folder and what --mount shows, and nothing else of this machine",
+        _ => ": code has a network of its own",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::checks::tests::{Case, case};
+    use super::super::{BackendChoice, Settings, Undo};
+    use super::*;
+
+    const FILE: &str = "/home/me/.python-docker-mcp/config.yaml";
+
+    fn python_docker() -> Case {
+        case().flag(Key::Profile, "python-docker-mcp")
+    }
+
+    fn told(settings: &Settings, words: &str) -> bool {
+        settings.notices.iter().any(|notice| notice.contains(words))
+    }
+
+    #[test]
+    fn each_profile_brings_its_usual_limits() {
+        let limits = |profile: &str| {
+            let settings = case().flag(Key::Profile, profile).settings();
+            (settings.limits.memory >> 20, settings.limits.cpus, settings.timeout.as_secs(), settings.undo == Undo::Off)
+        };
+        assert_eq!(limits("default"), (2048, 2.0, 120, false));
+        assert_eq!(limits("ipybox"), (2048, 2.0, 120, true));
+        assert_eq!(limits("python-docker-mcp"), (256, 0.5, 30, true));
+        assert_eq!(limits("code-executer"), (2048, 2.0, 120, true));
+        assert_eq!(limits("pyexec"), (512, 0.5, 30, true));
+        assert!(case().flag(Key::Profile, "pyexce").refusal().contains("pyexec"));
+    }
+
+    #[test]
+    fn what_an_operator_says_is_stronger_than_a_profile() {
+        let settings = python_docker().variable("CELLBLOCK_MEMORY", "1G").flag(Key::Timeout, "5s").settings();
+        assert_eq!((settings.limits.memory, settings.timeout), (1 << 30, Duration::from_secs(5)));
+    }
+
+    #[test]
+    fn every_key_of_the_file_is_taken_or_told() {
+        let text = "docker:\n  image: x\n  working_dir: /app\n  memory_limit: 512m\n  cpu_limit: 1.5\n  timeout: 60\n  \
+                    network_disabled: false\n  read_only: false\n  pool_enabled: true\n  pool_size: 4\n  pool_max_age: 1\n  \
+                    max_concurrent_creations: 2\npackage:\n  installer: pip\n  index_url: https://user:hush@index.test/simple\n  \
+                    trusted_hosts: [index.test]\nallowed_modules: [math]\nblocked_modules: []\nfuture: 1\n";
+        let settings = python_docker().file(FILE, text).settings();
+        assert_eq!((settings.limits.memory >> 20, settings.limits.cpus, settings.timeout.as_secs()), (512, 1.5, 60));
+        assert!(settings.network.rules.iter().any(|rule| rule.is_everything()));
+        assert_eq!(settings.pool, 4);
+        assert_eq!(settings.package_index.url.as_deref(), Some("https://user:hush@index.test/simple"));
+        assert_eq!(settings.package_index.trusted_hosts, ["index.test"]);
+        assert_eq!((&settings.allowed_modules[..], settings.blocked_modules.len()), (&["math".to_owned()][..], 0));
+        for words in ["line 2: docker.image", "working_dir", "read_only", "uv", "future"] {
+            assert!(told(&settings, words), "{words}: {:?}", settings.notices);
+        }
+        assert!(!format!("{settings:?}").contains("hush"), "an index may hold a password");
+    }
+
+    #[test]
+    fn without_a_file_the_documented_values_hold() {
+        let settings = python_docker().settings();
+        assert!(settings.network.rules.is_empty(), "closed, as documented");
+        for module in ["math", "numpy", "sklearn"] {
+            assert!(settings.allowed_modules.iter().any(|listed| listed == module), "{module}");
+        }
+        assert!(settings.blocked_modules.iter().any(|blocked| blocked == "os"));
+        assert!(settings.notices.is_empty(), "{:?}", settings.notices);
+    }
+
+    #[test]
+    fn a_named_file_is_read_instead_and_variables_win_over_files() {
+        let named = || {
+            python_docker()
+                .file(FILE, "docker: {memory_limit: 100m}")
+                .file("/here/mine.yaml", "docker: {memory_limit: 200m, pool_enabled: no, pool_size: 9}")
+                .variable("PYTHON_DOCKER_MCP_CONFIG", "mine.yaml")
+        };
+        let settings = named().settings();
+        assert_eq!((settings.limits.memory >> 20, settings.pool), (200, 0));
+        let settings = named()
+            .variable("PYTHON_DOCKER_MCP_MEMORY_LIMIT", "300m")
+            .variable("PYTHON_DOCKER_MCP_CPU_LIMIT", "0.25")
+            .variable("PYTHON_DOCKER_MCP_POOL_SIZE", "3")
+            .variable("PYTHON_DOCKER_MCP_POOL_MAX_AGE", "1")
+            .variable("PYTHON_DOCKER_MCP_MAX_CONCURRENT_CREATIONS", "1")
+            .variable("PYTHON_DOCKER_MCP_DEBUG", "1")
+            .settings();
+        assert_eq!((settings.limits.memory >> 20, settings.limits.cpus, settings.pool), (300, 0.25, 3));
+        assert_eq!(settings.log_filter.as_deref(), Some("debug"));
+        let off = named().variable("PYTHON_DOCKER_MCP_POOL_SIZE", "3").variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "0");
+        assert_eq!(off.settings().pool, 0);
+        let missing =
+            python_docker().file(FILE, "docker: {memory_limit: 100m}").variable("PYTHON_DOCKER_MCP_CONFIG", "no");
+        assert_eq!(missing.settings().limits.memory >> 20, 100, "one that is missing is passed over");
+    }
+
+    #[test]
+    fn an_image_means_containers() {
+        let image = |case: Case| match case.settings().backend {
+            BackendChoice::Containers(containers) => {
+                Some((containers.image, containers.pool_max_age.as_secs(), containers.pool_creations))
+            }
+            BackendChoice::Native => None,
+        };
+        let ipybox = || case().flag(Key::Profile, "ipybox").flag(Key::ContainerTag, "mine:1");
+        assert_eq!(image(ipybox()).unwrap().0, "mine:1");
+        assert_eq!(image(case().flag(Key::Profile, "ipybox")), None); // control
+        assert!(ipybox().flag(Key::Backend, "native").refusal().contains("--backend docker"));
+        let file = "docker: {image: 'python-docker-mcp:latest', pool_max_age: 60, max_concurrent_creations: 7}";
+        let docker = python_docker().file(FILE, file).flag(Key::Backend, "docker");
+        assert_eq!(image(docker), Some(("python-docker-mcp:latest".to_owned(), 60, 7)));
+        assert_eq!(image(python_docker().file(FILE, file)), None, "that server's usual file names an image");
+    }
+
+    #[test]
+    fn a_broken_file_is_refused_and_other_profiles_never_look() {
+        for (text, words) in [
+            ("docker: [1", "config.yaml line"),
+            ("docker: 5", "docker"),
+            ("docker: {network_disabled: maybe}", "true or false"),
+            ("docker: {memory_limit: lots}", "memory"),
+            ("package: {index_url: index.test}", "https://"),
+            ("allowed_modules: [\"os; rm\"]", "allowed_modules"),
+        ] {
+            let refusal = python_docker().file(FILE, text).refusal();
+            assert!(refusal.contains(words), "{text}: {refusal}");
+            assert!(case().file(FILE, text).result().is_ok(), "the control: {text}");
+        }
+    }
+
+    #[test]
+    fn a_sandbox_file_says_what_may_be_reached() {
+        let ipybox = |text: &str| {
+            let case = case().flag(Key::Profile, "ipybox").flag(Key::SandboxConfig, "sandbox.json");
+            if text.is_empty() { case } else { case.file("/here/sandbox.json", text) }
+        };
+        let text = r#"{"network": {"allowedDomains": ["example.com", "*.test"], "deniedDomains": ["a.test"], "allowLocalBinding": true},
+                       "filesystem": {"denyRead": [".env"], "allowWrite": ["."]}, "allowPty": true}"#;
+        let settings = ipybox(text).settings();
+        let rules: Vec<String> = settings.network.rules.iter().map(ToString::to_string).collect();
+        assert_eq!(rules.len(), 3, "{rules:?}");
+        for words in ["allowLocalBinding", "denyRead", "allowWrite", "allowPty"] {
+            assert!(told(&settings, words), "{words}: {:?}", settings.notices);
+        }
+        let missing = ipybox("").settings();
+        assert!(missing.network.rules.is_empty() && told(&missing, "does not exist"));
+        for broken in ["[", "[]", r#"{"network": {"allowedDomains": "example.com"}}"#] {
+            assert!(ipybox(broken).result().is_err(), "{broken}");
+        }
+    }
+
+    #[test]
+    fn pictures_are_kept_below_the_working_folder() {
+        let folder = |value: &str| case().flag(Key::Workspace, "/space").flag(Key::ImagesDir, value);
+        assert_eq!(case().settings().images_dir, Path::new("images"));
+        assert_eq!(folder("plots/new").settings().images_dir, Path::new("plots/new"));
+        assert_eq!(folder("/space/plots").settings().images_dir, Path::new("plots"));
+        for outside in ["/elsewhere", "../up", "/space", &"x/".repeat(600)] {
+            assert!(folder(outside).refusal().contains("images_dir"), "{outside}");
+        }
+    }
+
+    #[test]
+    fn levels_of_the_log_may_have_pythons_names() {
+        for (given, level) in [("CRITICAL", "error"), ("WARNING", "warn"), ("INFO", "info")] {
+            assert_eq!(case().flag(Key::LogLevel, given).settings().log_filter.as_deref(), Some(level));
+        }
+    }
+}
