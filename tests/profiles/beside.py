@@ -10,11 +10,13 @@ import asyncio
 import os
 import re
 import sys
+from contextlib import asynccontextmanager
 
 from mcp import ClientSession, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
 CHANCES = 20
+STARTS = 3
 CELL = "execute_ipython_cell"
 
 # Calls that both answer alike.
@@ -58,48 +60,67 @@ def plain(result) -> tuple[bool, list[str]]:
     return bool(result.isError), [re.sub(r"\([^()]+, line (\d+)\)", r"(line \1)", text).rstrip() for text in texts]
 
 
-def connect(command: list[str]):
-    return stdio_client(StdioServerParameters(command=command[0], args=command[1:], env=dict(os.environ)))
+@asynccontextmanager
+async def connected(command: list[str]):
+    """Starts a server, speaks with it, and yields the session with the name that it gives itself."""
+    parameters = StdioServerParameters(command=command[0], args=command[1:], env=dict(os.environ))
+    async with stdio_client(parameters) as pipes, ClientSession(*pipes) as session:
+        greeting = await session.initialize()
+        yield session, greeting.serverInfo.name
 
 
-async def main(theirs: list[str], ours: list[str]) -> None:
-    async with connect(theirs) as their_pipes, connect(ours) as our_pipes:
-        async with ClientSession(*their_pipes) as they, ClientSession(*our_pipes) as we:
-            names = [(await session.initialize()).serverInfo.name for session in (they, we)]
-            assert names[0] == names[1] == "ipybox", names
+async def main(theirs: list[str], ours: list[str]) -> str:
+    for _ in range(STARTS):
+        started = False
+        try:
+            async with connected(theirs) as (they, their_name):
+                started = True
+                async with connected(ours) as (we, our_name):
+                    assert their_name == our_name == "ipybox", (their_name, our_name)
+                    await compare(they, we)
+            return "all passed"
+        except Exception:
+            # On a busy machine that server gives up waiting for its own kernel.
+            if started:
+                raise
+    return "it does not start"
 
-            their_tools, our_tools = [
-                {tool.name: tool.inputSchema for tool in (await session.list_tools()).tools} for session in (they, we)
-            ]
-            for name, schema in their_tools.items():
-                mine = our_tools[name]
-                assert schema.get("required", []) == mine.get("required", []), name
-                for argument, described in schema["properties"].items():
-                    same = mine["properties"][argument]
-                    for word in ("type", "default"):
-                        assert described.get(word) == same.get(word), (name, argument, described, same)
 
-            for tool, arguments in SAME:
-                mine = plain(await we.call_tool(tool, arguments))
-                for _ in range(CHANCES):
-                    theirs_now = plain(await they.call_tool(tool, arguments))
-                    if theirs_now == mine:
-                        break
-                else:
-                    raise AssertionError(f"{tool} {arguments}: {theirs_now} there, {mine} here")
+async def compare(they: ClientSession, we: ClientSession) -> None:
+    their_tools, our_tools = [
+        {tool.name: tool.inputSchema for tool in (await session.list_tools()).tools} for session in (they, we)
+    ]
+    for name, schema in their_tools.items():
+        mine = our_tools[name]
+        assert schema.get("required", []) == mine.get("required", []), name
+        for argument, described in schema["properties"].items():
+            same = mine["properties"][argument]
+            for word in ("type", "default"):
+                assert described.get(word) == same.get(word), (name, argument, described, same)
 
-            for tool, arguments, words in INTENDED:
-                theirs_now, mine = [plain(await session.call_tool(tool, arguments)) for session in (they, we)]
-                assert theirs_now != mine and words in mine[1][0], (tool, arguments, theirs_now, mine)
+    for tool, arguments in SAME:
+        mine = plain(await we.call_tool(tool, arguments))
+        for _ in range(CHANCES):
+            theirs_now = plain(await they.call_tool(tool, arguments))
+            if theirs_now == mine:
+                break
+        else:
+            raise AssertionError(f"{tool} {arguments}: {theirs_now} there, {mine} here")
 
-            picture = "import base64\nfrom IPython.display import Image\nImage(base64.b64decode('iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=='))"
-            for session in (they, we):
-                told = (await session.call_tool(CELL, {"code": picture})).content
-                assert re.search(r"Generated images:\n\n- \[[0-9a-f]{8}\]\(/.*/images/[0-9a-f]{8}\.png\)", told[0].text), told
-                kinds = [block.type for block in told]
-                assert kinds == ["text"] if session is they else kinds == ["text", "image"], kinds
+    for tool, arguments, words in INTENDED:
+        theirs_now, mine = [plain(await session.call_tool(tool, arguments)) for session in (they, we)]
+        assert theirs_now != mine and words in mine[1][0], (tool, arguments, theirs_now, mine)
+
+    picture = "import base64\nfrom IPython.display import Image\nImage(base64.b64decode('iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=='))"
+    listed = r"Generated images:\n\n- \[[0-9a-f]{8}\]\(/.*/images/[0-9a-f]{8}\.png\)"
+    mine = (await we.call_tool(CELL, {"code": picture})).content
+    assert [block.type for block in mine] == ["text", "image"] and re.search(listed, mine[0].text), mine
+    for _ in range(CHANCES):
+        (told,) = (await they.call_tool(CELL, {"code": picture})).content
+        if re.search(listed, told.text):
+            return
+    raise AssertionError(f"{told} there")
 
 
 middle = sys.argv.index("--")
-asyncio.run(asyncio.wait_for(main(sys.argv[1:middle], sys.argv[middle + 1 :]), 240))
-print("all passed")
+print(asyncio.run(asyncio.wait_for(main(sys.argv[1:middle], sys.argv[middle + 1 :]), 600)))

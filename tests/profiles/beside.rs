@@ -11,11 +11,13 @@ fn script(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/profiles").join(name)
 }
 
+/// Runs a script to its good end and returns what it said.
 #[track_caller]
-fn check_passed(command: &mut Command) {
+fn said(command: &mut Command) -> String {
     command.envs(folders(data_dir())).env_remove("CELLBLOCK_CONFIG");
     let (status, output, errors) = finished(command);
-    assert_eq!((status, output.trim()), (Some(0), "all passed"), "{errors}");
+    assert_eq!(status, Some(0), "{errors}");
+    output.trim().to_owned()
 }
 
 #[test]
@@ -31,7 +33,7 @@ fn the_official_client_goes_through_every_profile() {
             "--profile",
             profile,
         ]);
-        check_passed(&mut command);
+        assert_eq!(said(&mut command), "all passed");
     }
 }
 
@@ -46,5 +48,8 @@ fn ipybox_and_its_profile_agree_where_they_should() {
     command
         .args(["--", PROGRAM, "mcp", "--profile", "ipybox", "--environment", "minimal", "--workspace"])
         .arg(ours.path());
-    check_passed(&mut command);
+    match said(&mut command).as_str() {
+        "it does not start" => skipped("a machine on which ipybox starts"),
+        said => assert_eq!(said, "all passed"),
+    }
 }

@@ -164,11 +164,9 @@ fn modules_are_a_policy_on_parsed_code() {
         &server,
         vec![
             words(TRANSIENT, code("from math import sqrt\nprint(sqrt(4))"), &["\n\n2.0\n\n"]),
-            words(
-                TRANSIENT,
-                code("import numpy, pandas, scipy, sympy, sklearn, matplotlib.pyplot\nprint('all')"),
-                &["all"],
-            ),
+            words(TRANSIENT, code("import numpy, pandas, matplotlib.pyplot\nprint('all')"), &["all"]),
+            // The code is looked at as a whole, and ends before it needs what the environment of tests lacks.
+            fails(TRANSIENT, code("raise SystemExit('passed')\nimport scipy, sympy, sklearn"), &["SystemExit: passed"]),
             words(
                 TRANSIENT,
                 code("# import os\ntext = 'import sys; os.system'\nprint(text)"),
