@@ -105,7 +105,7 @@ fn container(question: &Question) -> ContainerCreateBody {
         memory: Some(512 << 20),
         pids_limit: Some(32),
         // Few, because a limit above that of the engine itself may not be set, and some engines would try.
-        ulimits: Some(vec![ResourcesUlimits { name: Some("nofile".to_owned()), soft: Some(1024), hard: Some(1024) }]),
+        ulimits: Some(vec![limit("nofile", 1024), limit("nproc", 1024)]),
         ..HostConfig::default()
     };
     ContainerCreateBody {
@@ -120,6 +120,10 @@ fn container(question: &Question) -> ContainerCreateBody {
         host_config: Some(limits),
         ..ContainerCreateBody::default()
     }
+}
+
+fn limit(name: &str, most: i64) -> ResourcesUlimits {
+    ResourcesUlimits { name: Some(name.to_owned()), soft: Some(most), hard: Some(most) }
 }
 
 #[cfg(test)]
