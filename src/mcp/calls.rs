@@ -18,9 +18,9 @@ use super::arguments::{Call, Source, Target};
 use super::desk::{Job, Place};
 use super::host_files::{Capped, HostFileError, HostFiles, Overwrite};
 use super::progress::Reporter;
-use super::{Front, Server, Shared, compare, render, servers, tasks};
+use super::{Server, Shared, compare, render, servers, tasks};
 use crate::session::install::InstallReport;
-use crate::session::servers::{ServerRequest, Trust};
+use crate::session::servers::ServerRequest;
 use crate::session::{
     Checked, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, Refused, SessionId, Which,
 };
@@ -136,7 +136,7 @@ impl Server {
                 answer(done, |()| render::closed(&session, self.shared.work_folder))
             }
             Call::Register { name, params } => {
-                let request = ServerRequest { name, params, trust: self.trust() };
+                let request = ServerRequest { name, params, trust: self.shared.front.trust() };
                 let done = or_cancelled(context, sessions.register_server(owner, request)).await;
                 answer(done, |server| servers::registered(&server))
             }
@@ -216,14 +216,6 @@ impl Server {
         let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
         let work = sessions.install(owner, session, requirements, context.ct.clone(), news);
         with_progress(work, reporter, context).await
-    }
-
-    /// Tells what callers of this front may do on this machine when they name other servers.
-    pub(super) fn trust(&self) -> Trust {
-        match self.shared.front {
-            Front::Stdio => Trust::Local,
-            Front::Http => Trust::Remote,
-        }
     }
 
     /// Takes a place among the calls of an owner, until it is dropped.

@@ -219,7 +219,7 @@ async fn register(visit: Visit<'_>, mut written: Written) -> Result<CallToolResu
         Some(params @ Value::Object(_)) => params,
         _ => return Err(Failure("server_params must be an object with a \"command\" or a \"url\"".to_owned())),
     };
-    let request = ServerRequest { name, params, trust: visit.server.trust() };
+    let request = ServerRequest { name, params, trust: visit.server.shared.front.trust() };
     let registered = visit.server.shared.sessions.register_server(visit.owner, request);
     let report = or_cancelled(visit.context, registered).await.map_err(|error| match error.downcast::<Refused>() {
         Ok(refused) => Failure::from(*refused),
