@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use cellblock::sandbox::container::ContainerBind;
-use cellblock::sandbox::{LaunchError, LayerKind};
+use cellblock::sandbox::{Backend, LaunchError, LayerKind};
 use cellblock::session::Principal;
 
 use super::{CONNECT, HERE, Web, blocked, listed, names, network};
