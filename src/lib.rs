@@ -8,7 +8,6 @@ pub mod app;
 pub mod audit;
 pub mod auth;
 pub mod config;
-pub mod engine;
 pub mod environment;
 pub mod http;
 pub mod image;

@@ -2,7 +2,7 @@
 //!
 //! `support` holds the mechanics. `contract` runs the same cases on every backend, `containers` what only containers have; `posture` and `attacks` look at a session from inside and
 //! out; `auth` meets a real issuer of tokens; `branching` copies sessions; `network` reaches out of them, with `secrets` in its hands; `stdio`, `cli`, `audit`,
-//! `keeper`, `leaks` and `profiles` use the built program as its users do; `upstream` has sessions call tools of another MCP server; `clients` and `conformance` are other people's programs; `tidy` reads the tree.
+//! `keeper`, `leaks`, `images` and `profiles` use the built program as its users do; `upstream` has sessions call tools of another MCP server; `clients` and `conformance` are other people's programs; `tidy` reads the tree.
 
 mod attacks;
 mod audit;
@@ -14,6 +14,7 @@ mod conformance;
 mod containers;
 mod contract;
 mod http;
+mod images;
 mod keeper;
 mod leaks;
 mod network;

@@ -151,6 +151,17 @@ fn rooms_depend_on_each_other_in_one_direction() {
         ("src/runner_client/", &["crate::mcp", "crate::app", "crate::session", "crate::sandbox"]),
         ("src/packages/", &["crate::mcp", "crate::app", "crate::session", "crate::sandbox", "crate::environment"]),
         ("src/environment/", &["crate::mcp", "crate::app", "crate::session", "crate::packages"]),
+        (
+            "src/image/",
+            &[
+                "crate::mcp",
+                "crate::app",
+                "crate::session",
+                "crate::packages",
+                "crate::config",
+                "crate::sandbox::native",
+            ],
+        ),
         ("src/config/", &["crate::mcp", "crate::app", "crate::session"]),
         ("src/mcp/", &["crate::app", "crate::packages", "crate::sandbox::native", "cellblock_jail"]),
         ("src/keeper/", &["crate::mcp", "crate::app", "crate::packages", "crate::config", "crate::sandbox::native"]),

@@ -10,7 +10,6 @@ use crate::audit::Kind;
 use crate::audit::verify::Noted;
 use crate::auth::Scope;
 use crate::config::{Flags, Key, LOG_LEVELS};
-use crate::engine::EngineKind;
 use crate::keeper::KeeperName;
 use crate::sandbox::LayerKind;
 use crate::telemetry::LogFormat;
@@ -349,8 +348,8 @@ pub(super) enum ImageCommand {
 /// Which container engine is meant.
 #[derive(Args, Default)]
 pub(super) struct EngineArguments {
-    /// The container engine: docker (found by DOCKER_HOST and contexts) or podman (found by CONTAINER_HOST) [default: docker]
-    #[arg(long, value_name = "NAME", value_parser = clap::builder::PossibleValuesParser::new(EngineKind::ALL.map(EngineKind::word)))]
+    /// The container engine: docker (found by DOCKER_HOST and contexts) or podman (found by CONTAINER_HOST) [default: that of the backend, or docker]
+    #[arg(long, value_name = "NAME", value_parser = ["docker", "podman"])]
     pub engine: Option<String>,
 }
 

@@ -1,6 +1,5 @@
 //! `cellblock image …`: images for sessions in containers, from the command line.
 
-use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -12,12 +11,12 @@ use tokio_util::sync::CancellationToken;
 use super::asked_to_end;
 use super::cli::{EngineArguments, ImageArguments, ImageCommand};
 use super::progress;
-use crate::config::Settings;
 use crate::config::quantity::format_size;
-use crate::engine::{Engine, EngineAddress, EngineKind};
+use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{EnvironmentProgress, EnvironmentSpec, Input, Lockfile, spec};
 use crate::image::{self, Built, Filling, ImageError, ImageReference, ImageUser, ImageWish, MadeImage};
 use crate::sandbox::Preparation;
+use crate::sandbox::container::{Engine, EngineKind};
 
 /// Carries out one command and writes its result to `output`.
 pub(super) async fn execute(
@@ -28,31 +27,37 @@ pub(super) async fn execute(
     match command {
         ImageCommand::Build(arguments) => build(&arguments, settings, output).await?,
         ImageCommand::List { json, engine } => {
-            let made = image::list(&connect(&engine).await?).await?;
+            let made = image::list(&connect(&engine, settings).await?).await?;
             let text = if json { as_json(&made)? } else { as_text(&made) };
             output.write_all(text.as_bytes())?;
         }
         ImageCommand::Remove { name, engine } => {
-            image::remove(&connect(&engine).await?, &reference("the image", &name)?).await?;
+            image::remove(&connect(&engine, settings).await?, &reference("the image", &name)?).await?;
             writeln!(output, "removed {name}")?;
         }
     }
     Ok(())
 }
 
-/// Connects to the engine that the engine's own program would use.
-async fn connect(arguments: &EngineArguments) -> anyhow::Result<Engine> {
-    let kind = arguments.engine.as_deref().and_then(EngineKind::parse).unwrap_or(EngineKind::Docker);
-    // A variable that is not UTF-8 is not an address.
-    let all =
-        std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-    let address = EngineAddress::find(kind, &all.collect::<BTreeMap<String, String>>())?;
+/// Connects to the engine that sessions would use, or to the one that was asked for.
+async fn connect(arguments: &EngineArguments, settings: &Settings) -> anyhow::Result<Engine> {
+    let asked = arguments.engine.as_deref().map(|word| match word {
+        "podman" => EngineKind::Podman,
+        _ => EngineKind::Docker,
+    });
+    let (kind, address) = match (&settings.backend, asked) {
+        (BackendChoice::Containers(containers), None) => (containers.kind, containers.address.clone()),
+        (_, asked) => {
+            let kind = asked.unwrap_or(EngineKind::Docker);
+            (kind, config::engine_address(kind)?)
+        }
+    };
     Ok(Engine::connect(kind, &address).await?)
 }
 
 async fn build(arguments: &ImageArguments, settings: &Settings, output: &mut (dyn Write + Send)) -> anyhow::Result<()> {
     let wish = wanted(arguments, Caller::own())?;
-    let engine = connect(&arguments.engine).await?;
+    let engine = connect(&arguments.engine, settings).await?;
     let (told, heard) = watch::channel(Preparation::Working { step: "starting".to_owned(), done: 0, total: None });
     let tell = |progress: EnvironmentProgress| {
         let EnvironmentProgress { step, done, total } = progress;
@@ -144,14 +149,15 @@ fn user(arguments: &ImageArguments, caller: Caller) -> anyhow::Result<ImageUser>
 
 fn filling(arguments: &ImageArguments) -> anyhow::Result<Filling> {
     if let Some(file) = &arguments.locked {
-        let text = read("the lock", file)?;
+        let text =
+            std::fs::read_to_string(file).with_context(|| format!("could not read the lock {}", file.display()))?;
         let lockfile = Lockfile::parse(&text).with_context(|| format!("{} is not a lock", file.display()))?;
         return Ok(Filling::Locked(lockfile));
     }
     let mut packages = if arguments.no_science { Vec::new() } else { science() };
     packages.extend(arguments.packages.iter().cloned());
     if let Some(file) = &arguments.dependencies {
-        packages.extend(quoted_requirements(&read("the dependencies", file)?));
+        packages.extend(dependencies(file)?);
     }
     if let Some(misfit) = packages.iter().find(|package| !spec::is_requirement(package)) {
         bail!("\"{misfit}\" cannot be installed: it must be {}", spec::REQUIREMENT_ALLOWED);
@@ -171,20 +177,29 @@ fn science() -> Vec<String> {
     default.packages
 }
 
-/// Reads lines such as `"numpy>=2",`, the way a list of dependencies is written. Quotes and commas may be left out.
-fn quoted_requirements(text: &str) -> Vec<String> {
-    let requirement = |line: &str| {
-        let line = line.trim();
-        let bare = line.strip_suffix(',').unwrap_or(line).trim_end();
-        let quoted = ['"', '\''].into_iter().find_map(|quote| bare.strip_prefix(quote)?.strip_suffix(quote));
-        quoted.unwrap_or(bare).trim().to_owned()
-    };
-    let lines = text.lines().filter(|line| !line.trim_start().starts_with('#'));
-    lines.map(requirement).filter(|requirement| !requirement.is_empty()).collect()
+fn dependencies(file: &Path) -> anyhow::Result<Vec<String>> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("could not read {}", file.display()))?;
+    quoted_requirements(&text).map_err(|line| {
+        anyhow!("{} line {line}: a line is a requirement in quotes, with a comma behind it", file.display())
+    })
 }
 
-fn read(what: &str, file: &Path) -> anyhow::Result<String> {
-    std::fs::read_to_string(file).with_context(|| format!("could not read {what} {}", file.display()))
+/// Reads lines of a TOML array: `"numpy>=2",`. Returns the number of the first line that is none.
+fn quoted_requirements(text: &str) -> Result<Vec<String>, usize> {
+    let mut found = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let line = line.strip_suffix(',').unwrap_or(line).trim_end();
+        let unquoted = ['"', '\''].iter().find_map(|quote| line.strip_prefix(*quote)?.strip_suffix(*quote));
+        match unquoted.filter(|text| !text.is_empty() && !text.contains(['"', '\\'])) {
+            Some(requirement) => found.push(requirement.to_owned()),
+            None => return Err(index + 1),
+        }
+    }
+    Ok(found)
 }
 
 /// Returns the full path of a file, because the installer works in another folder.
@@ -267,9 +282,14 @@ mod tests {
 
     #[test]
     fn dependencies_may_be_written_as_a_project_has_them() {
-        let text = "\"numpy>=2,<3\",\n  'pandas[excel]' ,\n\n# a comment\nsix==1.17\n\"x; python_version > '3.9'\"\n";
-        let expected = ["numpy>=2,<3", "pandas[excel]", "six==1.17", "x; python_version > '3.9'"];
-        assert_eq!(quoted_requirements(text), expected);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "# tools\n\"polars>=1\",\n\n  'x; python_version > \"3\"' ,\n").unwrap();
+        let given = ImageArguments { no_science: true, dependencies: Some(file.path().to_owned()), ..arguments() };
+        assert!(filling(&given).unwrap_err().to_string().contains("line 4"), "quotes within quotes are not read");
+        std::fs::write(file.path(), "# tools\n\"polars>=1\",\n\n  'pandas[excel] >=2' ,\n\"six\"").unwrap();
+        assert_eq!(packages(&given), ["polars>=1", "pandas[excel] >=2", "six", "ipython", "pydantic"]);
+        assert_eq!(quoted_requirements("\"numpy\",\nnumpy = \"^2\"\n"), Err(2));
+        assert_eq!(quoted_requirements("scipy"), Err(1));
     }
 
     #[test]

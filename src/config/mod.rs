@@ -439,6 +439,11 @@ fn own_variables() -> BTreeMap<String, String> {
     std::env::vars_os().filter_map(text).collect()
 }
 
+/// Finds the container engine that the engine's own command line would use.
+pub fn engine_address(kind: EngineKind) -> Result<EngineAddress, engine::EngineProblem> {
+    engine::find(kind, &own_variables(), &read_named_file, &Path::exists)
+}
+
 fn current_dir() -> Result<PathBuf, ConfigError> {
     std::env::current_dir().map_err(|cause| ConfigError::Unreadable { path: PathBuf::from("."), cause })
 }

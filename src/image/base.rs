@@ -9,8 +9,8 @@ use serde::Deserialize;
 use tokio_util::sync::CancellationToken;
 
 use super::{ImageError, ImageReference, counted};
-use crate::engine::{Engine, EngineError, Question, QuestionError};
 use crate::environment::{Elsewhere, EnvironmentProgress, Platform, Progress};
+use crate::sandbox::container::{Engine, EngineError, Question, QuestionError};
 
 /// Names under which an image may have Python.
 const NAMES: [&str; 2] = ["python3", "python"];
@@ -61,10 +61,10 @@ pub(super) async fn look_at(
     progress: Progress<'_>,
 ) -> Result<Base, ImageError> {
     progress(EnvironmentProgress { step: "looking at the base image".to_owned(), done: 0, total: None });
-    let image = match engine.image(base.as_str()).await {
+    let image = match engine.image_facts(base.as_str()).await {
         Err(EngineError::Missing(_)) => {
             fetch(engine, base, cancelled, progress).await?;
-            engine.image(base.as_str()).await?
+            engine.image_facts(base.as_str()).await?
         }
         found => found?,
     };
@@ -76,7 +76,7 @@ pub(super) async fn look_at(
     for program in NAMES {
         let arguments = ["-I", "-S", "-B", "-c", QUESTION].map(str::to_owned).to_vec();
         let question = Question { image: image.id.clone(), program: program.to_owned(), arguments };
-        match engine.run(&question, cancelled).await {
+        match engine.ask(&question, cancelled).await {
             Ok(said) => return Ok(Base { id: image.id, python: understood(&said).map_err(unusable)? }),
             Err(QuestionError::NoProgram(_)) => tried.push(program),
             Err(QuestionError::Cancelled) => return Err(ImageError::Cancelled),
@@ -94,7 +94,7 @@ async fn fetch(
     progress: Progress<'_>,
 ) -> Result<(), ImageError> {
     let step = format!("fetching {base} (MiB)");
-    let tell = |done: u64, total: u64| progress(counted(&step, done, total));
+    let tell = |done: u64, total: Option<u64>| progress(counted(&step, done, total.unwrap_or(done)));
     tokio::select! {
         fetched = engine.pull(base.as_str(), &tell) => match fetched {
             Ok(()) => Ok(()),

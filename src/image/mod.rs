@@ -3,7 +3,7 @@
 //! ```text
 //! the base image ──asked──→ its Python ──→ exact versions ──→ wheels for that Python, unpacked here
 //!                                                                      │ one archive, sent once
-//!                                                 engine: COPY packages, RUN prepare.py (no network), labels
+//!                                                 engine: COPY files, RUN prepare.py (no network), labels
 //! ```
 //!
 //! `base` asks the image, `recipe` writes what is to be done, `context` packs the files, `shelf` lists and removes what was made. Only wheels are taken, and
@@ -30,10 +30,10 @@ use tokio_util::sync::CancellationToken;
 use self::base::Base;
 use self::context::Context;
 use self::recipe::{LABEL_RECIPE, Recipe};
-use crate::engine::{BuildFailure, BuildNews, Building, Engine, EngineError, ImageFacts};
 use crate::environment::{
     Contents, EnvironmentError, EnvironmentProgress, Input, Lockfile, Progress, install_elsewhere, lock_elsewhere,
 };
+use crate::sandbox::container::{BuildFailure, BuildNews, Building, Engine, EngineError, ImageFacts};
 
 pub use self::recipe::ImageUser;
 pub use self::shelf::{MadeImage, list, remove};
@@ -184,18 +184,20 @@ pub async fn build(
 ) -> Result<Built, ImageError> {
     let (base, lockfile) = plan(wish, engine, data_dir, cancelled, progress).await?;
     let recipe = Recipe { name: &wish.base, base: &base, lockfile: &lockfile, user: wish.user };
-    let before = engine.image(wish.tag.as_str()).await.ok();
+    let before = engine.image_facts(wish.tag.as_str()).await.ok();
     if let Some(found) = before.as_ref().filter(|found| !wish.afresh && is_made_by(found, &recipe)) {
         return Ok(Built { image: MadeImage::new(found.clone()), was_there: true });
     }
 
     let workshop = tempfile::tempdir().map_err(while_doing("make a folder to build in"))?;
-    let tree = workshop.path().join("packages");
+    let tree = workshop.path().join(recipe::PLACE.trim_start_matches('/'));
+    std::fs::create_dir_all(tree.parent().unwrap_or(workshop.path()))
+        .map_err(while_doing("make a folder to build in"))?;
     let installed = install_elsewhere(&lockfile, &base.python, &tree, data_dir, progress);
     unless_cancelled(cancelled, installed).await?.map_err(packages_missing(wish, &base))?;
-    let context = pack(&recipe, tree).await?;
+    let context = pack(&recipe, workshop.path().to_owned()).await?;
     unless_cancelled(cancelled, send(engine, wish, context, progress)).await??;
-    let made = engine.image(wish.tag.as_str()).await?;
+    let made = engine.image_facts(wish.tag.as_str()).await?;
     if let Some(replaced) = before.filter(|before| before.id != made.id) {
         shelf::put_away(engine, &replaced).await;
     }
@@ -251,14 +253,14 @@ async fn unless_cancelled<T>(cancelled: &CancellationToken, work: impl Future<Ou
 }
 
 /// Puts the files of the build together.
-async fn pack(recipe: &Recipe<'_>, tree: PathBuf) -> Result<Context, ImageError> {
+async fn pack(recipe: &Recipe<'_>, root: PathBuf) -> Result<Context, ImageError> {
     let mut context = Context::default();
     context.add_text("Dockerfile", &recipe.dockerfile());
     let packed = tokio::task::spawn_blocking(move || {
-        let place = tree.join("share/cellblock");
-        std::fs::create_dir_all(&place)?;
-        std::fs::write(place.join("prepare.py"), recipe::PREPARE)?;
-        context.add_tree("packages", &tree).map(|()| context)
+        let program = root.join(recipe::PREPARE_PLACE.trim_start_matches('/'));
+        std::fs::create_dir_all(program.parent().unwrap_or(&root))?;
+        std::fs::write(program, recipe::PREPARE)?;
+        context.add_tree(recipe::FILES, &root).map(|()| context)
     });
     packed.await.expect("walking a folder does not panic").map_err(while_doing("read the packages"))
 }

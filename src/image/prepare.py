@@ -23,6 +23,7 @@ def main(place, uid, gid, name, home, work):
     make_folder(work, uid, gid, changed)
     take_back_rights()
     compile_packages(place)
+    changed.add(os.path.dirname(place))
     for path in sorted(changed, key=len, reverse=True):
         os.utime(path, (TIME, TIME))
 

@@ -8,6 +8,9 @@ use crate::environment::Lockfile;
 
 /// Where the packages are inside. The folder that the runner is shown in is another one.
 pub(super) const PLACE: &str = "/opt/venv";
+/// Where the files of the image are in the archive, below their paths in the image. They are copied over its root: what a folder is copied *to* gets the
+/// time of the build, and only the root is part of no layer.
+pub(super) const FILES: &str = "files";
 /// The working folder inside; that of the native backend.
 pub(super) const WORK: &str = cellblock_jail::root::WORK;
 /// The name of the image's user, and its folder.
@@ -26,7 +29,8 @@ const LABEL_VERSION: &str = "cellblock.version";
 const LABEL_BASE: &str = "org.opencontainers.image.base.name";
 const LABEL_BASE_ID: &str = "cellblock.base";
 
-/// Runs in the image while it is built.
+/// Runs in the image while it is built, from this place.
+pub(super) const PREPARE_PLACE: &str = "/opt/venv/share/cellblock/prepare.py";
 pub(super) const PREPARE: &str = include_str!("prepare.py");
 
 /// Whom programs in the image belong to when nobody says otherwise.
@@ -85,15 +89,15 @@ impl Recipe<'_> {
             ImageUser::Root => (0, 0, "/root"),
         };
         let python = base.python.executable.to_string_lossy();
-        let prepare = format!("{PLACE}/share/cellblock/prepare.py");
-        let run = [&*python, "-s", "-S", "-B", &prepare, PLACE, &uid.to_string(), &gid.to_string(), USER, home, WORK];
+        let run =
+            [&*python, "-s", "-S", "-B", PREPARE_PLACE, PLACE, &uid.to_string(), &gid.to_string(), USER, home, WORK];
         let run = serde_json::to_string(&run).expect("texts can be written as JSON");
         // Labels come last: they cost nothing, and a new one leaves what was built before them as it was.
         format!(
             "# Made by cellblock: {name} with Python {} and the packages of a session.\n\
              FROM {}\n\
              ENV PATH={PLACE}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin VIRTUAL_ENV={PLACE} HOME={home} LANG=C.UTF-8\n\
-             COPY packages {PLACE}\n\
+             COPY {FILES} /\n\
              USER 0:0\n\
              RUN {run}\n\
              WORKDIR {WORK}\n\
@@ -159,7 +163,7 @@ mod tests {
             r#"# Made by cellblock: python:3.13-slim with Python 3.13.1 and the packages of a session.
 FROM sha256:0a1b
 ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin VIRTUAL_ENV=/opt/venv HOME=/home/cellblock LANG=C.UTF-8
-COPY packages /opt/venv
+COPY files /
 USER 0:0
 RUN ["/usr/local/bin/python3.13","-s","-S","-B","/opt/venv/share/cellblock/prepare.py","/opt/venv","1234","2345","cellblock","/home/cellblock","/work"]
 WORKDIR /work

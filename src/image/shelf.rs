@@ -2,7 +2,7 @@
 
 use super::recipe::{LABEL_IMAGE, LABEL_IMAGE_VALUE, LABEL_PACKAGES, LABEL_PYTHON};
 use super::{ImageError, ImageReference};
-use crate::engine::{Engine, EngineError, ImageFacts};
+use crate::sandbox::container::{Engine, EngineError, ImageFacts};
 
 /// An image that we made.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,7 +41,7 @@ pub async fn list(engine: &Engine) -> Result<Vec<MadeImage>, ImageError> {
 
 /// Removes an image that we made, unless a container uses it. Others are refused: a mistyped name must not cost anybody theirs.
 pub async fn remove(engine: &Engine, image: &ImageReference) -> Result<(), ImageError> {
-    if !is_ours(&engine.image(image.as_str()).await?) {
+    if !is_ours(&engine.image_facts(image.as_str()).await?) {
         return Err(ImageError::NotOurs(image.clone()));
     }
     engine.remove_image(image.as_str()).await.map_err(|error| match error {
@@ -52,7 +52,7 @@ pub async fn remove(engine: &Engine, image: &ImageReference) -> Result<(), Image
 
 /// Removes an image that a newer one took the last name of. If somebody uses it, it stays, and `list` shows it.
 pub(super) async fn put_away(engine: &Engine, replaced: &ImageFacts) {
-    let Ok(found) = engine.image(&replaced.id).await else { return };
+    let Ok(found) = engine.image_facts(&replaced.id).await else { return };
     if is_ours(&found) && found.tags.is_empty() {
         let _ = engine.remove_image(&found.id).await;
     }

@@ -65,6 +65,10 @@ fn start(kind: EngineKind, word: &str) -> Result<TestEngine, String> {
 }
 
 impl TestEngine {
+    pub(crate) fn is_podman(&self) -> bool {
+        self.kind == EngineKind::Podman
+    }
+
     /// Runs the engine's own command line against it: another witness than ours.
     pub(crate) fn command(&self, arguments: &[&str]) -> String {
         self.try_command(arguments).unwrap_or_else(|| panic!("{arguments:?} failed"))

@@ -1,4 +1,8 @@
-//! The engine: its address, and the few things that are asked of it. The only file that speaks its API.
+//! The engine: its address, and the few things that are asked of it. Only this file and those below it speak its API: `images` is about making images, `question` about what
+//! is in one.
+
+mod images;
+mod question;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,6 +24,9 @@ use bollard::query_parameters::{
 use bollard::{API_DEFAULT_VERSION, Docker};
 use futures_util::stream::{Stream, StreamExt};
 use tokio::io::AsyncWrite;
+
+pub use self::images::{BuildFailure, BuildNews, Building, ImageFacts};
+pub use self::question::{Question, QuestionError};
 
 /// How long one question to the engine may take; pulling and following events are no questions.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -86,6 +93,8 @@ pub enum EngineError {
     DiskFull,
     #[error("the engine refused: {0}")]
     Refused(String),
+    #[error("it is in use: {0}")]
+    InUse(String),
     #[error("the engine did not answer in time")]
     Silent,
 }
@@ -104,7 +113,7 @@ pub(super) struct Listed {
 
 /// An engine that has answered once. Cheap to clone; each request is a connection of its own.
 #[derive(Clone)]
-pub(super) struct Engine {
+pub struct Engine {
     kind: EngineKind,
     address: EngineAddress,
     docker: Docker,
@@ -112,7 +121,7 @@ pub(super) struct Engine {
 
 impl Engine {
     /// Connects and finds out which version of the API both know.
-    pub(super) async fn connect(kind: EngineKind, address: &EngineAddress) -> Result<Engine, EngineError> {
+    pub async fn connect(kind: EngineKind, address: &EngineAddress) -> Result<Engine, EngineError> {
         let unreachable =
             |error: Error| EngineError::Unreachable { kind, address: address.to_string(), why: told(&error) };
         let seconds = PATIENCE.as_secs();
@@ -150,11 +159,7 @@ impl Engine {
     }
 
     /// Fetches an image; `tell` gets a sentence with bytes done and to do.
-    pub(super) async fn pull(
-        &self,
-        name: &str,
-        tell: &(dyn Fn(u64, Option<u64>) + Send + Sync),
-    ) -> Result<(), EngineError> {
+    pub async fn pull(&self, name: &str, tell: &(dyn Fn(u64, Option<u64>) + Send + Sync)) -> Result<(), EngineError> {
         let options = CreateImageOptionsBuilder::default().from_image(name);
         // Without a tag the engine would fetch all there are.
         let options = if name.contains('@') || name.rsplit('/').next().is_some_and(|last| last.contains(':')) {

@@ -40,8 +40,10 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use tracing::{info, warn};
 
-use self::engine::Engine;
-pub use self::engine::{EngineAddress, EngineError, EngineKind};
+pub use self::engine::{
+    BuildFailure, BuildNews, Building, Engine, EngineAddress, EngineError, EngineKind, ImageFacts, Question,
+    QuestionError,
+};
 use self::facts::Fate;
 pub use self::image::Supplies;
 use self::image::{Look, Prepared, fresh_number};

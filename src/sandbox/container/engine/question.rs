@@ -7,10 +7,8 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use bollard::container::LogOutput;
-use bollard::models::{ContainerCreateBody, HostConfig};
-use bollard::query_parameters::{
-    AttachContainerOptionsBuilder, CreateContainerOptions, RemoveContainerOptionsBuilder, StartContainerOptions,
-};
+use bollard::models::{ContainerCreateBody, HostConfig, ResourcesUlimits};
+use bollard::query_parameters::{AttachContainerOptionsBuilder, CreateContainerOptions, StartContainerOptions};
 use futures_util::StreamExt;
 use tokio_util::sync::CancellationToken;
 
@@ -19,10 +17,10 @@ use super::{Engine, EngineError};
 /// How long a question may take on a slow disk.
 const LONGEST: Duration = Duration::from_secs(120);
 
-/// How much a question may say.
+/// How much an answer may say.
 const MOST_OUTPUT: usize = 64 * 1024;
 
-/// What is to be run, and in which image.
+/// What is to be run to get an answer, and in which image.
 #[derive(Debug, Clone)]
 pub struct Question {
     pub image: String,
@@ -30,7 +28,7 @@ pub struct Question {
     pub arguments: Vec<String>,
 }
 
-/// Why a question brought nothing.
+/// Why a question brought no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum QuestionError {
     #[error("there is no {0}")]
@@ -46,19 +44,16 @@ pub enum QuestionError {
 }
 
 impl Engine {
-    /// Runs a program in a container of its own and returns what it wrote to standard output.
-    pub async fn run(&self, question: &Question, cancelled: &CancellationToken) -> Result<String, QuestionError> {
+    /// Runs the program of a question in a container of its own and returns what it wrote to standard output.
+    pub async fn ask(&self, question: &Question, cancelled: &CancellationToken) -> Result<String, QuestionError> {
         let image = format!("image {}", question.image);
         let made = self.docker.create_container(None::<CreateContainerOptions>, container(question)).await;
-        let id = made.map_err(|error| self.failure(&error, &image))?.id;
+        let id = made.map_err(|error| self.failure(error, &image))?.id;
         let done = tokio::select! {
             done = tokio::time::timeout(LONGEST, self.follow(&id, question)) => done.unwrap_or(Err(QuestionError::TooLong)),
             () = cancelled.cancelled() => Err(QuestionError::Cancelled),
         };
-        let removal = RemoveContainerOptionsBuilder::default().force(true).v(true).build();
-        if let Err(error) = self.docker.remove_container(&id, Some(removal)).await {
-            tracing::warn!(%error, container = id, "could not remove a container");
-        }
+        self.remove(&id).await;
         done
     }
 
@@ -66,9 +61,9 @@ impl Engine {
         let thing = "such container";
         let options = AttachContainerOptionsBuilder::default().stdout(true).stderr(true).stream(true).build();
         let attached = self.docker.attach_container(id, Some(options)).await;
-        let mut output = attached.map_err(|error| self.failure(&error, thing))?.output;
+        let mut output = attached.map_err(|error| self.failure(error, thing))?.output;
         let started = self.docker.start_container(id, None::<StartContainerOptions>).await;
-        started.map_err(|error| match self.failure(&error, thing) {
+        started.map_err(|error| match self.failure(error, thing) {
             EngineError::Refused(why) if is_program_missing(&why) => QuestionError::NoProgram(question.program.clone()),
             // Some engines say with this number that the program, not the container, is missing.
             EngineError::Missing(_) => QuestionError::NoProgram(question.program.clone()),
@@ -76,7 +71,7 @@ impl Engine {
         })?;
         let (mut said, mut complaints) = (Vec::new(), Vec::new());
         while let Some(piece) = output.next().await {
-            match piece.map_err(|error| self.failure(&error, thing))? {
+            match piece.map_err(|error| self.failure(error, thing))? {
                 LogOutput::StdErr { message } => complaints.extend_from_slice(&message),
                 LogOutput::StdOut { message } | LogOutput::Console { message } => said.extend_from_slice(&message),
                 LogOutput::StdIn { .. } => {}
@@ -109,6 +104,8 @@ fn container(question: &Question) -> ContainerCreateBody {
         readonly_rootfs: Some(true),
         memory: Some(512 << 20),
         pids_limit: Some(32),
+        // Few, because a limit above that of the engine itself may not be set, and some engines would try.
+        ulimits: Some(vec![ResourcesUlimits { name: Some("nofile".to_owned()), soft: Some(1024), hard: Some(1024) }]),
         ..HostConfig::default()
     };
     ContainerCreateBody {

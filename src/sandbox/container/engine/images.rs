@@ -1,4 +1,4 @@
-//! Images: looking at them, fetching, building and removing them.
+//! Images: looking at them, building and removing them.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
@@ -8,8 +8,7 @@ use bollard::body_try_stream;
 use bollard::errors::Error;
 use bollard::models::{ImageInspect, ImageSummary};
 use bollard::query_parameters::{
-    BuildImageOptionsBuilder, BuilderVersion, CreateImageOptionsBuilder, ListImagesOptionsBuilder,
-    RemoveImageOptionsBuilder,
+    BuildImageOptionsBuilder, BuilderVersion, ListImagesOptionsBuilder, RemoveImageOptionsBuilder,
 };
 use bytes::Bytes;
 use futures_util::{Stream, StreamExt};
@@ -60,7 +59,7 @@ pub enum BuildNews {
 }
 
 /// Why an image was not built, and the last lines that the engine told.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct BuildFailure {
     pub error: EngineError,
     pub said: String,
@@ -68,9 +67,8 @@ pub struct BuildFailure {
 
 impl Engine {
     /// Looks at an image that the engine has.
-    pub async fn image(&self, name: &str) -> Result<ImageFacts, EngineError> {
-        let found = self.docker.inspect_image(name).await.map_err(|error| self.failure(&error, &image_called(name)))?;
-        Ok(inspected(found))
+    pub async fn image_facts(&self, name: &str) -> Result<ImageFacts, EngineError> {
+        Ok(inspected(self.image(name).await?))
     }
 
     /// Lists the images that have a label with this value, newest first.
@@ -78,29 +76,10 @@ impl Engine {
         let filters = HashMap::from([("label", vec![format!("{label}={value}")])]);
         let options = ListImagesOptionsBuilder::default().filters(&filters).build();
         let found =
-            self.docker.list_images(Some(options)).await.map_err(|error| self.failure(&error, "list of images"))?;
+            self.docker.list_images(Some(options)).await.map_err(|error| self.failure(error, "list of images"))?;
         let mut found: Vec<ImageFacts> = found.into_iter().map(listed).collect();
         found.sort_by_key(|image| std::cmp::Reverse(image.created));
         Ok(found)
-    }
-
-    /// Fetches an image; `tell` hears how many bytes are done, of how many that are known by then.
-    pub async fn pull(&self, name: &str, tell: &(dyn Fn(u64, u64) + Send + Sync)) -> Result<(), EngineError> {
-        let options = CreateImageOptionsBuilder::default().from_image(name);
-        // Without a tag the engine would fetch all there are.
-        let options = if has_tag(name) { options.build() } else { options.tag("latest").build() };
-        let mut layers: HashMap<String, (u64, u64)> = HashMap::new();
-        let mut news = std::pin::pin!(self.docker.create_image(Some(options), None, None));
-        while let Some(news) = news.next().await {
-            let news = news.map_err(|error| self.failure(&error, &image_called(name)))?;
-            let detail = news.progress_detail.unwrap_or_default();
-            if let (Some(layer), Some(current), Some(total)) = (news.id, detail.current, detail.total) {
-                let natural = |number: i64| u64::try_from(number).unwrap_or(0);
-                layers.insert(layer, (natural(current), natural(total)));
-                tell(layers.values().map(|layer| layer.0).sum(), layers.values().map(|layer| layer.1).sum());
-            }
-        }
-        Ok(())
     }
 
     /// Builds an image from files that hold a `Dockerfile`, in an archive. Steps have no network.
@@ -127,13 +106,13 @@ impl Engine {
         while let Some(news) = news.next().await {
             match news {
                 Ok(news) => said.add(news.stream.as_deref().unwrap_or_default(), tell),
-                Err(error) => return Err(self.build_failure(&error, said)),
+                Err(error) => return Err(self.build_failure(error, said)),
             }
         }
         Ok(())
     }
 
-    fn build_failure(&self, error: &Error, said: Lines) -> BuildFailure {
+    fn build_failure(&self, error: Error, said: Lines) -> BuildFailure {
         let told = self.failure(error, "such image");
         // A step that fails for want of space says so itself, and the engine only that the step failed.
         let is_full = said.kept.iter().any(|line| line.contains("No space left on device"));
@@ -145,16 +124,11 @@ impl Engine {
     pub async fn remove_image(&self, name: &str) -> Result<(), EngineError> {
         let options = RemoveImageOptionsBuilder::default().build();
         let removed = self.docker.remove_image(name, Some(options), None).await;
-        removed.map(|_| ()).map_err(|error| self.failure(&error, &image_called(name)))
+        removed.map(|_| ()).map_err(|error| match error {
+            Error::DockerResponseServerError { status_code: 409, message } => EngineError::InUse(message),
+            other => self.failure(other, &format!("image {name}")),
+        })
     }
-}
-
-fn image_called(name: &str) -> String {
-    format!("image {name}")
-}
-
-fn has_tag(name: &str) -> bool {
-    name.contains('@') || name.rsplit('/').next().is_some_and(|last| last.contains(':'))
 }
 
 fn inspected(found: ImageInspect) -> ImageFacts {
@@ -265,14 +239,5 @@ mod tests {
         assert_eq!((lines.kept.len(), lines.kept[0].as_str()), (LINES_KEPT, "line 80"));
         lines.add(&"x".repeat(100_000), &|_| ());
         assert!(lines.unfinished.is_empty());
-    }
-
-    #[test]
-    fn a_name_without_a_tag_is_noticed() {
-        for (name, has) in
-            [("python", false), ("host:5000/python", false), ("python:3.13", true), ("a@sha256:00", true)]
-        {
-            assert_eq!(has_tag(name), has, "{name}");
-        }
     }
 }
