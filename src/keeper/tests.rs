@@ -283,6 +283,7 @@ fn finished(note: &str) -> Executed {
         files: None,
         isolation: Default::default(),
         can_undo: 0,
+        tool_calls: Default::default(),
         blocked: Vec::new(),
         notes: vec![note.to_owned()],
     }))

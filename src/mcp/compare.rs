@@ -390,6 +390,7 @@ mod tests {
             files: None,
             isolation: Isolation::default(),
             can_undo: 0,
+            tool_calls: Default::default(),
             blocked: Vec::new(),
             notes: Vec::new(),
         }

@@ -89,6 +89,7 @@ impl SessionAccess for FakeSessions {
             files: None,
             isolation: Isolation::default(),
             can_undo: 3,
+            tool_calls: Default::default(),
             blocked: Vec::new(),
             notes: Vec::new(),
         })))

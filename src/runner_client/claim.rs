@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::frame::{Frame, FrameError};
 
@@ -106,22 +106,25 @@ pub enum Claim {
 }
 
 /// What code in a cell may ask.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Question {
-    Install { requirements: Vec<String>, upgrade: bool },
+    Install {
+        requirements: Vec<String>,
+        upgrade: bool,
+    },
+    /// A call of a tool of another MCP server.
+    CallTool {
+        server: String,
+        tool: String,
+        arguments: Map<String, Value>,
+        /// Bytes of the frame in which it came.
+        size: usize,
+    },
+    /// Nobody waits for the answer to that question any more.
+    Withdraw {
+        of: u64,
+    },
     Unknown,
-}
-
-impl Question {
-    fn read(what: &str, requirements: Vec<String>, options: &BTreeMap<String, Value>) -> Question {
-        match what {
-            "install" => {
-                let upgrade = options.get("upgrade").and_then(Value::as_bool).unwrap_or(false);
-                Question::Install { requirements, upgrade }
-            }
-            _ => Question::Unknown,
-        }
-    }
 }
 
 /// What is said of a copy when it was made.
@@ -276,6 +279,10 @@ struct Header {
     what: String,
     requirements: Vec<String>,
     options: BTreeMap<String, Value>,
+    server: String,
+    tool: String,
+    arguments: Map<String, Value>,
+    of: Option<u64>,
     why: Option<String>,
     size: u64,
     total: u64,
@@ -382,7 +389,20 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
         "packages_added" => Claim::PackagesAdded { id: id()?, loaded: bounded_losses(header.loaded) },
         "ask" => {
             let ask = header.ask.ok_or_else(|| wrong("it has no number"))?;
-            let question = Question::read(&header.what, header.requirements, &header.options);
+            let question = match header.what.as_str() {
+                "install" => {
+                    let upgrade = header.options.get("upgrade").and_then(Value::as_bool).unwrap_or(false);
+                    Question::Install { requirements: header.requirements, upgrade }
+                }
+                "call_tool" => Question::CallTool {
+                    server: header.server,
+                    tool: header.tool,
+                    arguments: header.arguments,
+                    size: frame.header.len(),
+                },
+                "withdraw" => Question::Withdraw { of: header.of.ok_or_else(|| wrong("it withdraws nothing"))? },
+                _ => Question::Unknown,
+            };
             Claim::Ask { id: id()?, ask, question }
         }
         "branched" => {
@@ -727,6 +747,19 @@ mod tests {
                 "packages",
                 "answer",
             ];
+            let question = match name {
+                "ask_call_tool" => {
+                    let arguments = entry["header"]["arguments"].as_object().unwrap().clone();
+                    let (server, tool, size) = ("filesystem".to_owned(), "read-file".to_owned(), frame.header.len());
+                    Some(Question::CallTool { server, tool, arguments, size })
+                }
+                "ask_withdraw" => Some(Question::Withdraw { of: 3 }),
+                _ => None,
+            };
+            if let Some(expected) = question {
+                let Claim::Ask { question, .. } = read(frame.clone()).unwrap().0 else { panic!("{name}") };
+                assert_eq!(question, expected, "{name}");
+            }
             let known = !matches!(read(frame).unwrap().0, Claim::Unknown);
             assert_eq!(known, !from_host.contains(&entry["header"]["type"].as_str().unwrap()), "{name}");
         }

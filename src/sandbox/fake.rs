@@ -19,6 +19,10 @@
 //! | `keep NAME X`, `file NAME` | writes a file, prints one or raises `FileNotFoundError` |
 //! | `lose X` | has something that a copy will lack |
 //! | `stand` | does not come to its branch point any more |
+//! | `call SERVER TOOL JSON` | calls a tool and prints the answer; an interrupt withdraws the call and raises |
+//! | `calls N SERVER TOOL JSON` | makes N calls at once and prints how many answers of each kind came |
+//! | `forget SERVER TOOL` | calls a tool, withdraws the call, and prints both answers |
+//! | `ask JSON` | asks with these members, and prints the answer; `ask-on JSON` does not wait for it |
 //! | `float(NAME` | gives the value of a variable as a number, or raises |
 //!
 //! A copy of an interpreter has its variables and files. Cells that only print are said to change nothing.
@@ -558,6 +562,7 @@ fn start(files: &Path, birth: Birth, used: Arc<Mutex<Duration>>) -> Result<(Inte
         seq: 0,
         last_pipe: 0,
         muted: false,
+        asked: 0,
     };
     let kill = process.kill.clone();
     tokio::spawn(async move {
@@ -577,6 +582,15 @@ fn frame(header: &Value, payload: &[u8]) -> Vec<u8> {
     [&(length as u32).to_be_bytes(), &(header.len() as u32).to_be_bytes(), header.as_bytes(), payload].concat()
 }
 
+/// Returns the question that `SERVER TOOL JSON` is.
+fn tool_call(text: &str) -> Value {
+    let mut words = text.splitn(3, ' ');
+    let mut word = || words.next().unwrap_or_default();
+    let (server, tool, arguments) = (word(), word(), word());
+    let arguments = serde_json::from_str::<Value>(arguments).unwrap_or_else(|_| json!({}));
+    json!({"what": "call_tool", "server": server, "tool": tool, "arguments": arguments})
+}
+
 /// The interpreter's side of the channel.
 struct Script {
     channel: UnixStream,
@@ -592,6 +606,8 @@ struct Script {
     seq: u32,
     last_pipe: usize,
     muted: bool,
+    /// The number of the last question.
+    asked: u64,
 }
 
 /// Why a cell did not come to its end.
@@ -618,12 +634,7 @@ impl Script {
     }
 
     async fn answer_one(&mut self) -> Result<(), Interruption> {
-        let length = self.channel.read_u32().await? as usize;
-        let header_length = self.channel.read_u32().await? as usize;
-        let mut body = vec![0; length - 4];
-        self.channel.read_exact(&mut body).await?;
-        let payload = body.split_off(header_length);
-        let header: Value = serde_json::from_slice(&body).map_err(io::Error::from)?;
+        let (header, payload) = self.read_frame().await?;
         let id = &header["id"];
         let path = || self.files.join(header["path"].as_str().unwrap_or_default());
         match header["type"].as_str() {
@@ -649,6 +660,74 @@ impl Script {
             Some("branch") => self.branch(&header).await,
             _ => Ok(()),
         }
+    }
+
+    async fn read_frame(&mut self) -> Result<(Value, Vec<u8>), Interruption> {
+        let length = self.channel.read_u32().await? as usize;
+        let header_length = self.channel.read_u32().await? as usize;
+        let mut body = vec![0; length - 4];
+        self.channel.read_exact(&mut body).await?;
+        let payload = body.split_off(header_length);
+        Ok((serde_json::from_slice(&body).map_err(io::Error::from)?, payload))
+    }
+
+    /// Asks the host something. Returns the number of the question.
+    async fn ask(&mut self, id: &Value, members: Value) -> Result<u64, Interruption> {
+        self.asked += 1;
+        let mut header = json!({"type": "ask", "id": id, "ask": self.asked});
+        header.as_object_mut().expect("it is one").extend(members.as_object().cloned().unwrap_or_default());
+        self.say_in_order(header).await?;
+        Ok(self.asked)
+    }
+
+    /// Waits for an answer and returns what it says.
+    async fn answer(&mut self) -> Result<Value, Interruption> {
+        loop {
+            let (mut header, _) = self.read_frame().await?;
+            if header["type"] == "answer" {
+                header.as_object_mut().expect("it has members").remove("type");
+                return Ok(header);
+            }
+        }
+    }
+
+    async fn call(&mut self, id: &Value, members: Value) -> Result<(), Interruption> {
+        let ask = self.ask(id, members).await?;
+        let interrupt = self.interrupt.clone();
+        let answer = tokio::select! {
+            answer = self.answer() => Some(answer?),
+            () = interrupt.notified() => None,
+        };
+        match answer {
+            Some(answer) => self.write(0, &format!("{answer}\n")).await,
+            None => {
+                self.ask(id, json!({"what": "withdraw", "of": ask})).await?;
+                Err(Interruption::Raised { name: "KeyboardInterrupt", message: String::new() })
+            }
+        }
+    }
+
+    async fn call_many(&mut self, id: &Value, count: usize, members: &Value) -> Result<(), Interruption> {
+        let mut kinds = BTreeMap::<String, usize>::new();
+        for _ in 0..count {
+            self.ask(id, members.clone()).await?;
+        }
+        for _ in 0..count {
+            let answer = self.answer().await?;
+            let kind = answer["reason"].as_str().unwrap_or("answered").to_owned();
+            *kinds.entry(kind).or_default() += 1;
+        }
+        self.write(0, &format!("{kinds:?}\n")).await
+    }
+
+    async fn forget(&mut self, id: &Value, members: Value) -> Result<(), Interruption> {
+        let of = self.ask(id, members).await?;
+        self.ask(id, json!({"what": "withdraw", "of": of})).await?;
+        for _ in 0..2 {
+            let answer = self.answer().await?;
+            self.write(0, &format!("{answer}\n")).await?;
+        }
+        Ok(())
     }
 
     /// Comes to the branch point, and goes on.
@@ -782,6 +861,14 @@ impl Script {
                 self.stands = true;
                 Ok(())
             }
+            "call" => self.call(id, tool_call(rest)).await,
+            "calls" => {
+                let (count, rest) = rest.split_once(' ').unwrap_or((rest, ""));
+                self.call_many(id, count.parse().unwrap_or(0), &tool_call(rest)).await
+            }
+            "forget" => self.forget(id, tool_call(rest)).await,
+            "ask" => self.call(id, serde_json::from_str(rest).unwrap_or_default()).await,
+            "ask-on" => self.ask(id, serde_json::from_str(rest).unwrap_or_default()).await.map(drop),
             // The end of `float(` on the line before.
             ")" => Ok(()),
             _ if command.starts_with("float(") => {

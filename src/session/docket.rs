@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::output::bounded_text;
 use super::state::RequestId;
 use super::{ExecutionHandle, Outcome, Part, Refused};
 
@@ -20,6 +21,9 @@ use super::{ExecutionHandle, Outcome, Part, Refused};
 const MOST_UNCOLLECTED: usize = 16;
 /// Bytes of all kept endings together. One with as many pictures as are shown fits.
 const MOST_KEPT_BYTES: usize = 32 * 1024 * 1024;
+
+/// Characters of what is told while something is done for an execution.
+const LONGEST_NEWS: usize = 200;
 
 /// How an execution ended: with an outcome, or without having run.
 pub(super) type Ending = Result<Outcome, Refused>;
@@ -75,6 +79,14 @@ impl Execution {
     /// Returns when it began to run, or how it ended.
     pub(super) fn stage(&self) -> Stage {
         self.stage.borrow().clone()
+    }
+
+    fn tell(&self, latest: String) {
+        self.line.send_if_modified(|line| {
+            let is_new = *line != latest;
+            *line = latest;
+            is_new
+        });
     }
 
     fn is_over(&self) -> bool {
@@ -239,6 +251,11 @@ impl Teller {
         self.execution.stage.send_replace(Stage::Running { since });
     }
 
+    /// Returns what lets others tell how the execution gets on.
+    pub(super) fn crier(&self) -> Crier {
+        Crier(self.execution.clone())
+    }
+
     /// Tells whether somebody listens, so that a line is worth finding.
     pub(super) fn is_heard(&self) -> bool {
         self.execution.line.receiver_count() > 0
@@ -246,11 +263,7 @@ impl Teller {
 
     /// Tells the latest line that was printed.
     pub(super) fn print(&self, latest: String) {
-        self.execution.line.send_if_modified(|line| {
-            let is_new = *line != latest;
-            *line = latest;
-            is_new
-        });
+        self.execution.tell(latest);
     }
 
     /// Tells how it ended. Only the first ending counts.
@@ -269,6 +282,15 @@ impl Teller {
         if first {
             self.docket.ended();
         }
+    }
+}
+
+/// Tells the listeners of an execution what somebody does for it.
+pub(super) struct Crier(Arc<Execution>);
+
+impl Crier {
+    pub(super) fn say(&self, news: String) {
+        self.0.tell(bounded_text(&news.replace(char::is_control, " "), LONGEST_NEWS));
     }
 }
 

@@ -8,6 +8,7 @@
 
 mod branching;
 mod packages;
+mod questions;
 
 use std::collections::{HashMap, VecDeque};
 use std::future::Future;
@@ -27,12 +28,13 @@ use tracing::{debug, info, warn};
 
 use self::branching::{Copying, Replacement};
 pub(super) use self::branching::{Fork, Forked, ForksWanted};
-use self::packages::{Answered, Questions};
+use self::questions::{Answered, Questions};
 use super::accounts::{Accounts, Metered};
 use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
 use super::output::{Gatherer, Glance, Seen, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
+use super::tools::ToolCalls;
 use super::turns::{Crowded, Turn, Turns};
 use super::{
     ExecuteRequest, ExecutionId, FileChanges, FileList, FileNote, FullOutput, InsidePath, Outcome, Principal,
@@ -573,6 +575,7 @@ impl Driver {
             Some(live) => (Some(&mut live.process), live.connection.as_mut().ok()),
             None => (None, None),
         };
+        let can_answer = connection.as_ref().is_some_and(|connection| !connection.is_sending());
         let work = self.work.as_mut();
         let told = self.copying.as_mut().and_then(|copying| copying.told.as_mut());
         let turn = self.turn.as_mut().filter(|turn| !turn.is_here());
@@ -582,7 +585,8 @@ impl Driver {
             exit = async { process.expect("guarded").exited().await }, if process.is_some() => Wake::Exit(exit),
             finished = async { (&mut work.expect("guarded").future).await }, if work.is_some() => Wake::Finished(finished),
             told = async { told.expect("guarded").await }, if told.is_some() => Wake::Told(told.is_ok()),
-            answered = self.questions.next() => Wake::Answered(answered),
+            // What the channel does not take is not asked for: answers wait where they are made.
+            answered = self.questions.next(), if can_answer => Wake::Answered(answered),
             () = async { turn.expect("guarded").come().await }, if turn.is_some() => Wake::Turn,
             () = tokio::time::sleep_until(moment) => Wake::Time,
         }
@@ -753,6 +757,7 @@ impl Driver {
                 let deadline = begun + request.timeout.min(LONGEST_TIMEOUT);
                 let gatherer = Box::new(Gatherer::new(request.max_output_chars));
                 teller.begin(begun);
+                self.questions.begin_cell();
                 let seen = Seen::default();
                 let task = Task::Cell { gatherer, begun_inside: false, request, done: None, teller, seen };
                 (task, deadline, json!({"type": "execute", "id": id}), code.into_bytes())
@@ -1197,14 +1202,14 @@ impl Driver {
             return;
         }
         let Some(running) = self.running.take_if(|running| running.id == id) else { return };
-        self.questions.clear();
+        let calls = self.questions.clear();
         match running.task {
             Task::Cell { gatherer, request, done, teller, .. } => {
                 let Ok(status) = self.status(answer, &request, done.as_deref()) else {
                     teller.end(Err(self.refusal(answer)));
                     return;
                 };
-                self.report(running.id, running.begun, *gatherer, status, done, teller);
+                self.report(running.id, running.begun, *gatherer, status, done, calls, teller);
             }
             Task::Write { result, reply, .. } => {
                 let _ = reply.send(match (answer, result) {
@@ -1265,6 +1270,7 @@ impl Driver {
         mut gatherer: Gatherer,
         status: Status,
         done: Option<Box<DoneClaim>>,
+        tool_calls: ToolCalls,
         teller: Teller,
     ) {
         let duration = begun.elapsed();
@@ -1307,6 +1313,7 @@ impl Driver {
             isolation,
             can_undo: 0,
             blocked,
+            tool_calls,
             notes,
         };
         if draft.has_images() {

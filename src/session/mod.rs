@@ -46,6 +46,9 @@ mod spool;
 mod state;
 mod terminal;
 #[cfg(test)]
+mod tool_behaviour;
+pub mod tools;
+#[cfg(test)]
 mod turn_behaviour;
 mod turns;
 mod underway;
@@ -227,6 +230,7 @@ pub struct SessionSettings {
     /// Bytes of memory a sandbox may hold, where that is limited. Old copies are given up before it is reached.
     pub memory_limit: Option<u64>,
     pub packages: install::Source,
+    pub tools: tools::Tools,
     /// What one principal may use.
     pub quotas: Quotas,
     /// Cells that run at once in the whole server; zero is no limit. Others wait, and principals take turns.
@@ -244,6 +248,7 @@ impl Default for SessionSettings {
             explore_parallel: 4,
             memory_limit: None,
             packages: install::Source::default(),
+            tools: tools::Tools::default(),
             quotas: Quotas::default(),
             max_running: 0,
         }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::tools::ToolCalls;
 use crate::sandbox::{Blocked, Exit, Isolation, MemoryUse};
 
 /// Everything about one finished execution.
@@ -28,6 +29,8 @@ pub struct Outcome {
     /// Connections that were refused since the execution before.
     #[serde(with = "super::serial::blocked")]
     pub blocked: Vec<Blocked>,
+    /// Tools of other MCP servers that it called.
+    pub tool_calls: ToolCalls,
     /// Sentences the reader must know, such as "this is a new session".
     pub notes: Vec<String>,
 }

@@ -137,6 +137,7 @@ mod tests {
             files: Some(Default::default()),
             isolation: Default::default(),
             can_undo: 2,
+            tool_calls: Default::default(),
             blocked: vec![refused.clone()],
             notes: vec!["a note".to_owned()],
         };

@@ -1,0 +1,240 @@
+//! How sessions call tools, shown with the fake backend and a broker that does what a test says.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use cellblock_typed::Package;
+use serde_json::{Value, json};
+use tokio::sync::{Semaphore, watch};
+use tokio_util::sync::CancellationToken;
+
+use super::behaviour::{Setting, id, owner, request, setting_with, text, without_undo};
+use super::tools::{Broker, CallEnd, ToolCall, ToolReason, ToolRefused, ToolReply, Tools};
+use super::*;
+use crate::sandbox::fake::FakeBackend;
+
+/// Knows the servers `notes`, of everybody, and `private`, of `ann`. Tools: `echo`, `fail`, `wait`, `large`, `panic`.
+pub(super) struct FakeBroker {
+    pub(super) packages: Mutex<BTreeMap<String, Vec<Arc<Package>>>>,
+    pub(super) version: watch::Sender<u64>,
+    /// Calls of `wait` that go on.
+    pub(super) go: Semaphore,
+    seen: Mutex<Vec<(String, String)>>,
+    under_way: watch::Sender<usize>,
+    given_up: watch::Sender<usize>,
+}
+
+impl FakeBroker {
+    pub(super) fn new() -> Arc<FakeBroker> {
+        Arc::new(FakeBroker {
+            packages: Mutex::default(),
+            version: watch::Sender::new(0),
+            go: Semaphore::new(0),
+            seen: Mutex::default(),
+            under_way: watch::Sender::new(0),
+            given_up: watch::Sender::new(0),
+        })
+    }
+
+    async fn until_under_way(&self, count: usize) {
+        self.under_way.subscribe().wait_for(|now| *now == count).await.unwrap();
+    }
+
+    async fn until_given_up(&self, count: usize) {
+        self.given_up.subscribe().wait_for(|now| *now == count).await.unwrap();
+    }
+}
+
+/// Notices whether a call came to its end.
+struct UnderWay<'a> {
+    broker: &'a FakeBroker,
+    over: bool,
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        self.broker.under_way.send_modify(|count| *count -= 1);
+        if !self.over {
+            self.broker.given_up.send_modify(|count| *count += 1);
+        }
+    }
+}
+
+#[async_trait]
+impl Broker for FakeBroker {
+    async fn call(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        call: ToolCall,
+        tell: &(dyn Fn(String) + Send + Sync),
+    ) -> Result<ToolReply, ToolRefused> {
+        self.seen.lock().unwrap().push((owner.0.clone(), session.as_str().to_owned()));
+        let is_there = call.server == "notes" || (call.server == "private" && owner.0 == "ann");
+        if !is_there {
+            return Err(ToolRefused::no_server(&call.server));
+        }
+        self.under_way.send_modify(|count| *count += 1);
+        let mut under_way = UnderWay { broker: self, over: false };
+        let text = |text: &str| vec![json!({"type": "text", "text": text})];
+        let result = match call.tool.as_str() {
+            "echo" => Ok(ToolReply { structured: Some(Value::Object(call.arguments)), ..ToolReply::default() }),
+            "fail" => Ok(ToolReply { content: text("it broke"), is_error: true, ..ToolReply::default() }),
+            "wait" => {
+                tell("half\nof it".to_owned());
+                self.go.acquire().await.unwrap().forget();
+                Ok(ToolReply::default())
+            }
+            "large" => Ok(ToolReply { content: text(&"x".repeat(33 << 20)), ..ToolReply::default() }),
+            "panic" => panic!("a broker that breaks"),
+            _ => Err(ToolRefused::new(ToolReason::Unknown, "there is no such tool")),
+        };
+        under_way.over = true;
+        result
+    }
+
+    fn packages(&self, owner: &Principal) -> Vec<Arc<Package>> {
+        self.packages.lock().unwrap().get(&owner.0).cloned().unwrap_or_default()
+    }
+
+    fn changes(&self) -> watch::Receiver<u64> {
+        self.version.subscribe()
+    }
+}
+
+pub(super) fn with_tools() -> (Setting, Arc<FakeBroker>) {
+    let broker = FakeBroker::new();
+    let tools = Tools(Some(broker.clone()));
+    (setting_with(FakeBackend::new(), SessionSettings { tools, ..without_undo() }), broker)
+}
+
+fn answer(outcome: &Outcome) -> Value {
+    serde_json::from_str(text(outcome).lines().next().unwrap_or_default()).unwrap()
+}
+
+#[tokio::test]
+async fn a_cell_calls_a_tool_and_gets_what_it_returned() {
+    let (setting, broker) = with_tools();
+    let outcome = setting.ok("a", r#"call notes echo {"title": "żółw", "count": null}"#).await;
+    let expected = json!({"ask": 1, "ok": true, "content": [], "is_error": false,
+        "structured": {"title": "żółw", "count": null}});
+    assert_eq!(answer(&outcome), expected);
+    assert_eq!((outcome.tool_calls.total, outcome.tool_calls.failed), (1, 0));
+    let noted = &outcome.tool_calls.noted[0];
+    assert_eq!((noted.server.as_str(), noted.tool.as_str(), noted.ended), ("notes", "echo", CallEnd::Answered));
+    assert_eq!(*broker.seen.lock().unwrap(), [("local".to_owned(), "a".to_owned())]);
+    assert_eq!(setting.ok("a", "print 1").await.tool_calls, Default::default(), "each cell has calls of its own");
+}
+
+#[tokio::test]
+async fn errors_of_tools_and_refusals_are_told_by_their_words() {
+    let (setting, _) = with_tools();
+    let failed = setting.ok("a", "call notes fail").await;
+    assert_eq!((&answer(&failed)["ok"], &answer(&failed)["is_error"]), (&json!(true), &json!(true)));
+    assert_eq!(failed.tool_calls.noted[0].ended, CallEnd::ToolError);
+    for (call, reason) in [
+        ("notes nothing", "unknown"),
+        ("nobody echo", "unknown"),
+        ("notes large", "too_large"),
+        ("notes panic", "other"),
+    ] {
+        let outcome = setting.ok("a", &format!("call {call}")).await;
+        let answer = answer(&outcome);
+        assert_eq!((&answer["ok"], answer["reason"].as_str()), (&json!(false), Some(reason)), "{call}");
+        assert!(!answer["text"].as_str().unwrap().is_empty());
+        assert_eq!(outcome.tool_calls.failed, 1);
+    }
+}
+
+#[tokio::test]
+async fn a_session_has_the_rights_of_its_owner_whatever_its_code_says() {
+    let (setting, broker) = with_tools();
+    let run = async |owner: &str, code: &str| {
+        let owner = Principal(owner.to_owned());
+        let outcome = setting.sessions.execute(&owner, &id("a"), request(code), CancellationToken::new()).await;
+        answer(&outcome.unwrap())
+    };
+    assert_eq!(run("ann", "call private echo {}").await["ok"], true, "the control");
+    let words = r#"ask {"what": "call_tool", "server": "private", "tool": "echo", "arguments": {}, "owner": "ann", "principal": "ann", "session": "a"}"#;
+    let (bob, nobody) = (run("bob", words).await, run("bob", "call absent echo {}").await);
+    assert_eq!(bob["reason"], "unknown");
+    assert_eq!(bob["text"].as_str().unwrap().replace("private", "absent"), nobody["text"].as_str().unwrap());
+    let owners: Vec<String> = broker.seen.lock().unwrap().iter().map(|(owner, _)| owner.clone()).collect();
+    assert_eq!(owners, ["ann", "bob", "bob"]);
+}
+
+#[tokio::test]
+async fn without_a_broker_there_are_no_servers() {
+    let setting = setting_with(FakeBackend::new(), without_undo());
+    assert_eq!(answer(&setting.ok("a", "call notes echo").await)["reason"], "unknown");
+}
+
+#[tokio::test]
+async fn many_calls_are_under_way_at_once_and_the_rest_wait() {
+    let (setting, broker) = with_tools();
+    let cell = setting.begin("a", "calls 200 notes wait", CancellationToken::new()).await;
+    broker.until_under_way(64).await;
+    broker.go.add_permits(200);
+    assert_eq!(text(&cell.await.unwrap().unwrap()), "{\"answered\": 200}\n");
+}
+
+#[tokio::test]
+async fn a_cell_that_calls_without_end_is_told_so() {
+    let (setting, _) = with_tools();
+    let outcome = setting.ok("a", "calls 10005 notes echo").await;
+    assert_eq!(text(&outcome), "{\"answered\": 10000, \"budget\": 5}\n");
+    assert_eq!((outcome.tool_calls.total, outcome.tool_calls.noted.len()), (10_005, 100));
+    assert_eq!(text(&setting.ok("a", "calls 1 notes echo").await), "{\"answered\": 1}\n", "the next one begins anew");
+}
+
+#[tokio::test]
+async fn a_withdrawn_call_is_cancelled_and_both_are_answered() {
+    let (setting, broker) = with_tools();
+    let outcome = setting.ok("a", "forget notes wait").await;
+    let answers = text(&outcome);
+    let answers: Vec<Value> = answers.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!((&answers[0]["ask"], answers[0]["reason"].as_str()), (&json!(1), Some("cancelled")));
+    assert_eq!((&answers[1]["ask"], &answers[1]["ok"]), (&json!(2), &json!(true)));
+    broker.until_under_way(0).await;
+    assert_eq!(outcome.tool_calls.noted[0].ended, CallEnd::Refused(ToolReason::Cancelled));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_ends_with_its_cell() {
+    let (setting, broker) = with_tools();
+    let mut slow = request("call notes wait");
+    slow.timeout = Duration::from_secs(1);
+    let outcome = setting.sessions.execute(&owner(), &id("a"), slow, CancellationToken::new()).await.unwrap();
+    assert!(matches!(outcome.status, Status::TimedOut { state: StateAfter::Kept, .. }), "{:?}", outcome.status);
+    broker.until_given_up(1).await;
+    let cell = setting.begin("a", "call notes wait", CancellationToken::new()).await;
+    broker.until_under_way(1).await;
+    setting.sessions.reset(&owner(), &id("a")).await.unwrap();
+    broker.until_given_up(2).await;
+    assert_eq!(cell.await.unwrap().unwrap().status, Status::Reset);
+}
+
+#[tokio::test]
+async fn what_a_call_tells_is_news_of_the_cell() {
+    let (setting, broker) = with_tools();
+    let (news, mut heard) = watch::channel(String::new());
+    let (sessions, code) = (setting.sessions.clone(), request("call notes wait"));
+    let cell =
+        tokio::spawn(
+            async move { sessions.begin(&owner(), &id("a"), code, None, CancellationToken::new(), news).await },
+        );
+    heard.wait_for(|line| line == "half of it").await.unwrap();
+    broker.go.add_permits(1);
+    assert!(matches!(cell.await.unwrap().unwrap(), Executed::Finished(_)));
+}
+
+#[tokio::test]
+async fn the_number_of_a_question_is_used_once() {
+    let (setting, broker) = with_tools();
+    let wait = r#"ask-on {"what": "call_tool", "server": "notes", "tool": "wait", "ask": 7}"#;
+    let outcome = setting.ok("a", &format!("{wait}\n{wait}\nsleep 9")).await;
+    assert!(matches!(outcome.status, Status::Nonsense { .. }), "{:?}", outcome.status);
+    broker.until_under_way(0).await;
+}
