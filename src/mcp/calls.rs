@@ -10,7 +10,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use rmcp::RoleServer;
-use rmcp::model::{CallToolResponse, CallToolResult, JsonObject, ProgressNotificationParam};
+use rmcp::model::{CallToolResponse, CallToolResult, ProgressNotificationParam};
 use rmcp::service::RequestContext;
 use tokio::io::AsyncWriteExt;
 
@@ -18,7 +18,6 @@ use super::arguments::{Call, Source, Target};
 use super::desk::Job;
 use super::host_files::{Capped, HostFileError, HostFiles, Overwrite};
 use super::progress::Reporter;
-use super::tools::ToolName;
 use super::{Server, Shared, compare, render, tasks};
 use crate::session::{
     Checked, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, SessionId, Which,
@@ -54,18 +53,13 @@ enum GivenUp {
 struct WriteFailed(#[source] std::io::Error);
 
 impl Server {
-    /// Carries out one call of a tool.
+    /// Carries out one call of a tool of the default profile.
     pub(super) async fn carry_out(
         &self,
         owner: &Principal,
-        tool: ToolName,
-        arguments: JsonObject,
+        call: Call,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResponse {
-        let call = match self.shared.catalogue.parse(tool, arguments) {
-            Ok(call) => call,
-            Err(bad) => return render::refused(&bad).into(),
-        };
         let Some(_place) = self.shared.calls.take(owner) else { return render::refused(&GivenUp::Busy).into() };
         match call {
             // Execution listens for cancellation itself, because it has an outcome to tell.

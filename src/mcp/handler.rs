@@ -5,17 +5,18 @@ use std::time::{Duration, Instant};
 
 use rmcp::model::{
     CacheScope, CallToolRequestParams, CallToolResponse, CancelTaskParams, CompleteRequestMethod,
-    CompleteRequestParams, CompleteResult, CustomRequest, CustomResult, DiscoverResult, ErrorData, GetTaskParams,
-    GetTaskResult, ListPromptsRequestMethod, ListPromptsResult, ListResourceTemplatesResult, ListResourcesResult,
-    ListToolsResult, MetaObject, PaginatedRequestParams, ProtocolVersion, ReadResourceRequestParams,
-    ReadResourceResponse, ServerCapabilities, ServerConfig, Tool,
+    CompleteRequestParams, CompleteResult, CustomRequest, CustomResult, DiscoverResult, ErrorData,
+    GetPromptRequestParams, GetPromptResponse, GetTaskParams, GetTaskResult, ListPromptsRequestMethod,
+    ListPromptsResult, ListResourceTemplatesResult, ListResourcesResult, ListToolsResult, MetaObject,
+    PaginatedRequestParams, ProtocolVersion, ReadResourceRequestParams, ReadResourceResponse, ServerCapabilities,
+    ServerConfig, Tool,
 };
 use rmcp::service::RequestContext;
 use rmcp::{RoleServer, ServerHandler};
 use serde_json::json;
 use tracing::Instrument;
 
-use super::tools::{Catalogue, ToolName};
+use super::toolbox::Introduction;
 use super::turns::Turn;
 use super::{Server, Shared, custom_request_error, resources};
 use crate::session::Principal;
@@ -26,9 +27,12 @@ const FIXED_FOR: Duration = Duration::from_secs(300);
 
 impl ServerHandler for Server {
     fn get_info(&self) -> ServerConfig {
+        if let Some(introduction) = self.shared.toolbox.introduction() {
+            return self.introduced(introduction);
+        }
         let undo = if self.shared.can_undo { "undo brings the state before the last cell back, " } else { "" };
         ServerConfig::new(ServerCapabilities::builder().enable_tools().enable_resources().enable_tasks().build())
-            .with_server_info(Server::implementation())
+            .with_server_info(self.implementation())
             .with_instructions(format!(
                 "Runs Python in private Linux sandboxes {reach}. execute_ipython_cell keeps variables and \
                  files between calls with the same session_id. The first call may wait while Python is prepared. \
@@ -51,8 +55,8 @@ impl ServerHandler for Server {
         context: RequestContext<RoleServer>,
     ) -> Result<ListToolsResult, ErrorData> {
         refuse_cursor(request)?;
-        let mut result = ListToolsResult::with_all_items(self.shared.catalogue.all().to_vec());
-        if let Some(meta) = modern_meta(&context) {
+        let mut result = ListToolsResult::with_all_items(self.shared.toolbox.tools().to_vec());
+        if let Some(meta) = self.modern_meta(&context) {
             result = result.with_ttl_ms(FIXED_FOR.as_millis() as u64).with_cache_scope(CacheScope::Private);
             result.meta = Some(meta);
         }
@@ -60,7 +64,7 @@ impl ServerHandler for Server {
     }
 
     fn get_tool(&self, name: &str) -> Option<Tool> {
-        ToolName::from_name(name).map(|tool| self.shared.catalogue.get(tool).clone())
+        self.shared.toolbox.tools().iter().find(|tool| tool.name == name).cloned()
     }
 
     async fn call_tool(
@@ -68,24 +72,23 @@ impl ServerHandler for Server {
         request: CallToolRequestParams,
         context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
-        let Some(tool) = ToolName::from_name(&request.name) else {
-            return Err(unknown_tool(&request.name, &self.shared.catalogue));
-        };
+        let toolbox = &self.shared.toolbox;
+        let Some(tool) = toolbox.find(&request.name) else { return toolbox.unknown(&request.name) };
         let started = Instant::now();
         let owner = &Principal(self.caller(&context)?.principal);
-        let span = tracing::info_span!("tool_call", tool = tool.as_str());
+        let span = tracing::info_span!("tool_call", tool = tool.name);
         if let Some(parent) = trace_of(&context) {
             parent.adopt(&span);
         }
-        let call = self.carry_out(owner, tool, request.arguments.unwrap_or_default(), &context).instrument(span);
+        let call = toolbox.call(self, owner, tool, request.arguments.unwrap_or_default(), &context).instrument(span);
         let response = match context.extensions.get::<Turn>() {
-            Some(turn) => turn.run(tool.extent(), call).await,
+            Some(turn) => turn.run(tool.extent, call).await,
             None => call.await,
         };
         let failed = matches!(&response, CallToolResponse::Complete(result) if result.is_error == Some(true));
-        tracing::info!(tool = tool.as_str(), failed, elapsed_ms = started.elapsed().as_millis(), "tool call answered");
+        tracing::info!(tool = tool.name, failed, elapsed_ms = started.elapsed().as_millis(), "tool call answered");
         Ok(match response {
-            CallToolResponse::Complete(result) => result.with_meta(modern_meta(&context)).into(),
+            CallToolResponse::Complete(result) => result.with_meta(self.modern_meta(&context)).into(),
             other => other,
         })
     }
@@ -107,7 +110,7 @@ impl ServerHandler for Server {
         }
         listed.extend(self.files_of(owner).await);
         let mut result = ListResourcesResult::with_all_items(listed);
-        if let Some(meta) = modern_meta(&context) {
+        if let Some(meta) = self.modern_meta(&context) {
             // Every execution may change this list.
             result = result.with_ttl_ms(0).with_cache_scope(CacheScope::Private);
             result.meta = Some(meta);
@@ -122,7 +125,7 @@ impl ServerHandler for Server {
     ) -> Result<ListResourceTemplatesResult, ErrorData> {
         refuse_cursor(request)?;
         let mut result = ListResourceTemplatesResult::with_all_items(resources::templates());
-        if let Some(meta) = modern_meta(&context) {
+        if let Some(meta) = self.modern_meta(&context) {
             result = result.with_ttl_ms(FIXED_FOR.as_millis() as u64).with_cache_scope(CacheScope::Private);
             result.meta = Some(meta);
         }
@@ -143,7 +146,7 @@ impl ServerHandler for Server {
             // The output of a finished execution never changes, but it can go.
             None => (self.read_output(owner, &request.uri).await?, FIXED_FOR),
         };
-        if let Some(meta) = modern_meta(&context) {
+        if let Some(meta) = self.modern_meta(&context) {
             result = result.with_ttl_ms(fresh_for.as_millis() as u64).with_cache_scope(CacheScope::Private);
             result.meta = Some(meta);
         }
@@ -157,7 +160,7 @@ impl ServerHandler for Server {
     ) -> Result<GetTaskResult, ErrorData> {
         let owner = &Principal(self.caller(&context)?.principal);
         let mut result = self.task(owner, &request.task_id).await?;
-        result.meta = modern_meta(&context);
+        result.meta = self.modern_meta(&context);
         Ok(result)
     }
 
@@ -170,14 +173,34 @@ impl ServerHandler for Server {
         self.stop_task(owner, &request.task_id).await
     }
 
-    // The library answers these with empty lists; what is not declared must not answer.
+    // The library answers with empty lists; what is not declared must not answer.
 
     async fn list_prompts(
         &self,
-        _request: Option<PaginatedRequestParams>,
-        _context: RequestContext<RoleServer>,
+        request: Option<PaginatedRequestParams>,
+        context: RequestContext<RoleServer>,
     ) -> Result<ListPromptsResult, ErrorData> {
-        Err(ErrorData::method_not_found::<ListPromptsRequestMethod>())
+        let prompts = self.shared.toolbox.prompts();
+        if prompts.is_empty() {
+            return Err(ErrorData::method_not_found::<ListPromptsRequestMethod>());
+        }
+        refuse_cursor(request)?;
+        let mut result = ListPromptsResult::with_all_items(prompts);
+        if let Some(meta) = self.modern_meta(&context) {
+            result = result.with_ttl_ms(FIXED_FOR.as_millis() as u64).with_cache_scope(CacheScope::Private);
+            result.meta = Some(meta);
+        }
+        Ok(result)
+    }
+
+    async fn get_prompt(
+        &self,
+        request: GetPromptRequestParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<GetPromptResponse, ErrorData> {
+        let mut result = self.shared.toolbox.prompt(&request.name, request.arguments.as_ref())?;
+        result.meta = self.modern_meta(&context);
+        Ok(result.into())
     }
 
     async fn complete(
@@ -208,15 +231,6 @@ fn trace_of(context: &RequestContext<RoleServer>) -> Option<Parent> {
     parent_from(written("traceparent")?, written("tracestate").unwrap_or_default())
 }
 
-fn unknown_tool(name: &str, catalogue: &Catalogue) -> ErrorData {
-    let shown: String = name.chars().take(128).collect();
-    let text = match catalogue.nearest(name) {
-        Some(nearest) => format!("there is no tool \"{shown}\"; did you mean \"{nearest}\"?"),
-        None => format!("there is no tool \"{shown}\""),
-    };
-    ErrorData::invalid_params(text, None)
-}
-
 /// All lists fit on one page, so no cursor of ours exists.
 fn refuse_cursor(request: Option<PaginatedRequestParams>) -> Result<(), ErrorData> {
     match request.and_then(|request| request.cursor) {
@@ -225,12 +239,28 @@ fn refuse_cursor(request: Option<PaginatedRequestParams>) -> Result<(), ErrorDat
     }
 }
 
-/// Returns the metadata every result of the 2026-07-28 protocol should carry, and nothing for older ones.
-fn modern_meta(context: &RequestContext<RoleServer>) -> Option<MetaObject> {
-    let version = context.protocol_version()?;
-    (version.as_str() >= ProtocolVersion::V_2026_07_28.as_str()).then(|| {
-        let mut meta = MetaObject::new();
-        meta.insert("io.modelcontextprotocol/serverInfo".to_owned(), json!(Server::implementation()));
-        meta
-    })
+impl Server {
+    /// Presents the server as the one that its profile stands in for. Cells become tasks in the default profile only.
+    fn introduced(&self, introduction: Introduction) -> ServerConfig {
+        let capabilities = ServerCapabilities::builder().enable_tools().enable_resources();
+        let capabilities = match self.shared.toolbox.prompts().is_empty() {
+            true => capabilities.build(),
+            false => capabilities.enable_prompts().build(),
+        };
+        let config = ServerConfig::new(capabilities).with_server_info(self.implementation());
+        match introduction.instructions {
+            Some(instructions) => config.with_instructions(instructions),
+            None => config,
+        }
+    }
+
+    /// Returns the metadata every result of the 2026-07-28 protocol should carry, and nothing for older ones.
+    fn modern_meta(&self, context: &RequestContext<RoleServer>) -> Option<MetaObject> {
+        let version = context.protocol_version()?;
+        (version.as_str() >= ProtocolVersion::V_2026_07_28.as_str()).then(|| {
+            let mut meta = MetaObject::new();
+            meta.insert("io.modelcontextprotocol/serverInfo".to_owned(), json!(self.implementation()));
+            meta
+        })
+    }
 }

@@ -31,7 +31,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::Server;
 use super::connections::Connections;
-use super::tools::ToolName;
+use super::toolbox::Toolbox;
 use super::wire::{Rejection, read_message};
 use crate::auth::{Caller, Scope, require};
 use crate::http::routes::forbidden;
@@ -54,7 +54,7 @@ pub struct Keeping {
 }
 
 /// What a request needs, by the message in it. A message that needs nothing is open to every known caller.
-type ScopeOf = fn(&ClientJsonRpcMessage) -> Option<Scope>;
+type ScopeOf = Arc<dyn Fn(&ClientJsonRpcMessage) -> Option<Scope> + Send + Sync>;
 
 /// Whatever answers messages.
 pub trait Handler: ServerHandler + Clone + Send + Sync + 'static {}
@@ -76,7 +76,7 @@ impl<H> Clone for Endpoint<H> {
             service: service.clone(),
             library: library.clone(),
             connections: connections.clone(),
-            scope_of: *scope_of,
+            scope_of: scope_of.clone(),
         }
     }
 }
@@ -84,13 +84,19 @@ impl<H> Clone for Endpoint<H> {
 impl Endpoint<Server> {
     /// Makes the endpoint of our own tools.
     pub fn of(server: Server, keeping: Keeping, end: CancellationToken) -> Endpoint<Server> {
-        Endpoint::new(server, scope_of, keeping, end)
+        let toolbox = server.shared.toolbox.clone();
+        Endpoint::new(server, move |message| scope_of(&*toolbox, message), keeping, end)
     }
 }
 
 impl<H: Handler> Endpoint<H> {
     /// Makes the endpoint of any handler. The conformance tests have one of their own. `end` closes all streams.
-    pub fn new(handler: H, scope_of: ScopeOf, keeping: Keeping, end: CancellationToken) -> Endpoint<H> {
+    pub fn new(
+        handler: H,
+        scope_of: impl Fn(&ClientJsonRpcMessage) -> Option<Scope> + Send + Sync + 'static,
+        keeping: Keeping,
+        end: CancellationToken,
+    ) -> Endpoint<H> {
         let mut library = LocalSessionManager::default();
         library.session_config.keep_alive = Some(keeping.idle);
         let library = Arc::new(library);
@@ -105,7 +111,7 @@ impl<H: Handler> Endpoint<H> {
             .disable_allowed_origins();
         config.session_store = Some(connections.clone());
         let service = StreamableHttpService::new(move || Ok(handler.clone()), library.clone(), config);
-        Endpoint { service, library, connections, scope_of }
+        Endpoint { service, library, connections, scope_of: Arc::new(scope_of) }
     }
 
     /// Answers one request. Its extensions hold the caller.
@@ -197,17 +203,19 @@ fn stands_alone(request: &Request<Body>) -> bool {
 }
 
 /// The one table of what messages need. What only asks how to go on is open to every known caller.
-fn scope_of(message: &ClientJsonRpcMessage) -> Option<Scope> {
+fn scope_of(toolbox: &dyn Toolbox, message: &ClientJsonRpcMessage) -> Option<Scope> {
     let JsonRpcMessage::Request(request) = message else { return None };
     match &request.request {
         // An unknown tool is answered as such to whoever may see anything.
         ClientRequest::CallToolRequest(call) => {
-            Some(ToolName::from_name(&call.params.name).map_or(Scope::Read, ToolName::scope))
+            Some(toolbox.find(&call.params.name).map_or(Scope::Read, |tool| tool.scope))
         }
         ClientRequest::InitializeRequest(_)
         | ClientRequest::PingRequest(_)
         | ClientRequest::DiscoverRequest(_)
-        | ClientRequest::ListToolsRequest(_) => None,
+        | ClientRequest::ListToolsRequest(_)
+        | ClientRequest::ListPromptsRequest(_)
+        | ClientRequest::GetPromptRequest(_) => None,
         ClientRequest::UpdateTaskRequest(_) | ClientRequest::CancelTaskRequest(_) => Some(Scope::Execute),
         _ => Some(Scope::Read),
     }
@@ -263,6 +271,8 @@ impl<B: HttpBody<Data = Bytes>> HttpBody for Until<B> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::McpSettings;
+    use super::super::tools::{Catalogue, ToolName};
     use super::*;
 
     /// A stream that says one thing and then nothing more.
@@ -303,7 +313,8 @@ mod tests {
 
     #[test]
     fn every_tool_names_its_scope_and_looking_needs_less_than_doing() {
-        let needs = |text: &str| scope_of(&read_message(text.as_bytes()).unwrap().unwrap());
+        let catalogue = Catalogue::new(&McpSettings::default());
+        let needs = |text: &str| scope_of(&catalogue, &read_message(text.as_bytes()).unwrap().unwrap());
         let call = |tool: &str| {
             needs(&format!(r#"{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{"name":"{tool}"}}}}"#))
         };

@@ -1,8 +1,8 @@
 //! MCP: how clients reach sessions.
 //!
 //! ```text
-//! transport (stdio, http) → handler → calls → tools    names and schemas; arguments: what was written, checked
-//!      wire: strict reading             │   → render   outcomes as text, images and structured content; compare: many of them
+//! transport (stdio, http) → handler → toolbox → tools  names and schemas; arguments: what was written, checked
+//!      wire: strict reading              │   → calls   → render: outcomes as text, images and structured content; compare: many of them
 //!                                       │   → tasks, desk: what takes longer than a caller waits
 //!                                       │   → resources, progress, host_files
 //!                                       └→ sessions, through session::SessionAccess
@@ -32,6 +32,7 @@ mod render;
 mod resources;
 mod stdio;
 mod tasks;
+mod toolbox;
 mod tools;
 mod turns;
 mod wire;
@@ -54,6 +55,7 @@ use desk::{Desk, Places};
 pub use host_files::{HostFiles, RootError};
 use resources::{Address, CutOutputs};
 pub use stdio::{ServeError, serve_stdio};
+use toolbox::Toolbox;
 use tools::Catalogue;
 
 /// The methods this server answers. Their parameters have a shape; a request that misses it must not look like an
@@ -146,7 +148,7 @@ pub struct Server {
 struct Shared {
     sessions: Arc<dyn SessionAccess>,
     files: HostFiles,
-    catalogue: Catalogue,
+    toolbox: Arc<dyn Toolbox>,
     work_folder: WorkFolder,
     can_undo: bool,
     /// What sessions can reach, as the end of a sentence.
@@ -179,7 +181,7 @@ impl Server {
             shared: Arc::new(Shared {
                 sessions,
                 files,
-                catalogue: Catalogue::new(&settings),
+                toolbox: Arc::new(Catalogue::new(&settings)),
                 work_folder: settings.work_folder,
                 can_undo: settings.can_undo,
                 reach: settings.reach(),
@@ -260,8 +262,9 @@ impl Server {
         Ok(ReadResourceResult::new(vec![resources::file_contents(uri, &bytes)]))
     }
 
-    fn implementation() -> Implementation {
-        Implementation::new("cellblock", env!("CARGO_PKG_VERSION"))
+    fn implementation(&self) -> Implementation {
+        let name = self.shared.toolbox.introduction().map_or("cellblock", |introduction| introduction.name);
+        Implementation::new(name, env!("CARGO_PKG_VERSION"))
             .with_title("Cellblock")
             .with_description("Runs Python in private Linux sandboxes")
     }

@@ -142,11 +142,6 @@ impl Catalogue {
         &self.tools[tool as usize]
     }
 
-    /// Returns the tool whose name is most like `name`, for a message about a name that does not exist.
-    pub(super) fn nearest(&self, name: &str) -> Option<&str> {
-        nearest(name, self.tools.iter().map(|tool| tool.name.as_ref()))
-    }
-
     /// Checks the arguments of a call. Refuses names that are not in the schema, and everything the schema would
     /// refuse.
     pub(super) fn parse(&self, tool: ToolName, mut arguments: JsonObject) -> Result<Call, BadArgument> {
