@@ -16,15 +16,16 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::audit::{
-    Audit, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome, Packages, QuotaRefused, SessionCreated,
-    SessionEnded, ToolCall,
+    Answer, Approval, Audit, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome, Packages, QuotaRefused,
+    SessionCreated, SessionEnded, ToolCall,
 };
 use crate::sandbox::{Preparation, Rules};
-use crate::session::install::InstallReport;
+use crate::session::install::{InstallReport, Leave};
 use crate::session::{
-    self, Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList,
-    FileRange, ForkNames, ForkReport, InsidePath, Load, News, Principal, Refused, ResetReport, SessionAccess,
-    SessionId, SessionInfo, Slice, Status, UndoReport, UploadPart, Uploaded, Which,
+    self, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed, ExecutionHandle,
+    ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkNames, ForkReport, InsidePath, Load, News,
+    Principal, Refused, ResetReport, Ruling, SessionAccess, SessionId, SessionInfo, Slice, Status, UndoReport,
+    UploadPart, Uploaded, Which, Word,
 };
 use crate::telemetry::{self, Metrics};
 
@@ -160,6 +161,27 @@ impl Recorded {
             blocked: outcome.blocked.iter().map(ToString::to_string).collect(),
         };
         self.audit.note(self.event(owner, Some(id), details));
+        outcome.rulings.iter().for_each(|ruling| self.ruled(owner, id, ruling, None));
+    }
+
+    /// Records what was decided about something that code or a caller wanted.
+    fn ruled(&self, owner: &Principal, id: &SessionId, ruling: &Ruling, how: Option<Word>) {
+        let answer = match ruling.by {
+            DecidedBy::NobodyAnswered => Answer::Expired,
+            by if by.is_allowed() => Answer::Granted,
+            _ => Answer::Refused,
+        };
+        self.metrics.approved(answer.name());
+        let details = Approval {
+            subject: ruling.kind.as_str().into(),
+            digest: ruling.digest.as_str().into(),
+            rule: ruling.line.as_str().into(),
+            answer,
+            reach: ruling.by.word().into(),
+            asked_by: how.map(Into::into),
+        };
+        let event = self.event(owner, Some(id), details);
+        self.audit.note(if ruling.by.is_allowed() { event } else { event.denied(ruling.line.as_str()) });
     }
 }
 
@@ -223,6 +245,22 @@ impl SessionAccess for Recorded {
             self.executed(owner, session, code, outcome);
         }
         checked
+    }
+
+    async fn decide(
+        &self,
+        owner: &Principal,
+        handle: &ExecutionHandle,
+        decisions: Vec<Decision>,
+        how: Word,
+    ) -> Result<Decided, Refused> {
+        // A permission is the beginning of new work.
+        self.may_begin()?;
+        let decided = self.sessions.decide(owner, handle, decisions, how).await;
+        if let Ok(Decided { session, rulings }) = &decided {
+            rulings.iter().for_each(|ruling| self.ruled(owner, session, ruling, Some(how)));
+        }
+        decided
     }
 
     async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused> {
@@ -294,13 +332,24 @@ impl SessionAccess for Recorded {
         owner: &Principal,
         id: &SessionId,
         requirements: Vec<String>,
+        leave: Leave,
         cancel: CancellationToken,
         news: News,
     ) -> Result<InstallReport, Refused> {
         self.may_begin()?;
         let begun = Instant::now();
         let wanted = requirements.iter().cloned().collect();
-        let done = self.sessions.install(owner, id, requirements, cancel, news).await;
+        let done = self.sessions.install(owner, id, requirements, leave, cancel, news).await;
+        match &done {
+            // Nothing has happened but a question.
+            Err(Refused::Ask { .. }) => return done,
+            Ok(InstallReport { ruling: Some(ruling), .. }) => self.ruled(owner, id, ruling, Some("install_package")),
+            Err(Refused::NotApproved { ruling, .. }) => {
+                let how = matches!(ruling.by, DecidedBy::Person(_)).then_some("install_package");
+                self.ruled(owner, id, ruling, how);
+            }
+            _ => {}
+        }
         let (outcome, installed) = match &done {
             Ok(report) => (Outcome::Succeeded, report.text.lines().map(str::to_owned).collect()),
             Err(_) => (Outcome::Failed, std::iter::empty::<String>().collect()),

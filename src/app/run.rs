@@ -17,7 +17,8 @@ use super::{Warmth, native_backend, progress, sessions};
 use crate::config::Settings;
 use crate::sandbox::Exit;
 use crate::session::{
-    ExecuteRequest, Image, InsidePath, Outcome, Part, Principal, SessionId, Sessions, StateAfter, Status, Stream,
+    Asking, ExecuteRequest, Image, InsidePath, Outcome, Part, Principal, SessionId, Sessions, StateAfter, Status,
+    Stream,
 };
 
 /// A terminal shows everything; this only keeps a runaway loop from filling memory.
@@ -37,7 +38,8 @@ pub(super) async fn execute(arguments: &RunArguments, settings: Settings) -> any
         asked_to_end().await;
         interrupted.cancel();
     });
-    let request = ExecuteRequest { code, timeout: settings.timeout, max_output_chars: MOST_CHARS };
+    let request =
+        ExecuteRequest { code, timeout: settings.timeout, max_output_chars: MOST_CHARS, asking: Asking::Nobody };
     let (owner, session) = (Principal::local(), SessionId::default_session());
     let ran = sessions.execute(&owner, &session, request, cancel).await;
     shown.abort();

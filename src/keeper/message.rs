@@ -8,9 +8,10 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::sandbox::Preparation;
+use crate::session::install::Leave;
 use crate::session::{
-    ExecuteRequest, ExecutionId, ExploreRequest, ForkNames, InsidePath, Principal, Refused, Resident, SessionId,
-    UploadPart, Which,
+    Decision, ExecuteRequest, ExecutionHandle, ExecutionId, ExploreRequest, ForkNames, InsidePath, Principal, Refused,
+    Resident, SessionId, UploadPart, Which,
 };
 
 /// Counts changes that an older peer would not understand.
@@ -118,6 +119,7 @@ pub(super) enum FromKeeper {
 pub(super) enum Call {
     Execute { owner: Principal, id: SessionId, request: ExecuteRequest, wait: Option<Duration> },
     Check { owner: Principal, which: Which, wait: Duration, max_chars: usize },
+    Decide { owner: Principal, handle: ExecutionHandle, decisions: Vec<Decision> },
     Stop { owner: Principal, which: Which },
     Reset { owner: Principal, id: SessionId },
     Undo { owner: Principal, id: SessionId, cells: u32 },
@@ -125,7 +127,7 @@ pub(super) enum Call {
     Checkpoints { owner: Principal, id: SessionId },
     Fork { owner: Principal, id: SessionId, names: ForkNames },
     Explore { owner: Principal, id: SessionId, request: ExploreRequest },
-    Install { owner: Principal, id: SessionId, requirements: Vec<String> },
+    Install { owner: Principal, id: SessionId, requirements: Vec<String>, leave: Leave },
     WriteFile { owner: Principal, id: SessionId, path: InsidePath, overwrite: bool },
     ReadFile { owner: Principal, id: SessionId, path: InsidePath, limit: u64 },
     ReadFileRange { owner: Principal, id: SessionId, path: InsidePath, offset: u64, length: Option<u64> },
@@ -145,6 +147,7 @@ impl Call {
         match self {
             Call::Execute { .. } => "execute",
             Call::Check { .. } => "check",
+            Call::Decide { .. } => "decide",
             Call::Stop { .. } => "stop",
             Call::Reset { .. } => "reset",
             Call::Undo { .. } => "undo",

@@ -56,7 +56,12 @@ fn path(text: &str) -> InsidePath {
 }
 
 fn request(code: &str) -> ExecuteRequest {
-    ExecuteRequest { code: code.to_owned(), timeout: Duration::from_secs(9), max_output_chars: 100 }
+    ExecuteRequest {
+        code: code.to_owned(),
+        timeout: Duration::from_secs(9),
+        max_output_chars: 100,
+        asking: Asking::Nobody,
+    }
 }
 
 fn every_call() -> Vec<Call> {

@@ -4,6 +4,7 @@
 //! transport (stdio, http) → handler → toolbox → tools  names and schemas; arguments: what was written, checked
 //!      wire: strict reading              │   → calls   → render: outcomes as text, images and structured content; compare: many of them
 //!                                       │   → tasks, desk: what takes longer than a caller waits
+//!                                       │   → asking, resuming: what a person must allow first
 //!                                       │   → resources, progress, host_files
 //!                                       └→ sessions, through session::SessionAccess
 //! ```
@@ -20,6 +21,7 @@
 //! The library's types (rmcp) never leave this room.
 
 mod arguments;
+mod asking;
 mod calls;
 mod compare;
 mod connections;
@@ -30,6 +32,7 @@ pub mod http;
 mod progress;
 mod render;
 mod resources;
+mod resuming;
 mod stdio;
 mod tasks;
 mod toolbox;
@@ -50,6 +53,8 @@ use tokio_util::sync::CancellationToken;
 use crate::auth::Caller;
 use crate::sandbox::{Rule, Rules};
 use crate::session::{InsidePath, Principal, SessionAccess, SessionId, WorkFolder};
+use asking::Seals;
+pub use asking::StateKey;
 use calls::{LARGEST_INLINE, MOST_CALLS};
 use desk::{Desk, Places};
 pub use host_files::{HostFiles, RootError};
@@ -101,6 +106,8 @@ pub struct McpSettings {
     pub network: Rules,
     /// Whether packages can be installed. Only told to clients here.
     pub can_install: bool,
+    /// What states are sealed with that go to clients and come back.
+    pub state_key: StateKey,
 }
 
 impl McpSettings {
@@ -135,6 +142,7 @@ impl Default for McpSettings {
             can_undo: true,
             network: Rules::none(),
             can_install: true,
+            state_key: StateKey::random(),
         }
     }
 }
@@ -161,6 +169,7 @@ struct Shared {
     cut_outputs: Mutex<CutOutputs>,
     calls: Places,
     desk: Desk,
+    seals: Seals,
     /// Cancelled when the server is about to end, so that callers who wait for code are answered.
     draining: CancellationToken,
 }
@@ -191,6 +200,7 @@ impl Server {
                 cut_outputs: Mutex::default(),
                 calls: Places::new(MOST_CALLS),
                 desk: Desk::default(),
+                seals: Seals::new(&settings.state_key),
                 draining: CancellationToken::new(),
             }),
         }

@@ -157,7 +157,7 @@ impl SessionAccess for FakeSessions {
         let total = request.variants.len();
         let mut variants = Vec::new();
         for (number, variant) in request.variants.into_iter().enumerate() {
-            let cell = ExecuteRequest { code: variant.code, timeout, max_output_chars };
+            let cell = ExecuteRequest { code: variant.code, timeout, max_output_chars, asking: Asking::Nobody };
             let ended = self.execute(owner, id, cell, None, cancel.clone(), News::default()).await.map(finished);
             variants.push(VariantReport { name: variant.name, ended, score: None });
             news.send_replace(format!("{} of {total} variants finished", number + 1));

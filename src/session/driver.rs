@@ -6,6 +6,7 @@
 //! No step waits for the inside: starting, restarting and copying are futures that the loop polls beside everything else, so that `reset`,
 //! `close` and cancellation act at once.
 
+mod approvals;
 mod branching;
 mod packages;
 mod questions;
@@ -26,10 +27,12 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
+use self::approvals::Parking;
 use self::branching::{Copying, Replacement};
 pub(super) use self::branching::{Fork, Forked, ForksWanted};
 use self::questions::{Answered, Questions};
 use super::accounts::{Accounts, Metered};
+use super::approvals::WaitingInstall;
 use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
 use super::output::{Gatherer, Glance, Seen, bounded_text};
@@ -37,10 +40,11 @@ use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, Sta
 use super::tools::ToolCalls;
 use super::turns::{Crowded, Turn, Turns};
 use super::{
-    ExecuteRequest, ExecutionId, FileChanges, FileList, FileNote, FullOutput, InsidePath, Outcome, Principal,
-    PythonError, Refused, ResetReport, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, Variable,
-    VariableChanges, WorkFolder,
+    Decision, ExecuteRequest, ExecutionId, FileChanges, FileList, FileNote, FullOutput, InsidePath, Outcome, Principal,
+    PythonError, Refused, ResetReport, Ruling, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport,
+    Variable, VariableChanges, WorkFolder,
 };
+use crate::approval::Memory;
 use crate::runner_client::{
     self, Carried, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection, DoneClaim, MOST_LISTED,
     Trouble,
@@ -71,6 +75,12 @@ pub(super) enum Command {
         request: RequestId,
         max_chars: usize,
         reply: oneshot::Sender<Option<Glance>>,
+    },
+    /// Answers questions of the running cell. What was decided comes back.
+    Decide {
+        request: RequestId,
+        decisions: Vec<Decision>,
+        reply: oneshot::Sender<Vec<Ruling>>,
     },
     Reset(oneshot::Sender<Result<ResetReport, Refused>>),
     Undo {
@@ -175,6 +185,8 @@ pub(super) enum Origin {
 pub(super) struct Shared {
     facts: Mutex<Facts>,
     spools: Mutex<VecDeque<(ExecutionId, FullOutput)>>,
+    /// Installations that somebody has to allow first.
+    installs: Mutex<Vec<WaitingInstall>>,
     pub(super) docket: Arc<Docket>,
     pub(super) created: Instant,
 }
@@ -191,6 +203,8 @@ pub(super) struct Facts {
     pub(super) rules: Rules,
     /// Folders of packages that were added to it, the latest first.
     pub(super) packages: Vec<String>,
+    /// What a person has allowed for this session.
+    pub(super) granted: Memory,
 }
 
 impl Shared {
@@ -205,12 +219,18 @@ impl Shared {
             undoable: Vec::new(),
             rules: Rules::none(),
             packages: Vec::new(),
+            granted: Memory::default(),
         };
-        Shared { facts: Mutex::new(facts), spools: Mutex::default(), docket: Arc::default(), created: now }
+        let (spools, installs) = (Mutex::default(), Mutex::default());
+        Shared { facts: Mutex::new(facts), spools, installs, docket: Arc::default(), created: now }
     }
 
     pub(super) fn facts(&self) -> MutexGuard<'_, Facts> {
         self.facts.lock().expect("nothing panics while it holds the facts")
+    }
+
+    pub(super) fn installs(&self) -> MutexGuard<'_, Vec<WaitingInstall>> {
+        self.installs.lock().expect("nothing panics while it holds the installations")
     }
 
     /// Notes that somebody has asked for something.
@@ -314,6 +334,7 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
         exit: Exit::Unknown,
         notes: note.into_iter().collect(),
         questions: Questions::default(),
+        parking: Parking::default(),
         ceiling: None,
         narrowed: None,
         narrowing: Vec::new(),
@@ -382,6 +403,8 @@ struct Inheritance {
     packages: Vec<String>,
     /// What the operator allows.
     ceiling: Option<Rules>,
+    /// What a person has allowed.
+    granted: Memory,
 }
 
 async fn launch(backend: Arc<dyn Backend>) -> Finished {
@@ -523,6 +546,7 @@ struct Driver {
     /// What the next execution's reader must know.
     notes: Vec<String>,
     questions: Questions,
+    parking: Parking,
     /// What the operator lets sessions reach, once there is a sandbox to tell.
     ceiling: Option<Rules>,
     /// What this session may reach, if somebody has said so.
@@ -594,7 +618,10 @@ impl Driver {
 
     /// Returns when something must happen although nobody says anything.
     fn next_moment(&self) -> Instant {
-        let running = self.running.as_ref().map(|running| running.deadline);
+        let running = match self.parking.holds_the_clock() {
+            true => self.parking.due(),
+            false => self.running.as_ref().map(|running| running.deadline),
+        };
         let exit = self.live.as_ref().and_then(|live| live.connection.as_ref().err().copied());
         let expiry = match self.machine.state() {
             State::Idle | State::Ended => {
@@ -619,6 +646,12 @@ impl Driver {
         }
         if self.answer_due().is_some_and(|due| due <= now) {
             return self.copied();
+        }
+        if self.parking.holds_the_clock() {
+            if self.parking.due().is_some_and(|due| due <= now) {
+                self.nobody_answered();
+            }
+            return;
         }
         if let Some(running) = &mut self.running {
             if running.deadline > now {
@@ -658,6 +691,10 @@ impl Driver {
             }
             Command::Cancel(id) => self.happen(Event::CancelAsked(id)),
             Command::Look { request, max_chars, reply } => self.look(request, max_chars, reply),
+            Command::Decide { request, decisions, reply } => {
+                let rulings = self.decide(request, decisions);
+                let _ = reply.send(rulings);
+            }
             Command::Reset(reply) => {
                 let interrupted = matches!(self.running, Some(Running { task: Task::Cell { .. }, .. }));
                 self.resets.push((reply, interrupted));
@@ -867,6 +904,7 @@ impl Driver {
 
     /// Asks the running code to stop. Before the code has begun inside, a signal would be lost; then `take` sends it when the code begins.
     fn interrupt(&mut self) {
+        self.give_up_questions();
         let Some(running) = &mut self.running else { return };
         running.deadline = Instant::now() + self.settings.grace;
         if let Some(live) = &self.live
@@ -971,6 +1009,7 @@ impl Driver {
         if !inheritance.packages.is_empty() {
             self.shared.facts().packages = inheritance.packages.clone();
         }
+        self.shared.facts().granted.inherit(&inheritance.granted);
         // A fresh sandbox has what the operator allows, no more and no less.
         let allowed = inheritance.ceiling.clone().or(self.ceiling.take());
         self.ceiling = Some(allowed.unwrap_or_else(|| sandbox.rules()));
@@ -983,7 +1022,9 @@ impl Driver {
 
     /// Returns what a copy is to take along.
     fn inheritance(&self) -> Inheritance {
-        Inheritance { packages: self.shared.facts().packages.clone(), ceiling: self.ceiling.clone() }
+        let facts = self.shared.facts();
+        let (packages, granted) = (facts.packages.clone(), facts.granted.clone());
+        Inheritance { packages, ceiling: self.ceiling.clone(), granted }
     }
 
     /// Changes what can be reached, as far as that was asked for and the sandbox is here.
@@ -1203,13 +1244,14 @@ impl Driver {
         }
         let Some(running) = self.running.take_if(|running| running.id == id) else { return };
         let calls = self.questions.clear();
+        let rulings = self.parking.clear();
         match running.task {
             Task::Cell { gatherer, request, done, teller, .. } => {
                 let Ok(status) = self.status(answer, &request, done.as_deref()) else {
                     teller.end(Err(self.refusal(answer)));
                     return;
                 };
-                self.report(running.id, running.begun, *gatherer, status, done, calls, teller);
+                self.report(running.id, running.begun, *gatherer, status, done, (calls, rulings), teller);
             }
             Task::Write { result, reply, .. } => {
                 let _ = reply.send(match (answer, result) {
@@ -1270,7 +1312,7 @@ impl Driver {
         mut gatherer: Gatherer,
         status: Status,
         done: Option<Box<DoneClaim>>,
-        tool_calls: ToolCalls,
+        (tool_calls, rulings): (ToolCalls, Vec<Ruling>),
         teller: Teller,
     ) {
         let duration = begun.elapsed();
@@ -1314,6 +1356,7 @@ impl Driver {
             can_undo: 0,
             blocked,
             tool_calls,
+            rulings,
             notes,
         };
         if draft.has_images() {
@@ -1399,6 +1442,7 @@ impl Driver {
                 // Their senders learn from the silence that the session is gone; a fork is destroyed or comes back.
                 Command::Cancel(_)
                 | Command::Look { .. }
+                | Command::Decide { .. }
                 | Command::Narrow { .. }
                 | Command::Undo { .. }
                 | Command::Surrender(_) => {}
