@@ -4,8 +4,9 @@
 //! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
 //!
 //! `network` has the settings about what sessions may reach, `auth` those about who may call, `service` those of the HTTP service, `watch`
-//! those about what operators see: log, traces, audit. Files that hold secrets are read by those who know how to treat them.
+//! those about what operators see: log, traces, audit; `approvals` those about what needs somebody's permission. Files that hold secrets are read by those who know how to treat them.
 
+mod approvals;
 pub(super) mod auth;
 mod network;
 mod service;
@@ -140,6 +141,7 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         quotas: check.quotas()?,
         network,
         packages: check.packages()?,
+        approvals: check.approvals()?,
         service: check.service()?,
         profile: check.profile()?,
         allow_missing: check.allow_missing()?,

@@ -23,13 +23,14 @@ use super::serve::Ended;
 use super::start::{AttachError, ask_status, ask_to_stop};
 use super::stream::{CHUNK, WINDOW};
 use super::{Client, KeeperSettings, Kept, Post, Terms, attach, keep};
+use crate::approval::Answer;
 use crate::sandbox::{Preparation, Rules};
-use crate::session::install::InstallReport;
+use crate::session::install::{InstallReport, Leave};
 use crate::session::{
-    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote,
-    FileRange, ForkNames, ForkReport, InsidePath, Load, News, Outcome, Output, Principal, Refused, ResetReport,
-    Resident, SessionAccess, SessionId, SessionInfo, Slice, Status as CellStatus, UndoReport, UploadPart, Uploaded,
-    Variant, Which,
+    AskId, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed, ExecutionHandle,
+    ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, ForkNames, ForkReport, InsidePath, Load,
+    News, Outcome, Output, Principal, Refused, ResetReport, Resident, Ruling, SessionAccess, SessionId, SessionInfo,
+    Slice, Status as CellStatus, UndoReport, UploadPart, Uploaded, Variant, Which,
 };
 
 // Codec.
@@ -60,8 +61,15 @@ fn request(code: &str) -> ExecuteRequest {
         code: code.to_owned(),
         timeout: Duration::from_secs(9),
         max_output_chars: 100,
-        asking: Asking::Nobody,
+        asking: crate::session::Asking::Person,
     }
+}
+
+const DECISION: Decision = Decision { id: AskId(5), answer: Answer::Session };
+const LEAVE: Leave = Leave { asking: crate::session::Asking::Person, answer: Some(DECISION) };
+
+fn handle() -> ExecutionHandle {
+    "0123456789abcdef0123456789abcdef".parse().unwrap()
 }
 
 fn every_call() -> Vec<Call> {
@@ -73,6 +81,7 @@ fn every_call() -> Vec<Call> {
     vec![
         Call::Execute { owner: owner.clone(), id: id.clone(), request: request("1"), wait: None },
         Call::Check { owner: owner.clone(), which: which(), wait: Duration::from_millis(5), max_chars: 7 },
+        Call::Decide { owner: owner.clone(), handle: handle(), decisions: vec![DECISION] },
         Call::Stop { owner: owner.clone(), which: which() },
         Call::Reset { owner: owner.clone(), id: id.clone() },
         Call::Undo { owner: owner.clone(), id: id.clone(), cells: 2 },
@@ -80,7 +89,7 @@ fn every_call() -> Vec<Call> {
         Call::Checkpoints { owner: owner.clone(), id: id.clone() },
         Call::Fork { owner: owner.clone(), id: id.clone(), names: ForkNames::Count(2) },
         Call::Explore { owner: owner.clone(), id: id.clone(), request: exploration },
-        Call::Install { owner: owner.clone(), id: id.clone(), requirements: vec!["x".to_owned()] },
+        Call::Install { owner: owner.clone(), id: id.clone(), requirements: vec!["x".to_owned()], leave: LEAVE },
         Call::WriteFile { owner: owner.clone(), id: id.clone(), path: path("f"), overwrite: true },
         Call::ReadFile { owner: owner.clone(), id: id.clone(), path: path("f"), limit: 1 << 40 },
         Call::ReadFileRange { owner: owner.clone(), id: id.clone(), path: path("f"), offset: 3, length: Some(4) },
@@ -289,6 +298,7 @@ fn finished(note: &str) -> Executed {
         isolation: Default::default(),
         can_undo: 0,
         tool_calls: Default::default(),
+        rulings: Vec::new(),
         blocked: Vec::new(),
         notes: vec![note.to_owned()],
     }))
@@ -347,6 +357,22 @@ impl SessionAccess for Puppet {
         Ok(Checked::Nothing)
     }
 
+    async fn decide(
+        &self,
+        _: &Principal,
+        _: &ExecutionHandle,
+        decisions: Vec<Decision>,
+        _: &'static str,
+    ) -> Result<Decided, Refused> {
+        let ruling = |decision: Decision| Ruling {
+            kind: "tool".to_owned(),
+            digest: decision.id.0.to_string(),
+            line: "line".to_owned(),
+            by: DecidedBy::Person(decision.answer),
+        };
+        Ok(Decided { session: id("a"), rulings: decisions.into_iter().map(ruling).collect() })
+    }
+
     async fn stop(&self, _: &Principal, _: &Which) -> Result<(), Refused> {
         Ok(())
     }
@@ -388,10 +414,12 @@ impl SessionAccess for Puppet {
         _: &Principal,
         _: &SessionId,
         requirements: Vec<String>,
+        leave: Leave,
         _: CancellationToken,
         _: News,
     ) -> Result<InstallReport, Refused> {
-        Ok(InstallReport { text: requirements.join(" "), loaded: Vec::new() })
+        assert_eq!(leave, LEAVE);
+        Ok(InstallReport { text: requirements.join(" "), loaded: Vec::new(), ruling: None })
     }
 
     async fn write_file(
@@ -624,8 +652,11 @@ async fn every_kind_of_answer_comes_back() {
     let names = ForkNames::Named(vec![id("b")]);
     assert!(matches!(client.fork(&owner, &session, names).await, Err(Refused::CannotCopy { .. })));
     let requirements = vec!["one".to_owned(), "two".to_owned()];
-    let installed = client.install(&owner, &session, requirements, CancellationToken::new(), News::default()).await;
+    let installed =
+        client.install(&owner, &session, requirements, LEAVE, CancellationToken::new(), News::default()).await;
     assert_eq!(installed.unwrap().text, "one two");
+    let decided = client.decide(&owner, &handle(), vec![DECISION], "").await.unwrap();
+    assert_eq!((decided.session, decided.rulings[0].by), (id("a"), DecidedBy::Person(Answer::Session)));
     assert!(matches!(client.close(&owner, &session).await, Err(Refused::Unknown { .. })));
     assert_eq!(client.output_size(&owner, &session, ExecutionId(1)).await, Some(5));
     assert_eq!(client.output_size(&owner, &session, ExecutionId(9)).await, None);

@@ -19,13 +19,15 @@ use super::tools::tests::assert_valid_output;
 use super::*;
 use crate::sandbox::fake::FakeBackend;
 use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation, Rules};
-use crate::session::install::{InstallError, InstallReport};
+use crate::session::install::{InstallError, InstallReport, Leave};
 use crate::session::{
-    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote,
-    FileRange, FilesCarried, ForkNames, ForkReport, InsidePath, Load, News, Outcome, Output, Part, Refused,
-    ResetReport, SessionId, SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport,
-    UploadPart, Uploaded, VariantReport, Which,
+    Asking, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId,
+    ExploreReport, ExploreRequest, FileList, FileNote, FileRange, FilesCarried, ForkNames, ForkReport, InsidePath,
+    Load, News, Outcome, Output, Part, Refused, ResetReport, SessionId, SessionInfo, SessionSettings, Sessions, Slice,
+    StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded, VariantReport, Which,
 };
+
+mod approvals;
 
 /// What the answerer of these tests printed for `long`: more than one default slice of a resource.
 const LONG_OUTPUT: usize = 300_000;
@@ -90,6 +92,7 @@ impl SessionAccess for FakeSessions {
             isolation: Isolation::default(),
             can_undo: 3,
             tool_calls: Default::default(),
+            rulings: Vec::new(),
             blocked: Vec::new(),
             notes: Vec::new(),
         })))
@@ -104,6 +107,16 @@ impl SessionAccess for FakeSessions {
         _news: News,
     ) -> Result<Checked, Refused> {
         Ok(Checked::Nothing)
+    }
+
+    async fn decide(
+        &self,
+        _owner: &Principal,
+        _handle: &ExecutionHandle,
+        _decisions: Vec<Decision>,
+        _how: &'static str,
+    ) -> Result<Decided, Refused> {
+        Err(Refused::UnknownExecution)
     }
 
     async fn stop(&self, _owner: &Principal, _which: &Which) -> Result<(), Refused> {
@@ -170,6 +183,7 @@ impl SessionAccess for FakeSessions {
         _owner: &Principal,
         _id: &SessionId,
         requirements: Vec<String>,
+        _leave: Leave,
         _cancel: CancellationToken,
         news: News,
     ) -> Result<InstallReport, Refused> {
@@ -179,6 +193,7 @@ impl SessionAccess for FakeSessions {
             _ => Ok(InstallReport {
                 text: format!("Installed {}", requirements.join(" ")),
                 loaded: vec!["numpy".to_owned()],
+                ruling: None,
             }),
         }
     }
