@@ -23,7 +23,7 @@ use super::serve::Ended;
 use super::start::{AttachError, ask_status, ask_to_stop};
 use super::stream::{CHUNK, WINDOW};
 use super::{Client, KeeperSettings, Kept, Post, Terms, attach, keep};
-use crate::approval::Answer;
+use crate::approval::Answer as PersonAnswer;
 use crate::sandbox::{Preparation, Rules};
 use crate::session::install::{InstallReport, Leave};
 use crate::session::{
@@ -65,7 +65,7 @@ fn request(code: &str) -> ExecuteRequest {
     }
 }
 
-const DECISION: Decision = Decision { id: AskId(5), answer: Answer::Session };
+const DECISION: Decision = Decision { id: AskId(5), answer: PersonAnswer::Session };
 const LEAVE: Leave = Leave { asking: crate::session::Asking::Person, answer: Some(DECISION) };
 
 fn handle() -> ExecutionHandle {
@@ -656,7 +656,7 @@ async fn every_kind_of_answer_comes_back() {
         client.install(&owner, &session, requirements, LEAVE, CancellationToken::new(), News::default()).await;
     assert_eq!(installed.unwrap().text, "one two");
     let decided = client.decide(&owner, &handle(), vec![DECISION], "").await.unwrap();
-    assert_eq!((decided.session, decided.rulings[0].by), (id("a"), DecidedBy::Person(Answer::Session)));
+    assert_eq!((decided.session, decided.rulings[0].by), (id("a"), DecidedBy::Person(PersonAnswer::Session)));
     assert!(matches!(client.close(&owner, &session).await, Err(Refused::Unknown { .. })));
     assert_eq!(client.output_size(&owner, &session, ExecutionId(1)).await, Some(5));
     assert_eq!(client.output_size(&owner, &session, ExecutionId(9)).await, None);

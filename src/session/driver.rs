@@ -27,7 +27,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
-use self::approvals::Parking;
+use self::approvals::{ConnectionWanted, NameAsker, Parking};
 use self::branching::{Copying, Replacement};
 pub(super) use self::branching::{Fork, Forked, ForksWanted};
 use self::questions::{Answered, Questions};
@@ -65,6 +65,9 @@ const EXIT_PATIENCE: Duration = Duration::from_millis(800);
 const MOST_SPOOLS: usize = 20;
 /// A time limit beyond this is none; the clock's arithmetic stays safe.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
+
+/// Connections that may wait to be looked at. The gateway holds fewer.
+const MOST_NAMES_WANTED: usize = 64;
 
 /// What others ask of a session.
 pub(super) enum Command {
@@ -304,6 +307,7 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
     let machine = Machine::new(settings.undo != Undo::Off);
     // A session that was somebody's variant before has facts already.
     shared.facts().state = machine.state().name();
+    let (names_wanted, wanted_names) = mpsc::channel(MOST_NAMES_WANTED);
     let driver = Driver {
         id,
         customer,
@@ -335,6 +339,8 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
         notes: note.into_iter().collect(),
         questions: Questions::default(),
         parking: Parking::default(),
+        names_wanted,
+        wanted_names,
         ceiling: None,
         narrowed: None,
         narrowing: Vec::new(),
@@ -547,6 +553,10 @@ struct Driver {
     notes: Vec<String>,
     questions: Questions,
     parking: Parking,
+    /// Connections to names that no rule lists, as the gateway reports them.
+    wanted_names: mpsc::Receiver<ConnectionWanted>,
+    /// What the gateway is given for that.
+    names_wanted: mpsc::Sender<ConnectionWanted>,
     /// What the operator lets sessions reach, once there is a sandbox to tell.
     ceiling: Option<Rules>,
     /// What this session may reach, if somebody has said so.
@@ -568,6 +578,8 @@ enum Wake {
     Told(bool),
     /// A question of the running cell has its answer.
     Answered(Answered),
+    /// Code wants to connect to a name that no rule lists.
+    NameWanted(ConnectionWanted),
     /// There is a place for the cell that waits for one.
     Turn,
     Time,
@@ -586,6 +598,7 @@ impl Driver {
                 Wake::Finished(finished) => self.finished_work(finished),
                 Wake::Told(watched) => self.told(watched),
                 Wake::Answered(answered) => self.answer_question(answered),
+                Wake::NameWanted(wanted) => self.wants_name(wanted),
                 Wake::Turn => self.happen(Event::TurnCame),
                 Wake::Time => self.time(),
             }
@@ -611,6 +624,7 @@ impl Driver {
             told = async { told.expect("guarded").await }, if told.is_some() => Wake::Told(told.is_ok()),
             // What the channel does not take is not asked for: answers wait where they are made.
             answered = self.questions.next(), if can_answer => Wake::Answered(answered),
+            Some(wanted) = self.wanted_names.recv() => Wake::NameWanted(wanted),
             () = async { turn.expect("guarded").come().await }, if turn.is_some() => Wake::Turn,
             () = tokio::time::sleep_until(moment) => Wake::Time,
         }
@@ -1015,6 +1029,10 @@ impl Driver {
         self.ceiling = Some(allowed.unwrap_or_else(|| sandbox.rules()));
         if let Some(rules) = &self.narrowed {
             sandbox.set_rules(rules.clone());
+        }
+        if self.customer.is_some() && self.settings.approvals.policy.opens_domains() {
+            let asker = NameAsker::new(&self.settings.approvals, &self.names_wanted);
+            sandbox.set_asker(Some(Arc::new(asker)));
         }
         self.shared.facts().rules = sandbox.rules();
         self.narrow();

@@ -434,6 +434,12 @@ impl Sandbox for NativeSandbox {
         }
     }
 
+    fn set_asker(&self, asker: Option<Arc<dyn Asker>>) {
+        if let Some(gateway) = &self.gateway {
+            gateway.set_asker(asker);
+        }
+    }
+
     fn take_blocked(&self) -> Vec<Blocked> {
         self.gateway.as_ref().map(Gateway::take_blocked).unwrap_or_default()
     }

@@ -11,15 +11,19 @@
 //! What goes on is the subject itself that was shown, so it cannot have become another one meanwhile. While anything is parked, the cell's clock stands still;
 //! so that no code gains time by asking, a cell whose question nobody answered is not asked about again.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::oneshot;
+use cellblock_egress::name::HostName;
+use cellblock_egress::resolve::BoxFuture;
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 use tracing::{debug, info};
 
 use super::{Driver, RequestId, Running, Task};
 use crate::approval::{Answer, Policy, Subject, Verdict};
-use crate::session::approvals::{AskId, Asked, Asking, DecidedBy, Decision, Ruling, Why, keep, note, refusal};
+use crate::sandbox::Asker;
+use crate::session::approvals::{Approvals, AskId, Asked, Asking, DecidedBy, Decision, Ruling, Why, keep, note, refusal};
 use crate::session::state::State;
 use crate::session::tools::{ToolCall, ToolReason, ToolRefused};
 
@@ -38,8 +42,8 @@ pub(super) enum Wanted {
         ask: u64,
         size: usize,
     },
-    /// A connection that the gateway holds.
-    Connection(oneshot::Sender<bool>),
+    /// Connections to the same name and port that the gateway holds.
+    Connections(Vec<oneshot::Sender<bool>>),
 }
 
 impl Wanted {
@@ -47,7 +51,7 @@ impl Wanted {
     fn ask(&self) -> Option<u64> {
         match self {
             Wanted::Install { ask, .. } | Wanted::Call { ask, .. } => Some(*ask),
-            Wanted::Connection(_) => None,
+            Wanted::Connections(_) => None,
         }
     }
 
@@ -56,6 +60,46 @@ impl Wanted {
             Wanted::Call { size, .. } => *size,
             _ => 1024,
         }
+    }
+}
+
+/// A connection that the gateway holds.
+pub(super) struct ConnectionWanted {
+    name: String,
+    port: u16,
+    reply: oneshot::Sender<bool>,
+}
+
+/// What the gateway of a session asks about names.
+pub(super) struct NameAsker {
+    policy: Arc<Policy>,
+    wanted: mpsc::Sender<ConnectionWanted>,
+}
+
+impl NameAsker {
+    pub(super) fn new(approvals: &Approvals, wanted: &mpsc::Sender<ConnectionWanted>) -> NameAsker {
+        NameAsker { policy: approvals.policy.clone(), wanted: wanted.clone() }
+    }
+}
+
+impl Asker for NameAsker {
+    fn may_allow(&self, name: &HostName) -> bool {
+        self.policy.may_open(&name.to_string())
+    }
+
+    fn ask(&self, name: &HostName, port: u16) -> BoxFuture<'static, bool> {
+        let (wanted, name) = (self.wanted.clone(), name.to_string());
+        Box::pin(async move {
+            let (reply, answer) = oneshot::channel();
+            // A session that is gone allows nothing.
+            wanted.send(ConnectionWanted { name, port, reply }).await.is_ok() && answer.await.unwrap_or(false)
+        })
+    }
+}
+
+fn answer_all(replies: Vec<oneshot::Sender<bool>>, allowed: bool) {
+    for reply in replies {
+        let _ = reply.send(allowed);
     }
 }
 
@@ -126,6 +170,22 @@ impl Driver {
         }
     }
 
+    /// Looks at a connection that the gateway holds. Several to the same place are one question.
+    pub(super) fn wants_name(&mut self, ConnectionWanted { name, port, reply }: ConnectionWanted) {
+        // Whoever has narrowed the network of this session meant it.
+        if self.narrowed.is_some() {
+            let _ = reply.send(false);
+            return;
+        }
+        let subject = Subject::Domain { name, port };
+        let same = self.parking.parked.iter_mut().find(|parked| parked.subject == subject);
+        if let Some(Parked { wanted: Wanted::Connections(replies), .. }) = same {
+            replies.push(reply);
+            return;
+        }
+        self.consider(subject, Wanted::Connections(vec![reply]));
+    }
+
     /// Returns what the operator and the server's registration say, and whether a person has said it before.
     fn verdict(&self, subject: &Subject) -> Verdict {
         let approvals = &self.settings.approvals;
@@ -143,7 +203,7 @@ impl Driver {
             (Subject::Tool { server, .. }, Some(broker), Some(customer)) => broker.policy(&customer.owner, server),
             _ => None,
         };
-        policy.map_or(Verdict::Allow, |policy: std::sync::Arc<Policy>| policy.verdict(subject))
+        policy.map_or(Verdict::Allow, |policy: Arc<Policy>| policy.verdict(subject))
     }
 
     fn why_not_asked(&self, size: usize) -> Option<Why> {
@@ -281,7 +341,7 @@ impl Driver {
             (Subject::Tool { server, tool, arguments }, Wanted::Call { ask, size }) => {
                 self.line_up_call(ask, ToolCall { server, tool, arguments }, size);
             }
-            (_, Wanted::Connection(reply)) => drop(reply.send(true)),
+            (_, Wanted::Connections(replies)) => answer_all(replies, true),
             // Each kind of wish is made with its own kind of subject, a few lines from where it is considered.
             (_, Wanted::Install { ask, .. } | Wanted::Call { ask, .. }) => {
                 self.refuse_question(ask, "the server failed to do this");
@@ -296,7 +356,7 @@ impl Driver {
                 let reason = if why == Why::Interrupted { ToolReason::Cancelled } else { ToolReason::Denied };
                 self.refuse_call(ask, &ToolCall { server, tool, arguments }, &ToolRefused::new(reason, text));
             }
-            (_, Wanted::Connection(reply)) => drop(reply.send(false)),
+            (_, Wanted::Connections(replies)) => answer_all(replies, false),
             (_, Wanted::Install { ask, .. } | Wanted::Call { ask, .. }) => self.refuse_question(ask, &text),
         }
     }
