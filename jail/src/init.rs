@@ -327,7 +327,7 @@ fn wait_for_orders(warden: &OwnedFd) {
             Ok(Some((Order::Sweep { number }, _))) => {
                 // One pass is enough even against a fork bomb: the kernel signals all processes under one lock, and a fork that is under way
                 // fails when it finds a signal waiting.
-                let _ = sys::signal_everyone(Some(libc::SIGKILL));
+                let _ = sys::signal_everyone(libc::SIGKILL);
                 sweeping = Some(number);
             }
             Ok(Some(_)) => {}
@@ -336,6 +336,8 @@ fn wait_for_orders(warden: &OwnedFd) {
     }
 }
 
+/// Tells whether there is nobody else, and ends whoever there is: a process on its way into the sandbox could not be ended before it had become the
+/// session's user.
 fn nobody_left() -> bool {
-    sys::signal_everyone(None).is_err_and(|error| error.raw_os_error() == Some(libc::ESRCH))
+    sys::signal_everyone(libc::SIGKILL).is_err_and(|error| error.raw_os_error() == Some(libc::ESRCH))
 }

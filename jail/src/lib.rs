@@ -15,6 +15,7 @@
 //! What this crate never does: run a user's code, talk to a network, keep a secret.
 
 pub mod cgroup;
+mod errand;
 pub mod guardian;
 pub mod identity;
 mod idmap;

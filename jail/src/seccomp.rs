@@ -6,6 +6,9 @@
 //! - the *wide* filter allows the list and the calls needed to enter a sandbox. The zygote loads it once and every fork inherits it;
 //! - the *closing* filter refuses the entry calls. A fork loads it as the last step of its lock-down. It is short, because loading is paid per session.
 //!
+//! A third one, the *still* filter, refuses to start programs, with EPERM. An interpreter gets it where programs need somebody's approval; it is one of its own, so
+//! that the number of filters shows that it is there.
+//!
 //! A refused call answers ENOSYS, so that libraries take their fallback. Calls of another architecture, and x32 calls, end the process:
 //! their argument checks would mean something else.
 
@@ -14,6 +17,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 const LIST: &str = include_str!("seccomp.json");
+
+/// The calls that turn a process into another program.
+const STARTING: [&str; 2] = ["execve", "execveat"];
 
 /// Set in the numbers of x32 calls, which use the same architecture number as x86-64.
 const X32_BIT: u32 = 0x4000_0000;
@@ -45,7 +51,8 @@ pub struct Rules {
 #[derive(Debug)]
 pub struct Filters {
     pub(crate) wide: BpfProgram,
-    closing: BpfProgram,
+    pub(crate) closing: BpfProgram,
+    still: BpfProgram,
 }
 
 /// Reads the list.
@@ -73,25 +80,35 @@ fn filters_for(arch: TargetArch) -> Filters {
         // Jumps are relative, so instructions may be put in front.
         wide.splice(0..0, refuse_x32());
     }
-    let closing = compile(&rules.entry, json!({ "errno": libc::EPERM }), json!("allow"), arch);
-    Filters { wide, closing }
+    let not_permitted = json!({ "errno": libc::EPERM });
+    let closing = compile(&rules.entry, not_permitted.clone(), json!("allow"), arch);
+    let starting = allowed.iter().filter(|rule| STARTING.contains(&rule.syscall.as_str()));
+    let still = compile(&starting.cloned().collect::<Vec<_>>(), not_permitted, json!("allow"), arch);
+    Filters { wide, closing, still }
 }
 
 impl Filters {
     /// The closing filter as the array of `struct sock_filter` that the kernel reads.
     pub fn closing_bytes(&self) -> Vec<u8> {
-        self.closing
-            .iter()
-            .flat_map(|step| {
-                let mut bytes = [0; 8];
-                bytes[..2].copy_from_slice(&step.code.to_ne_bytes());
-                bytes[2] = step.jt;
-                bytes[3] = step.jf;
-                bytes[4..].copy_from_slice(&step.k.to_ne_bytes());
-                bytes
-            })
-            .collect()
+        as_bytes(&self.closing)
     }
+
+    /// The still filter, likewise.
+    pub fn still_bytes(&self) -> Vec<u8> {
+        as_bytes(&self.still)
+    }
+}
+
+fn as_bytes(program: &BpfProgram) -> Vec<u8> {
+    let step_bytes = |step: &sock_filter| {
+        let mut bytes = [0; 8];
+        bytes[..2].copy_from_slice(&step.code.to_ne_bytes());
+        bytes[2] = step.jt;
+        bytes[3] = step.jf;
+        bytes[4..].copy_from_slice(&step.k.to_ne_bytes());
+        bytes
+    };
+    program.iter().flat_map(step_bytes).collect()
 }
 
 fn compile(rules: &[Rule], on_match: Value, otherwise: Value, arch: TargetArch) -> BpfProgram {
@@ -121,6 +138,18 @@ mod tests {
         let filters = filters();
         assert!(filters.closing_bytes().len() / 8 < 120, "loading it is paid per session");
         assert!(filters.wide.len() < 4096, "the kernel's limit for one program");
+    }
+
+    #[test]
+    fn the_still_filter_is_there_for_every_call_that_starts_programs() {
+        let rules = rules();
+        let listed = rules.common.iter().chain(&rules.x86_64).map(|rule| rule.syscall.as_str());
+        // Whatever else the kernel has for it is not in the list, and so refused to everybody.
+        let starts = |name: &&str| name.starts_with("exec") || *name == "uselib";
+        assert_eq!(listed.filter(starts).collect::<BTreeSet<_>>(), BTreeSet::from(STARTING));
+        let filters = filters();
+        // Two calls are few steps more than none.
+        assert!((6..24).contains(&(filters.still_bytes().len() / 8)), "{}", filters.still_bytes().len());
     }
 
     #[test]

@@ -131,10 +131,31 @@ pub(crate) fn unblock_signals() {
     unsafe { libc::sigprocmask(libc::SIG_SETMASK, set.as_ptr(), std::ptr::null_mut()) };
 }
 
-/// Sends a signal to every process this one can see in its pid namespace, except itself and pid 1. `None` only asks whether there is any.
-pub(crate) fn signal_everyone(signal: Option<libc::c_int>) -> io::Result<()> {
+/// Gives SIGPIPE its usual action, which the start of every Rust program changes; for a child that will run another program.
+pub(crate) fn die_of_broken_pipes() {
+    // SAFETY: SIG_DFL installs no handler, so no code of ours can be called at a bad moment.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+}
+
+/// Limits what this process may have of a resource, for good.
+pub(crate) fn limit(resource: u32, value: u64) -> io::Result<()> {
+    let limit = libc::rlimit { rlim_cur: value, rlim_max: value };
+    // SAFETY: the kernel reads one rlimit from the place given, and is not asked for the old one.
+    let result = unsafe { libc::prlimit(0, resource, &limit, std::ptr::null_mut()) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Confines this process, for good, to what landlock rules allow.
+pub(crate) fn restrict_files(rules: impl AsFd) -> io::Result<()> {
+    // SAFETY: the call takes two numbers and touches no memory.
+    let result = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, rules.as_fd().as_raw_fd(), 0) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Sends a signal to every process this one can see in its pid namespace, except itself and pid 1.
+pub(crate) fn signal_everyone(signal: libc::c_int) -> io::Result<()> {
     // SAFETY: kill takes two numbers and touches no memory.
-    let result = unsafe { libc::kill(-1, signal.unwrap_or(0)) };
+    let result = unsafe { libc::kill(-1, signal) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 

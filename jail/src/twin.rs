@@ -30,7 +30,7 @@ use rustix::process::{Pid, Signal, WaitOptions};
 use crate::program::{Assembled, Program};
 use crate::registers::{self, Argument, Registers};
 use crate::sys::{self, RestartableSequences, Resume};
-use crate::wire::ResourceLimit;
+use crate::wire::{Programs, ResourceLimit};
 
 /// Where an interpreter finds its end of the channel.
 pub const CHANNEL: u64 = 1000;
@@ -84,8 +84,9 @@ pub(crate) struct Entry {
     pub(crate) id: u32,
     /// Without a block of ids the kernel does not let a process give up its groups.
     pub(crate) drop_groups: bool,
-    /// As the kernel reads it; empty in a test that leaves it out.
+    /// As the kernel reads them; empty in a test that leaves them out.
     pub(crate) closing_filter: Vec<u8>,
+    pub(crate) still_filter: Vec<u8>,
     pub(crate) last_capability: u64,
     /// Steps that a test leaves out.
     pub(crate) skipped_steps: Vec<String>,
@@ -102,6 +103,7 @@ pub(crate) struct Way<'a> {
     /// The others, the user namespace last: entering the others needs rights that this one takes away.
     pub(crate) namespaces: &'a [OwnedFd],
     pub(crate) rules: Option<&'a OwnedFd>,
+    pub(crate) programs: Programs,
 }
 
 /// Waits for traced processes to stop, without waiting for ever.
@@ -536,14 +538,20 @@ impl Twin {
                 &[sequences.address.into(), size.into(), 0.into(), signature.into()],
             );
         }
-        // Last: the filter closes the very calls used above.
-        if !entry.closing_filter.is_empty() {
-            let steps = data.put(&entry.closing_filter);
-            let count = (entry.closing_filter.len() / 8) as u64;
+        let mut load = |name, steps: &[u8]| {
+            let count = (steps.len() / 8) as u64;
+            let steps = data.put(steps);
             // struct sock_fprog: the number of steps, padding, their address.
             let filter = data.put(&[count.to_ne_bytes(), steps.to_ne_bytes()].concat());
             let mode = Argument::Value(libc::SECCOMP_SET_MODE_FILTER.into());
-            program.call("seccomp", libc::SYS_seccomp, &[mode, 0.into(), filter.into()]);
+            program.call(name, libc::SYS_seccomp, &[mode, 0.into(), filter.into()]);
+        };
+        if way.programs == Programs::Refused && !entry.still_filter.is_empty() {
+            load("refuse programs", &entry.still_filter);
+        }
+        // Last: the filter closes the very calls used above.
+        if !entry.closing_filter.is_empty() {
+            load("seccomp", &entry.closing_filter);
         }
         program
     }

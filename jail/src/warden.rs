@@ -16,6 +16,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{DumpableBehavior, Pid, PidfdFlags, Signal, WaitOptions};
 
+use crate::errand::{self, Luggage, Place};
 use crate::guardian::{self, OpenMounts, OpenedMounts};
 use crate::identity::INSIDE_ID;
 use crate::init::{self, OperatorMounts, Order, Word as InitWord};
@@ -23,7 +24,7 @@ use crate::root::{self, RootError, Tree};
 use crate::seccomp::{self, Filters};
 use crate::sys::{self, Forked};
 use crate::twin::{Approach, Entry, Moment, Stopped, Twin, Watch, Way};
-use crate::wire::{self, BEGINNING, Command, Event, Generation, LeftOut, Origin, Setup, Slot};
+use crate::wire::{self, BEGINNING, Command, Event, Generation, LeftOut, Origin, Programs, Setup, Slot};
 use crate::zygote::{Word as ZygoteWord, Zygote};
 
 /// The namespaces an interpreter joins: the pid namespace for its children, then the others, the user namespace last. It makes a cgroup namespace of its
@@ -55,6 +56,8 @@ struct Sandbox {
     rules: Option<OwnedFd>,
     interpreter: Option<Live>,
     checkpoints: BTreeMap<u32, Twin>,
+    /// Programs that the server started, by its numbers.
+    errands: BTreeMap<u32, Pid>,
     /// False once the other end of `orders` is closed.
     listening: bool,
     /// False once the init was collected. The sandbox is told to be gone when nothing of it is left.
@@ -157,11 +160,13 @@ fn run(start: Start) -> Result<(), RootError> {
 /// How interpreters of this jail enter their sandboxes.
 fn entry(setup: &Setup, filters: &Filters) -> Entry {
     let last = std::fs::read_to_string("/proc/sys/kernel/cap_last_cap").ok();
+    let without_filters = setup.leave_out.contains(&LeftOut::Seccomp);
     Entry {
         rlimits: setup.rlimits.iter().map(|limit| limit.within_the_hosts()).collect(),
         id: INSIDE_ID,
         drop_groups: matches!(setup.identity, crate::identity::Identity::Block { .. }),
-        closing_filter: if setup.leave_out.contains(&LeftOut::Seccomp) { Vec::new() } else { filters.closing_bytes() },
+        closing_filter: if without_filters { Vec::new() } else { filters.closing_bytes() },
+        still_filter: if without_filters { Vec::new() } else { filters.still_bytes() },
         // The newest that this was written for; the posture shows if the kernel knows more.
         last_capability: last.and_then(|text| text.trim().parse().ok()).unwrap_or(40),
         skipped_steps: setup.skipped_steps.clone(),
@@ -254,8 +259,8 @@ impl Warden {
             },
             Command::Proceed { slot } => self.order(slot, &Order::Go),
             Command::Sweep { slot, number } => self.order(slot, &Order::Sweep { number }),
-            Command::Fork { slot, generation, from, keep } => {
-                let forked = self.fork(slot, generation, from, &descriptors);
+            Command::Fork { slot, generation, from, keep, programs } => {
+                let forked = self.fork(slot, generation, from, programs, &descriptors);
                 let kept = forked.and_then(|handle| {
                     if keep {
                         self.keep_beginning(slot).map_err(ForkError::Keep)?;
@@ -277,6 +282,27 @@ impl Warden {
                 let forgotten = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.checkpoints.remove(&number));
                 if let Some(twin) = forgotten {
                     end_twin(&mut self.ending, slot, &twin);
+                }
+                Ok(())
+            }
+            Command::Errand { slot, number, has_input } => {
+                let luggage = Luggage::unpack(descriptors, has_input);
+                match luggage.ok_or(ErrandError::Luggage).and_then(|luggage| self.send_on_errand(slot, number, luggage))
+                {
+                    Ok(handle) => self.tell(&Event::ErrandMade { slot, number }, &[&handle]),
+                    Err(ErrandError::Lost(error)) => Err(error),
+                    Err(error) => {
+                        let why = guardian::chain(&error);
+                        self.tell(&Event::ErrandFailed { slot, number, why }, &[])
+                    }
+                }
+            }
+            Command::SignalErrand { slot, number, signal } => {
+                let process = self.sandboxes.get(&slot).and_then(|sandbox| sandbox.errands.get(&number));
+                if let (Some(process), Some(signal)) = (process, Signal::from_named_raw(signal)) {
+                    // It is not collected yet, so its number is still its own. Until it leads a group it is alone.
+                    let _ = rustix::process::kill_process(*process, signal);
+                    let _ = rustix::process::kill_process_group(*process, signal);
                 }
                 Ok(())
             }
@@ -330,6 +356,7 @@ impl Warden {
                     rules: None,
                     interpreter: None,
                     checkpoints: BTreeMap::new(),
+                    errands: BTreeMap::new(),
                     listening: true,
                     standing: true,
                 };
@@ -369,6 +396,7 @@ impl Warden {
         slot: Slot,
         generation: Generation,
         from: Origin,
+        programs: Programs,
         descriptors: &[OwnedFd],
     ) -> Result<OwnedFd, ForkError> {
         let twin = self.twin_from(from)?;
@@ -388,6 +416,7 @@ impl Warden {
                     pid_namespace,
                     namespaces,
                     rules: sandbox.rules.as_ref(),
+                    programs,
                 };
                 twin.spawn(&watch, &self.entry, &way).map_err(ForkError::Enter)
             }
@@ -413,6 +442,30 @@ impl Warden {
                 Err(error)
             }
         }
+    }
+
+    /// Makes a process that will be a program; returns its pidfd.
+    fn send_on_errand(&mut self, slot: Slot, number: u32, luggage: Luggage) -> Result<OwnedFd, ErrandError> {
+        let sandbox = self.sandboxes.get_mut(&slot).filter(|sandbox| sandbox.standing);
+        let sandbox = sandbox.ok_or(ErrandError::NotReady)?;
+        let (pid_namespace, namespaces) = sandbox.namespaces.split_first().ok_or(ErrandError::NotReady)?;
+        // Without the rules, an interpreter could write to the memory of a program of the same user.
+        let rules = sandbox.rules.as_ref().ok_or(ErrandError::NoRules)?;
+        let filters = (!self.setup.leave_out.contains(&LeftOut::Seccomp)).then_some(&self.filters);
+        let enter = |namespace: &OwnedFd| rustix::thread::move_into_link_name_space(namespace.as_fd(), None);
+        enter(pid_namespace).map_err(|error| ErrandError::Make(error.into()))?;
+        let forked = sys::clone_process(0);
+        if let Ok(Forked::Child) = &forked {
+            errand::main(luggage, &Place { namespaces, rules, filters, entry: &self.entry });
+        }
+        // Whatever else is made is no business of the sandbox.
+        enter(&self.pid_namespace).map_err(|error| ErrandError::Lost(error.into()))?;
+        let Forked::Parent(process) = forked.map_err(ErrandError::Make)? else {
+            unreachable!("the child never returns")
+        };
+        sandbox.errands.insert(number, process);
+        score(process, SCORE_OF_LIVE);
+        rustix::process::pidfd_open(process, PidfdFlags::empty()).map_err(|error| ErrandError::Make(error.into()))
     }
 
     /// Returns a twin with memory of its own that is what `from` is.
@@ -644,7 +697,11 @@ impl Warden {
         while rustix::io::read(&self.children, &mut note).is_ok() {}
         while let Ok(Some((pid, status))) = rustix::process::wait(WaitOptions::NOHANG) {
             let stopped = Stopped::from_status(status.as_raw());
-            if let Some(slot) = self.slot_where(|live| live.pid == pid) {
+            if let Some((slot, number)) = self.errand_of(pid) {
+                if stopped == Stopped::Ended {
+                    self.errand_ended(slot, number, status.as_raw())?;
+                }
+            } else if let Some(slot) = self.slot_where(|live| live.pid == pid) {
                 let watched = |live: &Live| live.approach.is_some() && !live.ended;
                 if self.sandboxes[&slot].interpreter.as_ref().is_some_and(watched) {
                     // Also the end of a watched one is told here first, and again when it is collected.
@@ -685,6 +742,21 @@ impl Warden {
         all.find(|(_, sandbox)| sandbox.interpreter.as_ref().is_some_and(&wanted)).map(|(slot, _)| *slot)
     }
 
+    fn errand_of(&self, pid: Pid) -> Option<(Slot, u32)> {
+        self.sandboxes.iter().find_map(|(slot, sandbox)| {
+            let (number, _) = sandbox.errands.iter().find(|(_, process)| **process == pid)?;
+            Some((*slot, *number))
+        })
+    }
+
+    fn errand_ended(&mut self, slot: Slot, number: u32, status: i32) -> io::Result<()> {
+        if let Some(sandbox) = self.sandboxes.get_mut(&slot) {
+            sandbox.errands.remove(&number);
+        }
+        self.tell(&Event::ErrandEnded { slot, number, status }, &[])?;
+        self.tell_if_gone(slot)
+    }
+
     fn interpreter_ended(&mut self, slot: Slot, status: i32) -> io::Result<()> {
         self.end_twin_of(slot);
         let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
@@ -706,10 +778,13 @@ impl Warden {
         }
     }
 
-    /// Tells that a sandbox is gone, once its init, its interpreter and all its twins are.
+    /// Tells that a sandbox is gone, once its init, its interpreter, its errands and all its twins are.
     fn tell_if_gone(&mut self, slot: Slot) -> io::Result<()> {
         let gone = self.sandboxes.get(&slot).is_some_and(|sandbox| {
-            !sandbox.standing && sandbox.interpreter.is_none() && sandbox.checkpoints.is_empty()
+            !sandbox.standing
+                && sandbox.interpreter.is_none()
+                && sandbox.checkpoints.is_empty()
+                && sandbox.errands.is_empty()
         });
         if gone && !self.ending.values().any(|of| *of == slot) {
             self.sandboxes.remove(&slot);
@@ -755,6 +830,22 @@ enum ForkError {
     Enter(#[source] io::Error),
     #[error("its beginning could not be kept")]
     Keep(#[source] io::Error),
+}
+
+/// Why no program could be started.
+#[derive(Debug, thiserror::Error)]
+enum ErrandError {
+    #[error("its descriptors are not complete")]
+    Luggage,
+    #[error("its sandbox is not ready")]
+    NotReady,
+    #[error("programs can be kept apart from the code of a session only where there is landlock")]
+    NoRules,
+    #[error("its process could not be made")]
+    Make(#[source] io::Error),
+    /// The warden is in another pid namespace than its own, and must not go on.
+    #[error("the warden could not come back to its own pid namespace")]
+    Lost(#[source] io::Error),
 }
 
 /// Writes the id maps of an init's user namespace and opens the namespaces that interpreters will join. It must happen while the init is

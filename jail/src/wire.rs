@@ -86,6 +86,8 @@ pub struct ZygoteCommand {
     pub preload: Vec<String>,
     /// One fork is wanted soon; nothing is done that pays off only with many.
     pub quick: bool,
+    /// Whether the sessions forked from it may start programs, for the runner to know. The kernel decides.
+    pub programs: Programs,
     /// The environment of the interpreters forked from it.
     pub session_environment: Vec<(String, String)>,
 }
@@ -115,6 +117,34 @@ pub enum LeftOut {
     ReadOnlyMounts,
 }
 
+/// Whether an interpreter, and all that it forks, may start programs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Programs {
+    #[default]
+    Free,
+    /// The kernel refuses `execve`; programs are started as errands only.
+    Refused,
+}
+
+/// A program that the server starts in a sandbox. It travels as a file in memory, because it may be larger than a message.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Errand {
+    /// The program and its arguments. A program without a slash is looked for in `PATH`.
+    pub words: Vec<String>,
+    /// Where it begins.
+    pub folder: String,
+    /// All of its variables.
+    pub environment: Vec<(String, String)>,
+}
+
+/// What a process that is to become a program says on the way, in one byte.
+pub const ERRAND_STANDS: u8 = b's';
+/// The number of the kernel's error follows, in four bytes.
+pub const ERRAND_NOT_STARTED: u8 = b'e';
+/// A sentence follows.
+pub const ERRAND_BROKEN: u8 = b'b';
+
 /// Commands of the server to the warden.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "do")]
@@ -128,7 +158,7 @@ pub enum Command {
     Proceed { slot: Slot },
     /// Makes an interpreter; carries its end of the channel and the ways into its control group. It stands locked down and still until `Release`. With
     /// `keep`, the state in which it begins is the checkpoint `BEGINNING` of its sandbox.
-    Fork { slot: Slot, generation: Generation, from: Origin, keep: bool },
+    Fork { slot: Slot, generation: Generation, from: Origin, keep: bool, programs: Programs },
     /// Lets a new interpreter run; by now the server has checked it.
     Release { slot: Slot, generation: Generation },
     /// Watches the interpreter until it comes to its branch point, and makes a checkpoint there.
@@ -137,6 +167,11 @@ pub enum Command {
     LookAway { slot: Slot, number: u32 },
     /// Gives a checkpoint up.
     Forget { slot: Slot, number: u32 },
+    /// Starts a program beside the interpreter. Carries an `Errand`, where it tells how far it has come, the gate at which it waits for a byte, its
+    /// standard output and error, its standard input if it `has_input`, and the ways into its control group.
+    Errand { slot: Slot, number: u32, has_input: bool },
+    /// Sends a signal to a program and the group of processes that it leads. One that has ended gets nothing.
+    SignalErrand { slot: Slot, number: u32, signal: i32 },
     /// Ends every process of the sandbox but its init. The number comes back with the answer, so that nobody takes an earlier answer for his.
     Sweep { slot: Slot, number: u32 },
     /// Ends the sandbox.
@@ -180,6 +215,12 @@ pub enum Event {
     Forked { slot: Slot, generation: Generation },
     /// An interpreter ended; the status is the kernel's wait status.
     Exited { slot: Slot, generation: Generation, status: i32 },
+    /// A process was made that will be a program; carries its pidfd.
+    ErrandMade { slot: Slot, number: u32 },
+    /// It could not be made.
+    ErrandFailed { slot: Slot, number: u32, why: String },
+    /// It ended; the status is the kernel's wait status.
+    ErrandEnded { slot: Slot, number: u32, status: i32 },
     /// The interpreter is watched and may be asked to come to its branch point.
     Watched { slot: Slot, number: u32 },
     /// The checkpoint exists.

@@ -16,7 +16,7 @@ use crate::root;
 use crate::seccomp::Filters;
 use crate::sys::{self, Forked};
 use crate::twin::{Approach, Part, TWIN_OPTIONS, Twin, Watch};
-use crate::wire::{self, LeftOut, Setup};
+use crate::wire::{self, LeftOut, Programs, Setup};
 
 /// The zygote finds its socket here.
 const SOCKET: i32 = 3;
@@ -28,6 +28,7 @@ struct Plan<'a> {
     quick: bool,
     environment: &'a [(String, String)],
     work_folder: &'a str,
+    programs: Programs,
 }
 
 /// What the warden asks of the zygote.
@@ -79,6 +80,7 @@ impl Zygote {
             quick: setup.zygote.quick,
             environment: &setup.zygote.session_environment,
             work_folder: root::WORK,
+            programs: setup.zygote.programs,
         };
         wire::send(&socket, &plan, &[])?;
         Ok(Zygote { pid, socket, twin: None, replaced: false, listening: true, complaints })

@@ -15,6 +15,7 @@ one at a time:
       tool_models   arguments
       tool_values   results
       tool_modules  when the modules are imported
+      tool_files    how the modules come into the working folder
     pip_lines   what a command line of pip asks for, which is done by these:
       pip_answers   installing, listing, showing
       pip_programs  where a cell starts pip as a program
@@ -35,4 +36,4 @@ one at a time:
 The user's code shares this process, so nothing here protects anything: the host treats every frame as a claim.
 """
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2

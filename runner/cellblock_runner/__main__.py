@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from . import commands
 from .channel import CHANNEL_DESCRIPTOR, Channel
 from .serve import prepare, serve
 
@@ -15,12 +16,15 @@ def main() -> None:
     parser.add_argument("--workdir", required=True, help="the working folder of the session")
     parser.add_argument("--preload", default="", help="modules to import first, separated by commas")
     parser.add_argument("--scratch", action="append", default=[], help="another folder of this session alone")
+    parser.add_argument("--ask-for-programs", action="store_true", help="programs are started by the host only")
     options = parser.parse_args()
     if options.channel_fd != CHANNEL_DESCRIPTOR:
         os.dup2(options.channel_fd, CHANNEL_DESCRIPTOR)
         os.close(options.channel_fd)
     os.set_inheritable(CHANNEL_DESCRIPTOR, False)
     shell = prepare([name for name in options.preload.split(",") if name])
+    if options.ask_for_programs:
+        commands.ask_from_now_on()
     serve(shell, Channel.in_its_place(), options.workdir, options.scratch)
 
 

@@ -22,7 +22,8 @@ Not for signal handlers: one may strike a thread that holds the lock.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .channel import Channel
 from .frames import LARGEST_FRAME, Header, encode_header
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _LARGEST_QUESTION = LARGEST_FRAME - 1024
 # A thread whose cell has ended notices within so many milliseconds.
 _LOOK_UP = 1000
+# One that reads something else while another thread reads the channel looks so often whether its answer is there.
+_GLANCE = 20
 
 # The desk of the session that this process serves.
 _active: Desk | None = None
@@ -61,6 +64,33 @@ async def ask_async(what: str, **members: Any) -> Header:
     if _active is None:
         raise CannotAsk("there is no host that could be asked")
     return await _active.ask_async(what, members)
+
+
+def ask_for_command(members: dict[str, Any], meanwhile: Meanwhile) -> Header:
+    """Asks the host to run a command that writes to `meanwhile.outlets`. What is to be read of it is read while the asker waits."""
+    if _active is None:
+        raise CannotAsk("there is no host that could be asked")
+    return _active.ask_for_command(members, meanwhile)
+
+
+def outlets() -> tuple[int | None, int | None]:
+    """Returns ends of the lanes that a command can write to, each None where the standard descriptor does not lead to its lane."""
+    return (None, None) if _active is None else _active.outlets()
+
+
+class Meanwhile(Protocol):
+    """What an asker reads while it waits."""
+
+    @property
+    def outlets(self) -> Sequence[int]: ...
+
+    def hand_over(self) -> None: ...
+
+    def descriptors(self) -> Sequence[int]: ...
+
+    def wait(self, milliseconds: int) -> None: ...
+
+    def take(self) -> None: ...
 
 
 class _Question:
@@ -156,6 +186,25 @@ class Desk:
                 self._take_off(question)
         return question.answer
 
+    def ask_for_command(self, members: dict[str, Any], meanwhile: Meanwhile) -> Header:
+        self._refuse_forked()
+        with self._gate.held():
+            # What was printed until now comes before what the command prints, and the next cell gets pipes that it does not have.
+            self._lanes.before_spawn()
+            question = _Question()
+            self._put(question, "shell", members, meanwhile.outlets)
+            meanwhile.hand_over()
+            try:
+                while question.answer is None:
+                    self._wait(question, meanwhile)
+                    meanwhile.take()
+            finally:
+                self._take_off(question)
+        return question.answer
+
+    def outlets(self) -> tuple[int | None, int | None]:
+        return self._lanes.outlets()
+
     async def ask_async(self, what: str, members: dict[str, Any]) -> Header:
         import asyncio
 
@@ -190,7 +239,9 @@ class Desk:
 
     # Everything below happens with interrupts held back, but for the waiting.
 
-    def _put(self, question: _Question, what: str, members: dict[str, Any]) -> None:
+    def _put(
+        self, question: _Question, what: str, members: dict[str, Any], descriptors: Sequence[int] = ()
+    ) -> None:
         with self._lock:
             if not self._is_open:
                 raise CannotAsk("the host can be asked only while a cell runs")
@@ -205,7 +256,7 @@ class Desk:
                 self._receive()
             question.number = self._last
             self._questions[self._last] = question
-            self._lanes.send(header)
+            self._lanes.send(header, descriptors=descriptors)
 
     def _take_off(self, question: _Question) -> None:
         with self._lock:
@@ -251,12 +302,16 @@ class Desk:
             else:
                 self._receive()
 
-    def _wait(self, question: _Question) -> None:
-        """Waits until something may have changed for this question."""
+    def _wait(self, question: _Question, meanwhile: Meanwhile | None = None) -> None:
+        """Waits until something may have changed for this question, or there is something to read meanwhile."""
         if self._reads(question):
             with self._gate.passing():
-                self._channel.wait(_LOOK_UP)
+                self._channel.wait(_LOOK_UP, meanwhile.descriptors() if meanwhile else ())
             self._read(question)
+        elif meanwhile is not None and meanwhile.descriptors():
+            with self._gate.passing():
+                meanwhile.wait(_GLANCE)
+            question.wake.acquire(blocking=False)
         else:
             with self._gate.passing():
                 question.wake.acquire()

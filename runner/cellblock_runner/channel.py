@@ -52,10 +52,12 @@ class Channel:
         """Tells whether the host has said something that was not received yet."""
         return bool(self._early or self._poll.poll(0))
 
-    def wait(self, milliseconds: int) -> None:
-        """Waits until something has arrived, or for so long. Takes nothing, so any number of threads may wait."""
+    def wait(self, milliseconds: int, others: Sequence[int] = ()) -> None:
+        """Waits until something has arrived, here or at another descriptor, or for so long. Takes nothing, so any number of threads may wait."""
         poll = select.poll()  # One of its own, because it cannot be used twice at a time.
         poll.register(self._connection, select.POLLIN)
+        for descriptor in others:
+            poll.register(descriptor, select.POLLIN)
         poll.poll(milliseconds)
 
     def wait_to_send(self) -> bool:

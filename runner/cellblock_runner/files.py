@@ -23,8 +23,8 @@ MOST_LISTED = 100_000
 MOST_ENTRIES = 50
 
 _PIECE = 1024 * 1024
-_TEMPORARY = ".cellblock-upload-"
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+TEMPORARY = ".cellblock-upload-"
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _REASONS = {
     errno.ENOENT: "missing",
@@ -60,7 +60,7 @@ def read_pieces(root: str, path: str, limit: int | None) -> Iterator[bytes]:
         if limit is not None and status.st_size > limit:
             raise FileRefused("too_large", f"{path} has {status.st_size} bytes; the limit is {limit}")
         while True:
-            with _refusals(path):
+            with refusals(path):
                 piece = os.read(file, _PIECE)
             if not piece:
                 return
@@ -86,7 +86,7 @@ class Part:
     def pieces(self) -> Iterator[bytes]:
         """Yields the bytes, or raises FileRefused, also when the file is another one at the end. Closes the file."""
         try:
-            with _refusals(self._path):
+            with refusals(self._path):
                 while self._left > 0 and (piece := os.pread(self._file, min(_PIECE, self._left), self._offset)):
                     yield piece
                     self._offset += len(piece)
@@ -117,9 +117,9 @@ def listing(root: str, limit: int) -> tuple[list[dict[str, Any]], int]:
                         break
                     name = entry.name
                     if entry.is_dir(follow_symlinks=False):
-                        if not name.startswith(".") and name != "__pycache__" and depth < DEEPEST_FOLLOWED:
+                        if not _is_passed_over(name, depth) and depth < DEEPEST_FOLLOWED:
                             folders.append((entry.path, f"{prefix}{name}/", depth + 1))
-                    elif entry.is_file(follow_symlinks=False) and not name.startswith(_TEMPORARY):
+                    elif entry.is_file(follow_symlinks=False) and not name.startswith(TEMPORARY):
                         found.append((prefix + name, entry.stat(follow_symlinks=False).st_size))
         except OSError:
             continue  # As in `look`.
@@ -136,10 +136,10 @@ class Upload:
         self._size = 0
         self._file = -1
         self._folder, self._name = _open_parent(root, path, create=True)
-        self._temporary = _TEMPORARY + os.urandom(8).hex()
+        self._temporary = TEMPORARY + os.urandom(8).hex()
         try:
             self._check_place()
-            with _refusals(path):
+            with refusals(path):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
                 self._file = os.open(self._temporary, flags, 0o600, dir_fd=self._folder)
         except BaseException:
@@ -148,7 +148,7 @@ class Upload:
 
     def write(self, data: bytes) -> None:
         view = memoryview(data)
-        with _refusals(self._path):
+        with refusals(self._path):
             while view:
                 written = os.write(self._file, view)
                 self._size += written
@@ -157,7 +157,7 @@ class Upload:
     def finish(self) -> tuple[int, bool]:
         """Puts the file in its place. Returns its size and whether another file was there before."""
         try:
-            with _refusals(self._path):
+            with refusals(self._path):
                 os.fchmod(self._file, 0o644)
                 os.close(self._file)
                 self._file = -1
@@ -216,14 +216,21 @@ def look(root: str) -> FolderState | None:
                     if entry.is_dir(follow_symlinks=False):
                         if depth >= DEEPEST_FOLLOWED:
                             return None
-                        if not name.startswith(".") and name != "__pycache__":
+                        if not _is_passed_over(name, depth):
                             folders.append((entry.path, f"{prefix}{name}/", depth + 1))
-                    elif entry.is_file(follow_symlinks=False) and not name.startswith(_TEMPORARY):
+                    elif entry.is_file(follow_symlinks=False) and not name.startswith(TEMPORARY):
                         status = entry.stat(follow_symlinks=False)
                         found[prefix + name] = (status.st_size, status.st_mtime_ns, status.st_ino)
         except OSError:
             continue  # Removed or closed to us while we looked: what cannot be seen is not reported.
     return found
+
+
+def _is_passed_over(folder: str, depth: int) -> bool:
+    """Tells whether a folder is of no interest to somebody who looks for the user's files."""
+    # What the host generates is no work of a cell, and may be more files than can be followed.
+    is_generated = depth == 0 and folder == "mcptools"
+    return is_generated or folder.startswith(".") or folder == "__pycache__"
 
 
 def report(before: FolderState | None, after: FolderState | None) -> dict[str, Any] | None:
@@ -248,7 +255,7 @@ def _open_file(root: str, path: str) -> tuple[int, os.stat_result]:
     folder, name = _open_parent(root, path, create=False)
     try:
         # Without O_NONBLOCK, opening a FIFO would wait for somebody to write to it.
-        with _refusals(path):
+        with refusals(path):
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     finally:
         os.close(folder)
@@ -267,11 +274,11 @@ def _version(status: os.stat_result) -> str:
 def _open_parent(root: str, path: str, create: bool) -> tuple[int, str]:
     """Opens the folder that `path` names a file in. Returns its descriptor and the last part of the path."""
     parts = _parts(path)
-    with _refusals(path):
+    with refusals(path):
         folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in parts[:-1]:
-            inner = _open_folder(folder, part, path, create)
+            inner = open_folder(folder, part, path, create)
             os.close(folder)
             folder = inner
     except BaseException:
@@ -280,7 +287,7 @@ def _open_parent(root: str, path: str, create: bool) -> tuple[int, str]:
     return folder, parts[-1]
 
 
-def _open_folder(parent: int, name: str, path: str, create: bool) -> int:
+def open_folder(parent: int, name: str, path: str, create: bool) -> int:
     if create:
         try:
             os.mkdir(name, 0o755, dir_fd=parent)
@@ -289,7 +296,7 @@ def _open_folder(parent: int, name: str, path: str, create: bool) -> int:
         except OSError as cause:
             raise _refusal(path, cause) from cause
     try:
-        return os.open(name, _FOLDER_FLAGS, dir_fd=parent)
+        return os.open(name, FOLDER_FLAGS, dir_fd=parent)
     except OSError as cause:
         if cause.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise _refusal(path, cause) from cause
@@ -316,7 +323,7 @@ def _parts(path: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _refusals(path: str) -> Iterator[None]:
+def refusals(path: str) -> Iterator[None]:
     """Turns an OSError inside the block into a FileRefused that names the path."""
     try:
         yield

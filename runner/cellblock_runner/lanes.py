@@ -152,6 +152,10 @@ class Lanes:
         finally:
             self._leave(held)
 
+    def outlets(self) -> tuple[int | None, int | None]:
+        """Returns our ends of the pipes, for somebody who is to write there; None where 1 or 2 leads elsewhere by now."""
+        return _outlet(1, self._descriptors[0]), _outlet(2, self._descriptors[1])
+
     def before_spawn(self) -> None:
         """Puts everything printed so far before what the new process will print."""
         if self.forked:
@@ -403,6 +407,13 @@ def _find_c_stdout() -> tuple[ctypes.CDLL | None, ctypes.c_void_p | None]:
 
 
 _c_library, _c_stdout = _find_c_stdout()
+
+
+def _outlet(standard: int, private: int) -> int | None:
+    try:
+        return private if os.path.sameopenfile(standard, private) else None
+    except OSError:
+        return None  # The user has closed it.
 
 
 def _has_children() -> bool:

@@ -19,6 +19,9 @@ _MOST_FILES = 100
 
 _python = re.compile(r"python(\d+(\.\d+)*)?")
 _pip = re.compile(r"pip(\d+(\.\d+)*)?")
+_quoted = re.compile(r"'[^']*'|\"[^\"$`\\]*\"")
+# What a shell does more with than to take it as a part of a word.
+_special = re.compile(r"[$`*?\n#]|(?<![^\s=:])~")
 _operator = re.compile(r"[();<>|&]+")
 _comment = re.compile(r"(^|\s+)#.*$")
 _variable = re.compile(r"\$\{([A-Z0-9_]+)\}")
@@ -106,7 +109,8 @@ def arguments_of(words: Sequence[str]) -> list[str] | None:
 
 def simple_words(command: str) -> list[str] | None:
     """Returns the words of a shell command that consists of nothing but words; None when a shell has more to do."""
-    if any(sign in command for sign in "$`*?~\n#"):
+    # Inside of quotes most signs are what they are.
+    if _special.search(_quoted.sub("q", command)):
         return None
     lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True

@@ -151,7 +151,7 @@ def install_in_subprocess() -> None:
 
     @functools.wraps(original)
     def start(self: Any, args: Any, *more: Any, **options: Any) -> None:
-        arguments = None if more else _arguments_of(args, bool(options.get("shell")))
+        arguments = None if more else arguments_of_process(args, bool(options.get("shell")))
         if arguments is None:
             original(self, args, *more, **options)
             return
@@ -164,7 +164,7 @@ def install_in_subprocess() -> None:
     subprocess.Popen.__init__ = start  # type: ignore[method-assign]
 
 
-def _arguments_of(args: Any, is_for_shell: bool) -> list[str] | None:
+def arguments_of_process(args: Any, is_for_shell: bool) -> list[str] | None:
     """Returns pip's arguments if that is what a process is to be started for."""
     try:
         if isinstance(args, (str, bytes, os.PathLike)):

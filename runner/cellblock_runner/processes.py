@@ -5,6 +5,8 @@ no terminals, and a thread would spoil every later fork. Here a child simply inh
 pipe when somebody wants its output. An interrupt ends the child with all of its process group, and goes on.
 
 Where a command may mean pip, its shell gets functions that lead to `pip_answers` (see `pip_programs`).
+
+Where programs need an approval the host runs all of this (see `commands`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,7 +27,7 @@ from IPython.core.magics.packaging import PackagingMagics
 from IPython.core.magics.script import ScriptMagics
 from IPython.utils.process import arg_split
 
-from . import pip_programs
+from . import commands, pip_answers, pip_lines, pip_programs
 from .interrupts import Gate
 from .lanes import OutStream
 from .pip_programs import Counter
@@ -37,6 +40,8 @@ _SHELLS = ("bash", "sh", "dash")
 
 def run_command(command: str, gate: Gate) -> int:
     """Runs a shell command whose output belongs to the cell. Returns its exit code, negative for a signal."""
+    if commands.must_be_asked_for():
+        return _ask_for(command)
     if _prints_to_lanes():
         return _run_shell(command, gate)[0]
     code, output = _run_shell(command, gate, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -46,6 +51,12 @@ def run_command(command: str, gate: Gate) -> int:
 
 def read_command(command: str, gate: Gate) -> tuple[str, int]:
     """Runs a shell command and returns what it printed, errors included, with its exit code."""
+    if commands.must_be_asked_for():
+        reply = _pip_reply(command)
+        if reply is not None:
+            return reply.out + reply.err, reply.code
+        finished = commands.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return finished.out.decode("utf-8", "replace"), finished.code
     code, output = _run_shell(command, gate, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     return output, code
 
@@ -70,7 +81,8 @@ def install_pip(gate: Callable[[], Gate]) -> None:
 
     @functools.wraps(system)
     def run(command: Any) -> int:
-        if not isinstance(command, str) or not pip_programs.may_start_pip(command):
+        is_ours = isinstance(command, str) and (commands.must_be_asked_for() or pip_programs.may_start_pip(command))
+        if not is_ours:
             return system(command)
         code = run_command(command, gate())
         return code << 8 if code >= 0 else -code
@@ -83,6 +95,9 @@ def _magic(name: str, original: Any) -> Any:
 
     @functools.wraps(original)
     def run(self: Any, line: str) -> None:
+        if commands.must_be_asked_for():
+            # No shell is needed to understand the line.
+            line = shlex.join(arg_split(line, posix=True))
         self.shell.user_ns["_exit_code"] = run_command(f"{name} {line}", self.shell.gate)
 
     return run
@@ -93,6 +108,9 @@ def _run_script(self: Any, line: str, cell: str) -> None:
     if not cell.endswith("\n"):
         cell += "\n"
     is_captured = not _prints_to_lanes()
+    if commands.must_be_asked_for():
+        _ask_for_script(self, command, options, cell)
+        return
     name = os.path.basename(command[0]) if command else ""
     is_for_shell = name in _SHELLS and not options.bg
     with _counter(cell if is_for_shell else "", name) as counter:
@@ -113,14 +131,58 @@ def _run_script(self: Any, line: str, cell: str) -> None:
             except FileNotFoundError:
                 print(f"Couldn't find program: {command[0]!r}")
                 return
+    _end_script(self, options, cell, process.returncode, outputs)
+
+
+def _end_script(magics: Any, options: Any, cell: str, code: int, outputs: tuple[bytes, bytes]) -> None:
     for name, data, stream in zip((options.out, options.err), outputs, (sys.stdout, sys.stderr)):
         text = data.decode("utf-8", "replace")
         if name:
-            self.shell.user_ns[name] = text
+            magics.shell.user_ns[name] = text
         elif text:
             stream.write(text)
-    if options.raise_error and process.returncode != 0:
-        raise subprocess.CalledProcessError(process.returncode, cell)
+    if options.raise_error and code != 0:
+        raise subprocess.CalledProcessError(code, cell)
+
+
+def _ask_for(command: str) -> int:
+    """Has the host run a command whose output belongs to the cell, unless it is pip's. Returns its exit code."""
+    reply = _pip_reply(command)
+    if reply is not None:
+        sys.stdout.write(reply.out)
+        sys.stderr.write(reply.err)
+        return reply.code
+    if _prints_to_lanes():
+        return commands.run(command).code
+    finished = commands.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    sys.stdout.write(finished.out.decode("utf-8", "replace"))
+    return finished.code
+
+
+def _ask_for_script(magics: Any, command: list[str], options: Any, cell: str) -> None:
+    """Does the work of `%%script` with the host's help."""
+    if options.bg:
+        raise commands.CommandRefused("programs need an approval on this server, and none can be asked for with --bg")
+    is_captured = not _prints_to_lanes()
+    reply = _pip_reply(cell.strip()) if command and os.path.basename(command[0]) in _SHELLS else None
+    try:
+        if reply is None:
+            stdout = subprocess.PIPE if options.out or is_captured else None
+            stderr = subprocess.PIPE if options.err or is_captured else None
+            code, *outputs = commands.run(command, cell, stdout, stderr)
+        else:
+            code, outputs = reply.code, [reply.out.encode(), reply.err.encode()]
+    except FileNotFoundError:
+        print(f"Couldn't find program: {command[0]!r}")
+        return
+    _end_script(magics, options, cell, code, (outputs[0], outputs[1]))
+
+
+def _pip_reply(command: str) -> pip_answers.Reply | None:
+    """Does pip's work, if that is all that a command is for. No program is needed for it."""
+    words = pip_lines.simple_words(command) if pip_programs.may_start_pip(command) else None
+    arguments = None if words is None else pip_lines.arguments_of(words)
+    return None if arguments is None else pip_answers.carry_out(arguments, os.getcwd())
 
 
 def _run_in_background(magics: Any, command: list[str], options: Any, script: IO[bytes]) -> None:

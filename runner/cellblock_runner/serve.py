@@ -26,6 +26,7 @@ from . import (
     PROTOCOL_VERSION,
     branch,
     bundles,
+    called,
     descriptors,
     files,
     folders,
@@ -33,6 +34,7 @@ from . import (
     luggage,
     packages,
     processes,
+    tool_files,
     tool_modules,
     variables,
 )
@@ -90,6 +92,7 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
     watch_processes()
     processes.install_script_magic()
     processes.install_pip(lambda: Shell.instance().gate)
+    called.install()
     shell = create_shell()
     for name in preload:
         try:
@@ -178,6 +181,7 @@ class Session:
         self.desk = Desk(gate, lanes, channel)
         self._upload: Upload | None = None
         self._upload_id: Any = None
+        self._delivery = tool_files.Delivery(workdir)
         shell.outlet = self
         self._names = self._look_at_names() or {}
         self._folder = files.look(workdir)
@@ -194,6 +198,8 @@ class Session:
         try:
             if kind == "branch":
                 self._branch(number, header)
+            elif kind == "tools":
+                self._take_tools(number, header, payload)
             elif kind == "list_files":
                 entries, omitted = files.listing(self._workdir, header.get("limit", 0))
                 self._channel.send({"type": "file_list", "id": number, "entries": entries, "omitted": omitted})
@@ -281,6 +287,13 @@ class Session:
         hello = {"lost": arrival.lost, "files": arrival.files, "why": arrival.why, "mapped": arrival.mapped}
         self.say_hello(hello, {item.number for item in packed.opened if item.kind == "file"})
         descriptors.lead_to_lanes(packed.opened, self._lanes.descriptors)
+
+    def _take_tools(self, number: Any, header: Header, payload: bytes) -> None:
+        if "server" in header:
+            self._delivery.take(str(header["server"]), header.get("modules") or (), payload, bool(header.get("last")))
+            return
+        self._delivery.finish(payload, header.get("servers"))
+        self._channel.send({"type": "tools_written", "id": number})
 
     def abandon_upload(self) -> None:
         if self._upload is not None:

@@ -30,6 +30,8 @@ _SCRATCH = ("/tmp", "/dev/shm")
 _GO = b"g"
 _GO_AND_PRIME = b"p"
 _GO_AND_EMPTY = b"e"
+# One of work of the server's own, which may start programs wherever it is.
+_GO_FREELY = b"o"
 
 
 def main() -> NoReturn:
@@ -64,7 +66,7 @@ def main() -> NoReturn:
 
 def _become_session(warden: socket.socket, shell: Any, plan: dict[str, Any]) -> NoReturn:
     """Runs in a copy. Whatever goes wrong, the process ends here."""
-    from . import interrupts, serve
+    from . import commands, interrupts, serve
     from .channel import Channel
 
     status = 1
@@ -74,8 +76,10 @@ def _become_session(warden: socket.socket, shell: Any, plan: dict[str, Any]) -> 
         interrupts.restore_signals()
         channel = Channel.in_its_place()
         gate = channel.receive_gate()
-        if gate in (_GO, _GO_AND_PRIME, _GO_AND_EMPTY):
+        if gate in (_GO, _GO_AND_PRIME, _GO_AND_EMPTY, _GO_FREELY):
             os.environ.update(plan["environment"])
+            if plan.get("programs") == "refused" and gate != _GO_FREELY:
+                commands.ask_from_now_on()
             if gate == _GO_AND_PRIME:
                 serve.prime(shell)
             serve.serve(shell, channel, plan["work_folder"], _SCRATCH, empty=gate == _GO_AND_EMPTY)

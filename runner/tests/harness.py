@@ -22,7 +22,7 @@ from .merger import Event, Frame, Merger, Text
 RUNNER = Path(__file__).resolve().parent.parent
 
 # The frames that end a request.
-_LAST_WORDS = ("file_list", "file_end", "written", "failed", "branched", "packages_added")
+_LAST_WORDS = ("file_list", "file_end", "written", "failed", "branched", "packages_added", "tools_written")
 
 # Nothing in these tests takes this long. A test that waits longer has found a bug.
 PATIENCE = 20
@@ -85,7 +85,7 @@ class Result:
 class Runner:
     """A running runner in a folder of its own."""
 
-    def __init__(self, preload: str = "", scratch: bool = False) -> None:
+    def __init__(self, preload: str = "", scratch: bool = False, ask_for_programs: bool = False) -> None:
         """With `scratch`, the session has a second folder that only forks take along, `self.scratch`."""
         self.workdir = tempfile.mkdtemp(prefix="runner-test-")
         self.scratch = tempfile.mkdtemp(prefix="runner-test-") if scratch else None
@@ -103,6 +103,8 @@ class Runner:
         command += ["--channel-fd", str(theirs.fileno()), "--workdir", self.workdir, "--preload", preload]
         for folder in folders[1:]:
             command += ["--scratch", folder]
+        if ask_for_programs:
+            command.append("--ask-for-programs")
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
         theirs.close()
         self._converse(channel)
@@ -118,6 +120,8 @@ class Runner:
         self.rotations = 0
         # What the session asks: the headers of all questions, and who answers. None is no answer yet; see `answer`.
         self.asked: list[dict[str, Any]] = []
+        # What came along with questions about commands, by the number of the question.
+        self.outlets: dict[int, list[int]] = {}
         self.respond: Callable[[dict[str, Any]], dict[str, Any] | None] = _refuse
         while not self._frames_seen:
             if not self._channel_is_open:
@@ -214,6 +218,24 @@ class Runner:
         self._number += 1
         return self.request({"type": "packages", "id": self._number, "paths": list(paths)})[-1]
 
+    # Files that travel in one frame.
+    files_in_a_frame = 100
+
+    def deliver(self, packages: dict[str, dict[str, str]], index: str, **members: Any) -> Frame:
+        """Delivers packages of MCP servers; returns the answer."""
+        self._number += 1
+        common = {"type": "tools", "id": self._number}
+        for server, files in packages.items():
+            names = list(files)
+            step = self.files_in_a_frame
+            for start in range(0, max(len(names), 1), step):
+                some = {name: files[name].encode() for name in names[start : start + step]}
+                listed = [{"name": name, "size": len(data)} for name, data in some.items()]
+                last = start + step >= len(names)
+                header = {**common, "server": server, "modules": listed, "last": last}
+                self._send(header, b"".join(some.values()))
+        return self.request({**common, **members}, index.encode())[-1]
+
     def _hear(self, question: dict[str, Any]) -> None:
         assert question["id"] == self._number
         self.asked.append(question)
@@ -296,17 +318,26 @@ class Runner:
                     self._pipes = []
         if self._channel in readable:
             data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 20, 2)
-            if descriptors:
-                # Everything in front of this frame has been read: the old pipes have nothing more for any cell.
-                self._drop_pipes()
-                self._pipes = list(descriptors)
+            arrived = []
             if data:
                 self._decoder.feed(data)
                 while (frame := self._decoder.next()) is not None:
-                    self._frames_seen.append(frame)
+                    arrived.append(frame)
             else:
                 self._channel_is_open = False
+            self._frames_seen += arrived
+            if descriptors:
+                self._adopt(list(descriptors), [header for header, _ in arrived if header.get("what") == "shell"])
         return True
+
+    def _adopt(self, descriptors: list[int], commands: list[dict[str, Any]]) -> None:
+        """Takes descriptors that came with a frame. They ride on its first bytes, and what comes with a command is the last of what was read."""
+        if commands:
+            self.outlets[commands[-1]["ask"]] = descriptors
+        else:
+            # Everything in front of this frame has been read: the old pipes have nothing more for any cell.
+            self._drop_pipes()
+            self._pipes = descriptors
 
     def _drop_pipes(self) -> None:
         for pipe in self._pipes:

@@ -41,7 +41,7 @@ pub(super) struct GeneralArguments {
     #[arg(long, global = true, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// How much to log to standard error [default: $RUST_LOG, then a level that suits the command]
-    #[arg(long, global = true, value_name = "LEVEL", value_parser = clap::builder::PossibleValuesParser::new(LOG_LEVELS), ignore_case = true)]
+    #[arg(long, global = true, value_name = "LEVEL", value_parser = clap::builder::PossibleValuesParser::new(log_levels()), ignore_case = true)]
     pub log_level: Option<String>,
     /// How lines of the log are written: text or json [default: text]
     #[arg(long, global = true, value_name = "FORMAT", value_parser = clap::builder::PossibleValuesParser::new(LogFormat::ALL.map(LogFormat::name)))]
@@ -76,6 +76,46 @@ pub(super) enum Command {
     /// Show and stop the processes that keep sessions while their server restarts
     #[command(subcommand, arg_required_else_help = true)]
     Keeper(KeeperCommand),
+    /// Build an environment as "ipybox build" builds an image; see docs/migrate/ipybox.md
+    #[command(hide = true)]
+    Build(IpyboxBuildArguments),
+    /// Remove what nothing uses, where "ipybox cleanup" removes containers; see docs/migrate/ipybox.md
+    #[command(hide = true)]
+    Cleanup(IpyboxCleanupArguments),
+}
+
+/// What `ipybox build` takes.
+#[derive(Args)]
+pub(super) struct IpyboxBuildArguments {
+    /// The image's tag; the environment's name is made of it
+    #[arg(short, long, value_name = "TAG", default_value = "ipybox")]
+    pub tag: String,
+    /// File of requirements, one in quotes on each line, as in an array of a pyproject.toml
+    #[arg(short, long, value_name = "FILE")]
+    pub dependencies: Option<PathBuf>,
+    /// Has no effect: code is never root
+    #[arg(short, long)]
+    pub root: bool,
+}
+
+/// What `ipybox cleanup` takes.
+#[derive(Args)]
+pub(super) struct IpyboxCleanupArguments {
+    /// The image's tag; the environment that was built for it stays
+    #[arg(short, long, value_name = "TAG", default_value = "ipybox")]
+    pub ancestor: String,
+}
+
+/// Levels of the log; Python's programs have other names for two of them.
+fn log_levels() -> [clap::builder::PossibleValue; 5] {
+    LOG_LEVELS.map(|level| {
+        let value = clap::builder::PossibleValue::new(level);
+        match level {
+            "error" => value.alias("critical"),
+            "warn" => value.alias("warning"),
+            _ => value,
+        }
+    })
 }
 
 #[derive(Subcommand)]
@@ -125,6 +165,8 @@ Examples:
 #[derive(Args)]
 pub(super) struct McpArguments {
     #[command(flatten)]
+    pub other: OtherServersArguments,
+    #[command(flatten)]
     pub sandbox: SandboxArguments,
     #[command(flatten)]
     branching: BranchingArguments,
@@ -146,6 +188,77 @@ pub(super) struct ServeArguments {
     watch: WatchArguments,
     #[command(flatten)]
     keeping: KeepingArguments,
+}
+
+/// Flags of servers that profiles stand in for, without a flag of ours that does the same. Hidden: whoever needs them has them in a
+/// client's configuration already.
+#[derive(Args, Default)]
+pub(super) struct OtherServersArguments {
+    /// Image that code ran in; here an environment of that name, which "cellblock build --tag" makes
+    #[arg(long, value_name = "TAG", hide = true, conflicts_with = "environment")]
+    container_tag: Option<String>,
+    /// Has no effect: code is always in a sandbox
+    #[arg(long, hide = true)]
+    sandbox: bool,
+    #[arg(long, value_name = "HOST", hide = true)]
+    tool_server_host: Option<String>,
+    #[arg(long, value_name = "PORT", hide = true)]
+    tool_server_port: Option<String>,
+    #[arg(long, value_name = "HOST", hide = true)]
+    kernel_gateway_host: Option<String>,
+    #[arg(long, value_name = "PORT", hide = true)]
+    kernel_gateway_port: Option<String>,
+    /// The same as --log-level debug
+    #[arg(long, hide = true, conflicts_with = "log_level")]
+    debug: bool,
+}
+
+/// The image that ipybox publishes. It holds less than our usual environment.
+const PUBLISHED_IMAGE: &str = "ghcr.io/gradion-ai/ipybox";
+
+/// Makes the name of an environment of an image's tag: `gradion-ai/ipybox:mine` is `gradion-ai-ipybox-mine`.
+pub(super) fn environment_of(tag: &str) -> String {
+    let letters = tag.chars().map(|letter| match letter.to_ascii_lowercase() {
+        letter if letter.is_ascii_lowercase() || letter.is_ascii_digit() || "_-".contains(letter) => letter,
+        _ => '-',
+    });
+    let name: String = letters.skip_while(|letter| !letter.is_ascii_lowercase()).collect();
+    // The end says more than the host at the beginning.
+    let excess = name.len().saturating_sub(40);
+    name[excess..].trim_start_matches(|letter: char| !letter.is_ascii_lowercase()).to_owned()
+}
+
+impl OtherServersArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        let tag = self.container_tag.as_deref().filter(|tag| !tag.starts_with(PUBLISHED_IMAGE));
+        flags
+            .single(Key::Environment, tag.map(environment_of))
+            .single(Key::LogLevel, self.debug.then(|| "debug".to_owned()))
+    }
+
+    /// Says which of them have no effect.
+    pub(super) fn notices(&self) -> Vec<String> {
+        let given = [
+            (
+                self.container_tag.as_ref().is_some_and(|tag| tag.starts_with(PUBLISHED_IMAGE)),
+                "--container-tag",
+                "the usual environment holds what the published image does",
+            ),
+            (
+                self.tool_server_host.is_some(),
+                "--tool-server-host",
+                "there is no tool server; calls go over a channel of the sandbox",
+            ),
+            (
+                self.tool_server_port.is_some(),
+                "--tool-server-port",
+                "there is no tool server; calls go over a channel of the sandbox",
+            ),
+            (self.kernel_gateway_host.is_some(), "--kernel-gateway-host", "there is no kernel gateway"),
+            (self.kernel_gateway_port.is_some(), "--kernel-gateway-port", "there is no kernel gateway"),
+        ];
+        given.iter().filter(|row| row.0).map(|(_, flag, why)| format!("{flag} has no effect here: {why}")).collect()
+    }
 }
 
 /// Flags about the HTTP service itself.
@@ -379,13 +492,13 @@ pub(super) struct SandboxArguments {
     #[arg(long, value_name = "NAME")]
     environment: Option<String>,
     /// Host folder to show below the working folder, read-only with ":ro"; repeat for more
-    #[arg(long = "mount", value_name = "HOST:RELATIVE[:ro]")]
+    #[arg(long = "mount", alias = "container-bind", value_name = "HOST:RELATIVE[:ro]")]
     mounts: Vec<String>,
     /// Environment variable for the code inside; repeat for more
-    #[arg(long = "env-var", value_name = "KEY=VALUE")]
+    #[arg(long = "env-var", alias = "container-env-var", value_name = "KEY=VALUE")]
     variables: Vec<String>,
     /// File of KEY=VALUE lines with variables for the code inside; repeat for more
-    #[arg(long = "env-file", value_name = "FILE")]
+    #[arg(long = "env-file", alias = "container-env-file", value_name = "FILE")]
     env_files: Vec<String>,
     /// Memory of each sandbox, such as 512M, 2G or 2GiB [default: 2G]
     #[arg(long, value_name = "SIZE")]
@@ -405,9 +518,15 @@ pub(super) struct SandboxArguments {
     /// How long a session may do nothing before it ends, such as 30m [default: 1h]
     #[arg(long, value_name = "DURATION")]
     idle_timeout: Option<String>,
-    /// Which set of tools clients see [default: default]
+    /// Which set of tools clients see: default, ipybox, python-docker-mcp, code-executer or pyexec [default: default]
     #[arg(long, value_name = "NAME")]
     profile: Option<String>,
+    /// Folder below the working folder in which the profile ipybox keeps pictures [default: images]
+    #[arg(long, value_name = "DIR")]
+    images_dir: Option<String>,
+    /// File in which ipybox says what code may reach: its allowed and denied domains are taken from there
+    #[arg(long, value_name = "FILE")]
+    sandbox_config: Option<String>,
     /// Isolation layer that may be missing on this machine; repeat for more
     #[arg(long = "allow-missing", value_name = "LAYER", value_parser = clap::builder::PossibleValuesParser::new(LayerKind::ALL.map(LayerKind::name)))]
     allow_missing: Vec<String>,
@@ -506,8 +625,8 @@ impl Arguments {
             .single(Key::LogLevel, self.general.log_level.clone())
             .single(Key::LogFormat, self.general.log_format.clone());
         match &self.command {
-            Command::Mcp(McpArguments { sandbox, branching, watch, keeping }) => {
-                keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags))))
+            Command::Mcp(McpArguments { other, sandbox, branching, watch, keeping }) => {
+                keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(other.add_to(flags)))))
             }
             Command::Serve(ServeArguments { service, sandbox, branching, watch, keeping }) => {
                 service.add_to(keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags)))))
@@ -518,6 +637,8 @@ impl Arguments {
             | Command::Audit(_)
             | Command::Key(_)
             | Command::Packages(_)
+            | Command::Build(_)
+            | Command::Cleanup(_)
             | Command::Keeper(_) => flags,
         }
     }
@@ -539,6 +660,8 @@ impl SandboxArguments {
             .single(Key::MaxSessions, self.max_sessions.clone())
             .single(Key::IdleTimeout, self.idle_timeout.clone())
             .single(Key::Profile, self.profile.clone())
+            .single(Key::ImagesDir, self.images_dir.clone())
+            .single(Key::SandboxConfig, self.sandbox_config.clone())
             .repeated(Key::AllowMissing, self.allow_missing.clone());
         self.approvals.add_to(self.network.add_to(flags))
     }
@@ -677,6 +800,14 @@ mod tests {
             &["keeper", "hold"],
             &["key", "new", "ci"],
             &["key", "new", "ci", "--scope", "sessions:read", "--scope", "admin"],
+            &["mcp", "--profile", "ipybox", "--workspace", "w", "--sandbox", "--sandbox-config", "s.json"],
+            &["mcp", "--tool-server-host", "localhost", "--tool-server-port", "8900", "--log-level", "WARNING"],
+            &["mcp", "--kernel-gateway-host", "localhost", "--kernel-gateway-port", "8888", "--images-dir", "plots"],
+            &["mcp", "--container-tag", "a/b:c", "--container-env-var", "A=B", "--container-env-file", ".env"],
+            &["mcp", "--container-bind", "./data:data", "--container-bind", "a:b", "--debug"],
+            &["build", "-t", "a/b:c", "-d", "dependencies.txt", "-r"],
+            &["build"],
+            &["cleanup", "-a", "a/b:c"],
         ] {
             assert!(parse(line).is_ok(), "{line:?}");
         }
@@ -700,6 +831,9 @@ mod tests {
             &["keeper", "stop", "../x"],
             &["key", "new"],
             &["key", "new", "ci", "--scope", "everything"],
+            &["mcp", "--container-tag", "a", "--environment", "b"],
+            &["mcp", "--debug", "--log-level", "info"],
+            &["serve", "--container-tag", "a"],
         ] {
             assert!(parse(line).is_err(), "{line:?}");
         }
@@ -713,6 +847,32 @@ mod tests {
             panic!("it is a build");
         };
         assert_eq!((build.name.as_deref(), build.packages.len()), (Some("a"), 2));
+    }
+
+    #[test]
+    fn an_image_tag_becomes_the_name_of_an_environment() {
+        for (tag, name) in [
+            ("ipybox", "ipybox"),
+            ("gradion-ai/ipybox:Mine", "gradion-ai-ipybox-mine"),
+            ("registry.example.com:5000/team/deep/science.image:1.2", "000-team-deep-science-image-1-2"),
+            ("9lives", "lives"),
+        ] {
+            let name = name.trim_start_matches(|letter: char| !letter.is_ascii_lowercase());
+            assert_eq!(environment_of(tag), name);
+            assert!(crate::environment::EnvironmentName::new(name).is_some(), "{name}");
+        }
+    }
+
+    #[test]
+    fn flags_without_effect_are_told() {
+        let told = |line: &[&str]| match parse(line).unwrap().command {
+            Command::Mcp(mcp) => mcp.other.notices(),
+            _ => panic!("it is mcp"),
+        };
+        assert!(told(&["mcp", "--sandbox"]).is_empty(), "code is in a sandbox, as it says");
+        assert_eq!(told(&["mcp", "--tool-server-port", "1", "--kernel-gateway-host", "x"]).len(), 2);
+        assert_eq!(told(&["mcp", "--container-tag", "ghcr.io/gradion-ai/ipybox:minimal"]).len(), 1);
+        assert!(told(&["mcp", "--container-tag", "mine"]).is_empty());
     }
 
     #[test]

@@ -7,6 +7,7 @@ mod audit_command;
 mod cli;
 mod doctor;
 mod env_command;
+mod ipybox_commands;
 mod keeper;
 mod key_command;
 mod network;
@@ -36,8 +37,8 @@ use self::packages::Packages;
 use crate::audit::Audit;
 use crate::config::{self, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
-use crate::mcp::{Front, McpSettings};
-use crate::sandbox::native::{NativeBackend, NativeSettings, WORK_FOLDER, WarmEnvironment};
+use crate::mcp::{self, Front, McpSettings};
+use crate::sandbox::native::{NativeBackend, NativeSettings, Programs, WORK_FOLDER, WarmEnvironment};
 use crate::sandbox::{Backend, Preparation};
 use crate::session::install::{Installer, Source};
 use crate::session::{self, SessionSettings, Sessions, WorkFolder};
@@ -77,7 +78,11 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
         // Commands that end at once have nothing to trace.
         traces: settings.traces.clone().filter(|_| serves),
     })?;
-    for notice in &settings.notices {
+    let ineffective = match &arguments.command {
+        Command::Mcp(mcp) => mcp.other.notices(),
+        _ => Vec::new(),
+    };
+    for notice in settings.notices.iter().chain(&ineffective) {
         tracing::warn!("{notice}");
     }
     raise_descriptor_limit();
@@ -98,6 +103,13 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
                 env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
             Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
+            Command::Build(build) => {
+                ipybox_commands::build(&build, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
+            }
+            Command::Cleanup(cleanup) => {
+                print(&ipybox_commands::clean_up(&cleanup, &settings)?)?;
+                Ok(ExitCode::SUCCESS)
+            }
             Command::Packages(command) => {
                 print(&packages_command::execute(&command, &settings)?)?;
                 Ok(ExitCode::SUCCESS)
@@ -230,6 +242,7 @@ fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
         mounts: workspace.chain(mounts).collect(),
         variables: settings.variables.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         allow_missing: settings.allow_missing.clone(),
+        programs: Programs::Free,
         pool: settings.pool,
         empty: EMPTY_SANDBOXES,
         leave_out: Vec::new(),
@@ -301,6 +314,7 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
 fn mcp_settings(settings: &Settings, front: Front) -> McpSettings {
     McpSettings {
         front,
+        profile: profile(settings),
         max_wait: settings.service.max_wait,
         default_timeout: settings.timeout,
         max_timeout: settings.max_timeout,
@@ -310,6 +324,26 @@ fn mcp_settings(settings: &Settings, front: Front) -> McpSettings {
         network: settings.network.rules.clone(),
         can_install: settings.packages.allowed,
         ..McpSettings::default()
+    }
+}
+
+/// Which tools clients see, with what those need to know.
+fn profile(settings: &Settings) -> mcp::Profile {
+    let modules = || mcp::Modules {
+        allowed: settings.allowed_modules.clone(),
+        blocked: settings.blocked_modules.clone(),
+        installed: crate::packages::PACKAGES_INSIDE.to_owned(),
+        ..mcp::Modules::default()
+    };
+    match settings.profile {
+        config::Profile::Default => mcp::Profile::Default,
+        config::Profile::Ipybox => mcp::Profile::Ipybox {
+            images: settings.images_dir.to_string_lossy().parse().expect("it was checked to be a path inside"),
+            workspace: settings.workspace.clone(),
+        },
+        config::Profile::PythonDocker => mcp::Profile::PythonDocker { modules: modules() },
+        config::Profile::CodeExecuter => mcp::Profile::CodeExecuter { modules: modules() },
+        config::Profile::Pyexec => mcp::Profile::Pyexec,
     }
 }
 

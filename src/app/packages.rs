@@ -51,6 +51,21 @@ pub(super) struct Packages {
     sessions: OnceLock<Sessions>,
 }
 
+/// Finds the package installer, told where packages come from if the operator says so.
+fn tools(settings: &Settings) -> anyhow::Result<InstallerTools> {
+    let mut tools = InstallerTools::find(&settings.data_dir)?;
+    if let Some(url) = &settings.package_index.url {
+        for other in ["UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL"] {
+            tools.variables.remove(other);
+        }
+        tools.variables.insert("UV_DEFAULT_INDEX".to_owned(), url.clone());
+    }
+    if !settings.package_index.trusted_hosts.is_empty() {
+        tools.variables.insert("UV_INSECURE_HOST".to_owned(), settings.package_index.trusted_hosts.join(" "));
+    }
+    Ok(tools)
+}
+
 /// An installer that knows where files come from.
 struct Ready {
     installer: Installer,
@@ -72,7 +87,7 @@ impl Packages {
         }
         std::fs::create_dir_all(settings.data_dir.join("tools"))?;
         Ok(Some(Arc::new(Packages {
-            tools: InstallerTools::find(&settings.data_dir)?,
+            tools: tools(settings)?,
             data_dir: settings.data_dir.clone(),
             store: Arc::new(Store::open(&store_folder(settings))?),
             limits: Limits {

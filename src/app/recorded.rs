@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use serde_json::Value;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -21,9 +22,10 @@ use crate::audit::{
 };
 use crate::sandbox::{Preparation, Rules};
 use crate::session::install::{InstallReport, Leave};
+use crate::session::servers::ServerReport;
 use crate::session::{
     self, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed, ExecutionHandle,
-    ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkNames, ForkReport, InsidePath, Load, News,
+    ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Load, News,
     Principal, Refused, ResetReport, Ruling, SessionAccess, SessionId, SessionInfo, Slice, Status, UndoReport,
     UploadPart, Uploaded, Which, Word,
 };
@@ -292,10 +294,10 @@ impl SessionAccess for Recorded {
         self.sessions.checkpoints(owner, id).await
     }
 
-    async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused> {
+    async fn fork(&self, owner: &Principal, id: &SessionId, request: ForkRequest) -> Result<ForkReport, Refused> {
         self.may_begin()?;
         let begun = Instant::now();
-        let done = self.sessions.fork(owner, id, names).await;
+        let done = self.sessions.fork(owner, id, request).await;
         if let Ok(report) = &done {
             report.forks.iter().for_each(|fork| self.met(owner, fork, Some(id)));
         }
@@ -360,6 +362,26 @@ impl SessionAccess for Recorded {
         self.audit.note(self.event(owner, Some(id), Packages { requirements: wanted, installed, outcome }));
         self.call(owner, Some(id), "install_package", begun, &done);
         done
+    }
+
+    async fn register_server(&self, owner: &Principal, name: &str, params: Value) -> Result<ServerReport, Refused> {
+        self.may_begin()?;
+        let begun = Instant::now();
+        let done = self.sessions.register_server(owner, name, params).await;
+        self.call(owner, None, "register_mcp_server", begun, &done);
+        done
+    }
+
+    async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {
+        self.may_begin()?;
+        let begun = Instant::now();
+        let done = self.sessions.unregister_server(owner, name).await;
+        self.call(owner, None, "unregister_mcp_server", begun, &done);
+        done
+    }
+
+    async fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused> {
+        self.sessions.servers(owner).await
     }
 
     async fn write_file(

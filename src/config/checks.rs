@@ -21,9 +21,13 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use super::folders::{self, Machine};
-use super::layers::{self, Flags, Key, Member, Merged, Origin, Written};
+use super::layers::{self, Flags, Key, Layer, Member, Merged, Origin, Written};
+use super::profiles::{self, Surroundings};
 use super::quantity::{format_duration, format_size, parse_duration, parse_size};
-use super::{ConfigError, HandOver, InvalidValue, Mount, Packages, Profile, Quotas, Settings, Undo, Variables, dotenv};
+use super::{
+    ConfigError, HandOver, InvalidValue, Mount, PackageIndex, Packages, Profile, Quotas, Settings, Undo, Variables,
+    dotenv,
+};
 use crate::environment::{EnvironmentName, EnvironmentSpec, PythonRequest, spec};
 use crate::keeper::KeeperName;
 use crate::sandbox::{LayerKind, SandboxLimits};
@@ -75,11 +79,19 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         .into_iter()
         .map(|name| format!("the variable {name} is no setting of Cellblock and is ignored"))
         .collect();
-    let check = Check {
-        written: Merged::from_weakest_to_strongest([file, environment, flags.layer()]),
+    let mut check = Check {
+        written: Merged::from_weakest_to_strongest([file.clone(), environment.clone(), flags.clone().layer()]),
         current_dir: &machine.current_dir,
         home: surroundings.get("HOME").map(String::as_str),
     };
+    let profile = check.profile()?;
+    let around = Surroundings { variables: &surroundings, current_dir: &machine.current_dir, read };
+    let usual = profiles::layer(profile, &around, &mut notices)?;
+    let sandbox = match check.path(Key::SandboxConfig)? {
+        Some(path) => profiles::sandbox_config(&path, &around, &mut notices)?,
+        None => Layer::default(),
+    };
+    check.written = Merged::from_weakest_to_strongest([usual, sandbox, file, environment, flags.layer()]);
 
     let workspace = check.path(Key::Workspace)?;
     let allowed_dirs = match check.paths(Key::AllowedDirs)? {
@@ -142,8 +154,12 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         network,
         packages: check.packages()?,
         approvals: check.approvals()?,
+        package_index: check.package_index()?,
         service: check.service()?,
-        profile: check.profile()?,
+        profile,
+        allowed_modules: check.modules(Key::AllowedModules)?,
+        blocked_modules: check.modules(Key::BlockedModules)?,
+        images_dir: check.images_dir(workspace.as_deref())?,
         allow_missing: check.allow_missing()?,
         auth: check.auth(&surroundings, &data_dir)?,
         runtime_dir: folders::runtime_dir(&surroundings, &machine),
@@ -459,6 +475,44 @@ impl Check<'_> {
         Ok(self.read(Key::Profile, &allowed, |text| Profile::from_name(text).ok_or(None))?.unwrap_or(Profile::Default))
     }
 
+    fn modules(&self, key: Key) -> Result<Vec<String>, ConfigError> {
+        let Some((origin, texts)) = self.written.texts(key)? else { return Ok(Vec::new()) };
+        all(key.name(), origin, &texts, "module names such as math", spec::is_module_name)
+    }
+
+    /// Reads where pictures are kept: a folder below the working folder, which may be named as the host knows it.
+    fn images_dir(&self, workspace: Option<&Path>) -> Result<PathBuf, ConfigError> {
+        let Some((origin, text)) = self.written.text(Key::ImagesDir)? else { return Ok(PathBuf::from("images")) };
+        let below = workspace
+            .and_then(|workspace| self.at_its_place(origin, text).strip_prefix(workspace).ok().map(Path::to_owned));
+        let written = match below {
+            Some(below) if Path::new(text).is_absolute() => below.to_string_lossy().into_owned(),
+            _ => text.to_owned(),
+        };
+        let allowed = "a folder below the working folder, such as images";
+        // Names of pictures come behind it.
+        if written.len() > LONGEST_FOLDER {
+            return Err(invalid(Key::ImagesDir.name(), origin, text, allowed, Some("it is too long".to_owned())));
+        }
+        relative_inside(&written)
+            .map_err(|why| invalid(Key::ImagesDir.name(), origin, text, allowed, Some(why.to_owned())))
+    }
+
+    fn package_index(&self) -> Result<PackageIndex, ConfigError> {
+        let url = match self.written.text(Key::PackageIndex)? {
+            None => None,
+            Some((_, url)) if url.starts_with("https://") || url.starts_with("http://") => Some(url.to_owned()),
+            // It may hold a password, so it is not repeated.
+            Some((origin, _)) => {
+                let name = Key::PackageIndex.name();
+                return Err(layers::wrong_shape(name, origin, "an address that begins with https:// or http://"));
+            }
+        };
+        let hosts = self.written.texts(Key::PackageTrustedHosts)?;
+        let trusted_hosts = hosts.map(|(_, hosts)| hosts.into_iter().map(str::to_owned).collect()).unwrap_or_default();
+        Ok(PackageIndex { url, trusted_hosts })
+    }
+
     fn allow_missing(&self) -> Result<BTreeSet<LayerKind>, ConfigError> {
         let Some((origin, texts)) = self.written.texts(Key::AllowMissing)? else { return Ok(BTreeSet::new()) };
         let allowed = format!("layers out of: {}", LayerKind::ALL.map(LayerKind::name).join(", "));
@@ -470,11 +524,19 @@ impl Check<'_> {
 
     fn log_level(&self) -> Result<Option<String>, ConfigError> {
         self.read(Key::LogLevel, &format!("one of: {}", LOG_LEVELS.join(", ")), |text| {
-            let level = text.to_ascii_lowercase();
+            let level = match text.to_ascii_lowercase().as_str() {
+                // As Python's programs call them.
+                "critical" => "error".to_owned(),
+                "warning" => "warn".to_owned(),
+                level => level.to_owned(),
+            };
             LOG_LEVELS.contains(&level.as_str()).then_some(level).ok_or(None)
         })
     }
 }
+
+/// Bytes of a folder's path below the working folder.
+const LONGEST_FOLDER: usize = 1000;
 
 const MOUNT_ALLOWED: &str = "HOST:RELATIVE or HOST:RELATIVE:ro, where RELATIVE is a path below the working folder";
 

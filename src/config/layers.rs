@@ -66,6 +66,8 @@ pub enum Key {
     ApproveDomains,
     ApprovalTimeout,
     RememberApprovals,
+    PackageIndex,
+    PackageTrustedHosts,
     Listen,
     PublicUrl,
     AllowedHosts,
@@ -77,6 +79,10 @@ pub enum Key {
     KeepSessions,
     Keeper,
     Profile,
+    AllowedModules,
+    BlockedModules,
+    ImagesDir,
+    SandboxConfig,
     AllowMissing,
     Auth,
     DataDir,
@@ -155,6 +161,8 @@ impl Key {
         (Key::ApproveDomains, "approve_domains", "--approve-domains", Shape::Single),
         (Key::ApprovalTimeout, "approval_timeout", "", Shape::Single),
         (Key::RememberApprovals, "remember_approvals", "--remember-approvals", Shape::Single),
+        (Key::PackageIndex, "package_index", "", Shape::Single),
+        (Key::PackageTrustedHosts, "package_trusted_hosts", "", Shape::List),
         (Key::Listen, "listen", "--listen", Shape::Single),
         (Key::PublicUrl, "public_url", "--public-url", Shape::Single),
         (Key::AllowedHosts, "allowed_hosts", "--allowed-host", Shape::List),
@@ -166,6 +174,10 @@ impl Key {
         (Key::KeepSessions, "keep_sessions", "--keep-sessions", Shape::Single),
         (Key::Keeper, "keeper", "--keeper", Shape::Single),
         (Key::Profile, "profile", "--profile", Shape::Single),
+        (Key::AllowedModules, "allowed_modules", "", Shape::List),
+        (Key::BlockedModules, "blocked_modules", "", Shape::List),
+        (Key::ImagesDir, "images_dir", "--images-dir", Shape::Single),
+        (Key::SandboxConfig, "sandbox_config", "--sandbox-config", Shape::Single),
         (Key::AllowMissing, "allow_missing", "--allow-missing", Shape::List),
         (Key::Auth, "auth", "--auth", Shape::Single),
         (Key::DataDir, "data_dir", "", Shape::Single),
@@ -271,6 +283,17 @@ impl Origin {
 #[derive(Clone, Default)]
 pub(super) struct Layer(Vec<(Key, Origin, Written)>);
 
+impl Layer {
+    pub(super) fn of(settings: Vec<(Key, Origin, Written)>) -> Layer {
+        Layer(settings)
+    }
+
+    /// Adds a setting, which is stronger than those before it.
+    pub(super) fn push(&mut self, key: Key, origin: Origin, written: Written) {
+        self.0.push((key, origin, written));
+    }
+}
+
 /// The settings given as flags.
 #[derive(Clone, Default)]
 pub struct Flags(Layer);
@@ -329,21 +352,8 @@ pub(super) enum Given {
 
 /// Reads the text of a configuration file.
 pub(super) fn from_file(path: &Path, text: &str) -> Result<Layer, ConfigError> {
-    let whole: Written = serde_saphyr::from_str(text).map_err(|error| ConfigError::Yaml {
-        path: path.to_owned(),
-        line: error.location().map(|location| location.line()).filter(|line| *line > 0),
-        why: with_advice(first_line(&error.to_string())),
-    })?;
-    let members = match whole {
-        Written::Nothing => Vec::new(),
-        Written::Table(members) => members,
-        Written::Text(_) | Written::List(_) => {
-            let why = "the file must hold settings as \"key: value\" lines".to_owned();
-            return Err(ConfigError::Yaml { path: path.to_owned(), line: Some(1), why });
-        }
-    };
     let mut layer = Layer::default();
-    for member in members {
+    for member in members_of(path, text)? {
         let origin = Origin::File { path: path.to_owned(), line: member.line };
         let Some(key) = Key::from_name(&member.name) else {
             return Err(unknown_key(&member.name, origin, Key::names()));
@@ -351,6 +361,23 @@ pub(super) fn from_file(path: &Path, text: &str) -> Result<Layer, ConfigError> {
         layer.0.push((key, origin, member.value));
     }
     Ok(layer)
+}
+
+/// Reads the text of a YAML file that holds a table.
+pub(super) fn members_of(path: &Path, text: &str) -> Result<Vec<Member>, ConfigError> {
+    let whole: Written = serde_saphyr::from_str(text).map_err(|error| ConfigError::Yaml {
+        path: path.to_owned(),
+        line: error.location().map(|location| location.line()).filter(|line| *line > 0),
+        why: with_advice(first_line(&error.to_string())),
+    })?;
+    match whole {
+        Written::Nothing => Ok(Vec::new()),
+        Written::Table(members) => Ok(members),
+        Written::Text(_) | Written::List(_) => {
+            let why = "the file must hold settings as \"key: value\" lines".to_owned();
+            Err(ConfigError::Yaml { path: path.to_owned(), line: Some(1), why })
+        }
+    }
 }
 
 /// Reads the settings among environment variables. Returns also the variables with our prefix that are nothing we know.

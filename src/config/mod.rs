@@ -1,7 +1,7 @@
 //! Settings: what was written, checked once.
 //!
 //! ```text
-//! file (YAML)  <  CELLBLOCK_… variables  <  flags
+//! (profile  <)  file (YAML)  <  CELLBLOCK_… variables  <  flags
 //!      \                 |                  /
 //!       layers: the same form for all, laid over each other
 //!                        |
@@ -17,6 +17,7 @@ mod checks;
 mod dotenv;
 mod folders;
 mod layers;
+mod profiles;
 pub mod quantity;
 mod variables;
 
@@ -84,8 +85,14 @@ pub struct Settings {
     pub network: Network,
     pub packages: Packages,
     pub approvals: Approvals,
+    pub package_index: PackageIndex,
     pub service: Service,
     pub profile: Profile,
+    /// What code may import, in profiles that have such lists. If any are allowed, only those.
+    pub allowed_modules: Vec<String>,
+    pub blocked_modules: Vec<String>,
+    /// Where the profile `ipybox` keeps pictures, below the working folder.
+    pub images_dir: PathBuf,
     /// Isolation layers that may be missing.
     pub allow_missing: BTreeSet<LayerKind>,
     /// Who may call over HTTP.
@@ -181,6 +188,22 @@ pub struct Approvals {
     pub remember: bool,
 }
 
+/// Where packages for sessions come from, if not from where uv would take them.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct PackageIndex {
+    /// It may hold a password.
+    pub url: Option<String>,
+    /// Hosts whose certificates are not checked.
+    pub trusted_hosts: Vec<String>,
+}
+
+impl std::fmt::Debug for PackageIndex {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let url = self.url.as_ref().map(|_| "[redacted]");
+        formatter.debug_struct("PackageIndex").field("url", &url).field("trusted_hosts", &self.trusted_hosts).finish()
+    }
+}
+
 /// How `cellblock serve` is reached.
 #[derive(Debug, Clone)]
 pub struct Service {
@@ -224,14 +247,23 @@ pub struct Mount {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Profile {
     Default,
+    Ipybox,
+    PythonDocker,
+    CodeExecuter,
+    Pyexec,
 }
 
 impl Profile {
-    pub const ALL: [Profile; 1] = [Profile::Default];
+    pub const ALL: [Profile; 5] =
+        [Profile::Default, Profile::Ipybox, Profile::PythonDocker, Profile::CodeExecuter, Profile::Pyexec];
 
     pub fn name(self) -> &'static str {
         match self {
             Profile::Default => "default",
+            Profile::Ipybox => "ipybox",
+            Profile::PythonDocker => "python-docker-mcp",
+            Profile::CodeExecuter => "code-executer",
+            Profile::Pyexec => "pyexec",
         }
     }
 

@@ -45,13 +45,18 @@ pub(super) async fn carry_out(
             Err(error) => written::<()>(number, &Err(Refused::Transfer { why: error.to_string() })),
         },
         Call::Checkpoints { owner, id } => written(number, &sessions.checkpoints(&owner, &id).await),
-        Call::Fork { owner, id, names } => written(number, &sessions.fork(&owner, &id, names).await),
+        Call::Fork { owner, id, request } => written(number, &sessions.fork(&owner, &id, request).await),
         Call::Explore { owner, id, request } => {
             written(number, &sessions.explore(&owner, &id, request, cancel, news).await)
         }
         Call::Install { owner, id, requirements, leave } => {
             written(number, &sessions.install(&owner, &id, requirements, leave, cancel, news).await)
         }
+        Call::RegisterServer { owner, name, params } => {
+            written(number, &sessions.register_server(&owner, &name, params).await)
+        }
+        Call::UnregisterServer { owner, name } => written(number, &sessions.unregister_server(&owner, &name).await),
+        Call::Servers { owner } => written(number, &sessions.servers(&owner).await),
         Call::WriteFile { owner, id, path, overwrite } => {
             written(number, &sessions.write_file(&owner, &id, &path, &mut source, overwrite).await)
         }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -22,9 +23,10 @@ use super::start::{self, AttachError};
 use super::{KeeperSettings, post::KeeperName};
 use crate::sandbox::{LaunchError, Preparation, Rules};
 use crate::session::install::{InstallReport, Leave};
+use crate::session::servers::ServerReport;
 use crate::session::{
     Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId, ExploreReport,
-    ExploreRequest, FileList, FileRange, ForkNames, ForkReport, InsidePath, Load, News, Principal, Refused,
+    ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Load, News, Principal, Refused,
     ResetReport, SessionAccess, SessionId, SessionInfo, Slice, UndoReport, UploadPart, Uploaded, Which, Word,
 };
 
@@ -332,8 +334,8 @@ impl SessionAccess for Client {
         self.ask_plainly(Some((owner, id)), Call::Checkpoints { owner: owner.clone(), id: id.clone() }).await
     }
 
-    async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused> {
-        let call = Call::Fork { owner: owner.clone(), id: id.clone(), names };
+    async fn fork(&self, owner: &Principal, id: &SessionId, request: ForkRequest) -> Result<ForkReport, Refused> {
+        let call = Call::Fork { owner: owner.clone(), id: id.clone(), request };
         let report: ForkReport = self.ask_plainly(Some((owner, id)), call).await?;
         let mut seen = self.shared.seen();
         report.forks.iter().for_each(|fork| seen.note(owner, fork));
@@ -369,6 +371,20 @@ impl SessionAccess for Client {
     ) -> Result<InstallReport, Refused> {
         let call = Call::Install { owner: owner.clone(), id: id.clone(), requirements, leave };
         self.ask(Some((owner, id)), call, Wishes { news: Some(news), cancel: Some(cancel) }).await
+    }
+
+    async fn register_server(&self, owner: &Principal, name: &str, params: Value) -> Result<ServerReport, Refused> {
+        let call = Call::RegisterServer { owner: owner.clone(), name: name.to_owned(), params };
+        self.ask_plainly(None, call).await
+    }
+
+    async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {
+        let call = Call::UnregisterServer { owner: owner.clone(), name: name.to_owned() };
+        self.ask_plainly(None, call).await
+    }
+
+    async fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused> {
+        self.ask_plainly(None, Call::Servers { owner: owner.clone() }).await
     }
 
     async fn write_file(

@@ -6,16 +6,17 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::sandbox::Preparation;
 use crate::session::install::Leave;
 use crate::session::{
-    Decision, ExecuteRequest, ExecutionHandle, ExecutionId, ExploreRequest, ForkNames, InsidePath, Principal, Refused,
+    Decision, ExecuteRequest, ExecutionHandle, ExecutionId, ExploreRequest, ForkRequest, InsidePath, Principal, Refused,
     Resident, SessionId, UploadPart, Which,
 };
 
 /// Counts changes that an older peer would not understand.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// What every call is answered with.
 pub(super) type Answer<T> = Result<T, Refused>;
@@ -125,9 +126,12 @@ pub(super) enum Call {
     Undo { owner: Principal, id: SessionId, cells: u32 },
     Narrow { owner: Principal, id: SessionId, rules: Vec<String> },
     Checkpoints { owner: Principal, id: SessionId },
-    Fork { owner: Principal, id: SessionId, names: ForkNames },
+    Fork { owner: Principal, id: SessionId, request: ForkRequest },
     Explore { owner: Principal, id: SessionId, request: ExploreRequest },
     Install { owner: Principal, id: SessionId, requirements: Vec<String>, leave: Leave },
+    RegisterServer { owner: Principal, name: String, params: Value },
+    UnregisterServer { owner: Principal, name: String },
+    Servers { owner: Principal },
     WriteFile { owner: Principal, id: SessionId, path: InsidePath, overwrite: bool },
     ReadFile { owner: Principal, id: SessionId, path: InsidePath, limit: u64 },
     ReadFileRange { owner: Principal, id: SessionId, path: InsidePath, offset: u64, length: Option<u64> },
@@ -156,6 +160,9 @@ impl Call {
             Call::Fork { .. } => "fork",
             Call::Explore { .. } => "explore",
             Call::Install { .. } => "install",
+            Call::RegisterServer { .. } => "register_server",
+            Call::UnregisterServer { .. } => "unregister_server",
+            Call::Servers { .. } => "servers",
             Call::WriteFile { .. } => "write_file",
             Call::ReadFile { .. } => "read_file",
             Call::ReadFileRange { .. } => "read_file_range",

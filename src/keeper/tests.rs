@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use serde::Serialize;
+use serde_json::{Value, json};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::sync::{Semaphore, oneshot, watch};
@@ -26,9 +27,10 @@ use super::{Client, KeeperSettings, Kept, Post, Terms, attach, keep};
 use crate::approval::Answer as PersonAnswer;
 use crate::sandbox::{Preparation, Rules};
 use crate::session::install::{InstallReport, Leave};
+use crate::session::servers::{Registrar, ServerReport, ServerState, ServerTool};
 use crate::session::{
     AskId, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed, ExecutionHandle,
-    ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, ForkNames, ForkReport, InsidePath, Load,
+    ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, ForkNames, ForkReport, ForkRequest, InsidePath, Load,
     News, Outcome, Output, Principal, Refused, ResetReport, Resident, Ruling, SessionAccess, SessionId, SessionInfo,
     Slice, Status as CellStatus, UndoReport, UploadPart, Uploaded, Variant, Which,
 };
@@ -87,9 +89,12 @@ fn every_call() -> Vec<Call> {
         Call::Undo { owner: owner.clone(), id: id.clone(), cells: 2 },
         Call::Narrow { owner: owner.clone(), id: id.clone(), rules: vec!["example.com".to_owned()] },
         Call::Checkpoints { owner: owner.clone(), id: id.clone() },
-        Call::Fork { owner: owner.clone(), id: id.clone(), names: ForkNames::Count(2) },
+        Call::Fork { owner: owner.clone(), id: id.clone(), request: ForkNames::Count(2).into() },
         Call::Explore { owner: owner.clone(), id: id.clone(), request: exploration },
         Call::Install { owner: owner.clone(), id: id.clone(), requirements: vec!["x".to_owned()], leave: LEAVE },
+        Call::RegisterServer { owner: owner.clone(), name: "n".to_owned(), params: json!({"command": "x"}) },
+        Call::UnregisterServer { owner: owner.clone(), name: "n".to_owned() },
+        Call::Servers { owner: owner.clone() },
         Call::WriteFile { owner: owner.clone(), id: id.clone(), path: path("f"), overwrite: true },
         Call::ReadFile { owner: owner.clone(), id: id.clone(), path: path("f"), limit: 1 << 40 },
         Call::ReadFileRange { owner: owner.clone(), id: id.clone(), path: path("f"), offset: 3, length: Some(4) },
@@ -311,6 +316,25 @@ fn note(executed: Executed) -> String {
     }
 }
 
+/// A server with one tool, and one that was left out.
+fn server_report(name: &str) -> ServerReport {
+    let tool = ServerTool {
+        name: "read-note".to_owned(),
+        module: "read_note".to_owned(),
+        summary: "Reads a note.".to_owned(),
+        disabled: None,
+    };
+    ServerReport {
+        name: name.to_owned(),
+        package: name.to_owned(),
+        transport: "stdio".to_owned(),
+        registrar: Registrar::Owner,
+        state: ServerState::Connected,
+        tools: vec![tool],
+        notes: vec!["the tool \"x\" is left out: its name is odd".to_owned()],
+    }
+}
+
 #[async_trait]
 impl SessionAccess for Puppet {
     fn preparation(&self) -> watch::Receiver<Preparation> {
@@ -394,7 +418,7 @@ impl SessionAccess for Puppet {
         Ok(vec![CheckpointInfo { cells_back: 1, before: "x = 1".to_owned(), age: Duration::from_secs(2) }])
     }
 
-    async fn fork(&self, _: &Principal, id: &SessionId, _: ForkNames) -> Result<ForkReport, Refused> {
+    async fn fork(&self, _: &Principal, id: &SessionId, _: ForkRequest) -> Result<ForkReport, Refused> {
         Err(Refused::CannotCopy { id: id.clone(), why: "it is a puppet".to_owned() })
     }
 
@@ -420,6 +444,21 @@ impl SessionAccess for Puppet {
     ) -> Result<InstallReport, Refused> {
         assert_eq!(leave, LEAVE);
         Ok(InstallReport { text: requirements.join(" "), loaded: Vec::new(), ruling: None })
+    }
+
+    async fn register_server(&self, _: &Principal, name: &str, params: Value) -> Result<ServerReport, Refused> {
+        if params.get("command").is_none() {
+            return Err(Refused::Server { why: "it has no command".to_owned() });
+        }
+        Ok(server_report(name))
+    }
+
+    async fn unregister_server(&self, _: &Principal, name: &str) -> Result<(), Refused> {
+        if name == "notes" { Ok(()) } else { Err(Refused::Server { why: format!("there is no server {name:?}") }) }
+    }
+
+    async fn servers(&self, _: &Principal) -> Result<Vec<ServerReport>, Refused> {
+        Ok(vec![server_report("notes")])
     }
 
     async fn write_file(
@@ -650,13 +689,19 @@ async fn every_kind_of_answer_comes_back() {
     client.narrow(&owner, &session, rules).await.unwrap();
     assert!(client.narrow(&owner, &session, Rules::everything()).await.is_err()); // control
     let names = ForkNames::Named(vec![id("b")]);
-    assert!(matches!(client.fork(&owner, &session, names).await, Err(Refused::CannotCopy { .. })));
+    assert!(matches!(client.fork(&owner, &session, names.into()).await, Err(Refused::CannotCopy { .. })));
     let requirements = vec!["one".to_owned(), "two".to_owned()];
     let installed =
         client.install(&owner, &session, requirements, LEAVE, CancellationToken::new(), News::default()).await;
     assert_eq!(installed.unwrap().text, "one two");
     let decided = client.decide(&owner, &handle(), vec![DECISION], "").await.unwrap();
     assert_eq!((decided.session, decided.rulings[0].by), (id("a"), DecidedBy::Person(PersonAnswer::Session)));
+    let server = client.register_server(&owner, "notes", json!({"command": "x", "env": {"A": "b"}})).await.unwrap();
+    assert_eq!(server, server_report("notes"));
+    assert!(matches!(client.register_server(&owner, "notes", json!({})).await, Err(Refused::Server { .. })));
+    assert_eq!(client.servers(&owner).await.unwrap(), [server_report("notes")]);
+    client.unregister_server(&owner, "notes").await.unwrap();
+    assert!(client.unregister_server(&owner, "other").await.is_err());
     assert!(matches!(client.close(&owner, &session).await, Err(Refused::Unknown { .. })));
     assert_eq!(client.output_size(&owner, &session, ExecutionId(1)).await, Some(5));
     assert_eq!(client.output_size(&owner, &session, ExecutionId(9)).await, None);

@@ -16,14 +16,15 @@ use tokio::io::AsyncWriteExt;
 
 use super::arguments::{Call, Source, Target};
 use super::asking::Way;
-use super::desk::Job;
+use super::desk::{Job, Place};
 use super::host_files::{Capped, HostFileError, HostFiles, Overwrite};
 use super::progress::Reporter;
 use super::resuming::{Manner, Question, installed_or_asked};
 use super::{Server, Shared, compare, render, tasks};
-use crate::session::install::Leave;
+use crate::session::install::{InstallReport, Leave};
 use crate::session::{
-    Checked, Decision, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, SessionId, Which,
+    Checked, Decision, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, Refused,
+    SessionId, Which,
 };
 
 /// Calls of one owner carried out at once. Each may hold an output in memory; a client with more than this under way has lost count.
@@ -37,7 +38,7 @@ pub(super) const LARGEST_INLINE: u64 = 1024 * 1024;
 
 /// Why a call was given up by this room.
 #[derive(Debug, thiserror::Error)]
-enum GivenUp {
+pub(super) enum GivenUp {
     #[error(
         "{MOST_CALLS} of your calls are being carried out. Nothing was executed. Try again when one of them has been answered"
     )]
@@ -63,7 +64,10 @@ impl Server {
         call: Call,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResponse {
-        let Some(_place) = self.shared.calls.take(owner) else { return render::refused(&GivenUp::Busy).into() };
+        let _place = match self.place(owner) {
+            Ok(place) => place,
+            Err(busy) => return render::refused(&busy).into(),
+        };
         match call {
             // Execution listens for cancellation itself, because it has an outcome to tell.
             Call::Execute { session, code, timeout, max_output_chars, rules } => {
@@ -105,7 +109,7 @@ impl Server {
                 Err(refused) => render::refused(&refused),
             },
             Call::Fork { session, names } => {
-                let done = or_cancelled(context, sessions.fork(owner, &session, names)).await;
+                let done = or_cancelled(context, sessions.fork(owner, &session, names.into())).await;
                 answer(done, |report| render::forked(&session, &report))
             }
             Call::Explore { session, variants, timeout, keep, replace } => {
@@ -145,26 +149,70 @@ impl Server {
         request: ExecuteRequest,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResponse {
-        let Shared { sessions, max_wait, draining, .. } = &*self.shared;
-        let (news, max_chars) = (News::default(), request.max_output_chars);
-        let reporter = Reporter::new(sessions.preparation(), request.timeout, &news);
+        let max_wait = self.shared.max_wait;
         let knows_tasks = tasks::are_known_to(context);
-        let wait = if knows_tasks { tasks::PATIENCE.min(*max_wait) } else { *max_wait };
-        let execution = sessions.execute(owner, session, request, Some(wait), context.ct.clone(), news);
-        let executed = tokio::select! {
-            executed = with_progress(execution, reporter, context) => executed,
-            // The code goes on; whoever asks the next server hears how.
-            () = draining.cancelled() => match self.look(owner, session, max_chars).await {
-                Some(underway) => Ok(underway),
-                None => return render::refused(&crate::session::Refused::ShuttingDown).into(),
-            },
-        };
-        let told = executed.map(|executed| match executed {
+        let wait = if knows_tasks { tasks::PATIENCE.min(max_wait) } else { max_wait };
+        let max_chars = request.max_output_chars;
+        let told = self.begin(owner, session, request, Some(wait), context).await.map(|executed| match executed {
             Executed::Finished(outcome) => Checked::Finished { session: session.clone(), outcome, again: false },
             Executed::Underway(underway) => Checked::Underway(underway),
         });
         let manner = Manner { wait, max_chars, as_task: knows_tasks };
         self.answer_or_ask(owner, session, told, manner, context).await
+    }
+
+    /// Runs code until it has finished, the caller's patience has ended or the server is about to.
+    async fn begin(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        request: ExecuteRequest,
+        wait: Option<Duration>,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<Executed, Refused> {
+        let Shared { sessions, draining, .. } = &*self.shared;
+        let (news, max_chars) = (News::default(), request.max_output_chars);
+        let reporter = Reporter::new(sessions.preparation(), request.timeout, &news);
+        let execution = sessions.execute(owner, session, request, wait, context.ct.clone(), news);
+        tokio::select! {
+            executed = with_progress(execution, reporter, context) => executed,
+            // The code goes on; whoever asks the next server hears how.
+            () = draining.cancelled() => self.look(owner, session, max_chars).await.ok_or(Refused::ShuttingDown),
+        }
+    }
+
+    /// Runs code to its end. For tools whose callers have no way to ask later.
+    pub(super) async fn run_to_end(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        request: ExecuteRequest,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<Outcome, Refused> {
+        match self.begin(owner, session, request, None, context).await? {
+            Executed::Finished(outcome) => Ok(*outcome),
+            Executed::Underway(_) => Err(Refused::ShuttingDown),
+        }
+    }
+
+    /// Installs packages and waits for the end of it.
+    pub(super) async fn install_to_end(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        requirements: Vec<String>,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<InstallReport, Refused> {
+        let sessions = &self.shared.sessions;
+        let news = News::default();
+        let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
+        let work = sessions.install(owner, session, requirements, context.ct.clone(), news);
+        with_progress(work, reporter, context).await
+    }
+
+    /// Takes a place among the calls of an owner, until it is dropped.
+    pub(super) fn place(&self, owner: &Principal) -> Result<Place, GivenUp> {
+        self.shared.calls.take(owner).ok_or(GivenUp::Busy)
     }
 
     /// Looks at what a session runs, without waiting.
@@ -319,7 +367,7 @@ impl Server {
         }
     }
 
-    async fn upload(
+    pub(super) async fn upload(
         &self,
         owner: &Principal,
         session: &SessionId,
@@ -341,7 +389,7 @@ impl Server {
     }
 
     /// Copies to the host. Whatever goes wrong on the way, dropping the destination removes what was written.
-    async fn download(
+    pub(super) async fn download(
         &self,
         owner: &Principal,
         session: &SessionId,
@@ -388,7 +436,7 @@ pub(super) async fn with_progress<T>(
 }
 
 /// Waits for `work` unless the caller gives up first. Work that is dropped cleans up after itself.
-async fn or_cancelled<T, E>(
+pub(super) async fn or_cancelled<T, E>(
     context: &RequestContext<RoleServer>,
     work: impl Future<Output = Result<T, E>>,
 ) -> Result<T, Box<dyn Error + Send + Sync>>

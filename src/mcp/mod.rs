@@ -29,6 +29,7 @@ mod desk;
 mod handler;
 mod host_files;
 pub mod http;
+mod profiles;
 mod progress;
 mod render;
 mod resources;
@@ -58,10 +59,10 @@ pub use asking::StateKey;
 use calls::{LARGEST_INLINE, MOST_CALLS};
 use desk::{Desk, Places};
 pub use host_files::{HostFiles, RootError};
+pub use profiles::{Modules, Profile};
 use resources::{Address, CutOutputs};
 pub use stdio::{ServeError, serve_stdio};
 use toolbox::Toolbox;
-use tools::Catalogue;
 
 /// The methods this server answers. Their parameters have a shape; a request that misses it must not look like an
 /// unknown method.
@@ -89,6 +90,7 @@ const MOST_RULES_TOLD: usize = 8;
 #[derive(Debug, Clone)]
 pub struct McpSettings {
     pub front: Front,
+    pub profile: Profile,
     /// How long a call waits for code; then its caller hears how to go on.
     pub max_wait: Duration,
     /// For executions whose caller names none.
@@ -133,6 +135,7 @@ impl Default for McpSettings {
     fn default() -> McpSettings {
         McpSettings {
             front: Front::Stdio,
+            profile: Profile::Default,
             max_wait: Duration::from_secs(50),
             default_timeout: Duration::from_secs(120),
             max_timeout: Duration::from_secs(3600),
@@ -190,7 +193,7 @@ impl Server {
             shared: Arc::new(Shared {
                 sessions,
                 files,
-                toolbox: Arc::new(Catalogue::new(&settings)),
+                toolbox: profiles::toolbox(&settings),
                 work_folder: settings.work_folder,
                 can_undo: settings.can_undo,
                 reach: settings.reach(),

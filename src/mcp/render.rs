@@ -373,11 +373,16 @@ pub(super) struct Page {
 
 impl Page {
     pub(super) fn line(&mut self, line: &str) {
+        self.begin_line();
+        self.text.push_str(line);
+        self.text.push('\n');
+    }
+
+    /// Ends the line that was begun, if one was.
+    pub(super) fn begin_line(&mut self) {
         if !self.text.is_empty() && !self.text.ends_with('\n') {
             self.text.push('\n');
         }
-        self.text.push_str(line);
-        self.text.push('\n');
     }
 
     /// Returns the text without the line breaks at its end, or the words for none.

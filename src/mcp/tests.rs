@@ -20,9 +20,10 @@ use super::*;
 use crate::sandbox::fake::FakeBackend;
 use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation, Rules};
 use crate::session::install::{InstallError, InstallReport, Leave};
+use crate::session::servers::{Registrar, ServerReport, ServerState, ServerTool};
 use crate::session::{
     Asking, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId,
-    ExploreReport, ExploreRequest, FileList, FileNote, FileRange, FilesCarried, ForkNames, ForkReport, InsidePath,
+    ExploreReport, ExploreRequest, FileList, FileNote, FileRange, FilesCarried, ForkNames, ForkReport, ForkRequest, InsidePath,
     Load, News, Outcome, Output, Part, Refused, ResetReport, SessionId, SessionInfo, SessionSettings, Sessions, Slice,
     StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded, VariantReport, Which,
 };
@@ -40,6 +41,25 @@ struct FakeSessions {
     /// Receives the code of each execution when it starts, the name of each other request, and word of a `wait` that was
     /// cancelled.
     started: mpsc::Sender<String>,
+}
+
+/// A server with one tool, and one that was left out.
+fn server_report(name: &str) -> ServerReport {
+    let tool = ServerTool {
+        name: "read-note".to_owned(),
+        module: "read_note".to_owned(),
+        summary: "Reads a note.".to_owned(),
+        disabled: None,
+    };
+    ServerReport {
+        name: name.to_owned(),
+        package: name.to_owned(),
+        transport: "stdio".to_owned(),
+        registrar: Registrar::Owner,
+        state: ServerState::Connected,
+        tools: vec![tool],
+        notes: vec!["the tool \"x\" is left out: its name is odd".to_owned()],
+    }
 }
 
 #[async_trait]
@@ -146,12 +166,12 @@ impl SessionAccess for FakeSessions {
         Ok(vec![CheckpointInfo { cells_back: 3, before: "x = 1".to_owned(), age: Duration::from_secs(1) }])
     }
 
-    async fn fork(&self, _owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused> {
+    async fn fork(&self, _owner: &Principal, id: &SessionId, request: ForkRequest) -> Result<ForkReport, Refused> {
         self.started.try_send("fork".to_owned()).unwrap();
         if id.as_str() == "stuck" {
             std::future::pending::<()>().await;
         }
-        let forks = match names {
+        let forks = match request.names {
             ForkNames::Count(count) => (1..=count).map(|number| format!("{id}-{number}").parse().unwrap()).collect(),
             ForkNames::Named(names) => names,
         };
@@ -196,6 +216,21 @@ impl SessionAccess for FakeSessions {
                 ruling: None,
             }),
         }
+    }
+
+    async fn register_server(&self, _: &Principal, name: &str, params: Value) -> Result<ServerReport, Refused> {
+        if params.get("command").is_none() {
+            return Err(Refused::Server { why: "it has no command".to_owned() });
+        }
+        Ok(server_report(name))
+    }
+
+    async fn unregister_server(&self, _: &Principal, name: &str) -> Result<(), Refused> {
+        if name == "notes" { Ok(()) } else { Err(Refused::Server { why: format!("there is no server {name:?}") }) }
+    }
+
+    async fn servers(&self, _: &Principal) -> Result<Vec<ServerReport>, Refused> {
+        Ok(vec![server_report("notes")])
     }
 
     async fn write_file(

@@ -4,6 +4,8 @@
 //! list that is too long is cut and the rest counted. What cannot be read as described breaks the conversation.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -94,6 +96,10 @@ pub enum Claim {
         id: u64,
         loaded: Vec<String>,
     },
+    /// The packages of MCP servers are in the working folder.
+    ToolsWritten {
+        id: u64,
+    },
     /// Code in a cell asks the host something. Every question is answered.
     Ask {
         /// The execution.
@@ -120,11 +126,42 @@ pub enum Question {
         /// Bytes of the frame in which it came.
         size: usize,
     },
+    /// A program is to be started, because the code itself may start none.
+    Shell(Box<ClaimedCommand>),
     /// Nobody waits for the answer to that question any more.
     Withdraw {
         of: u64,
     },
     Unknown,
+}
+
+/// A command that code wants to have run. It is whole, never cut: what is decided about is what runs.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ClaimedCommand {
+    /// A line for the shell; otherwise there are words.
+    pub line: Option<String>,
+    /// A program and its arguments.
+    pub words: Vec<String>,
+    /// What it reads; nothing without.
+    pub input: Option<String>,
+    /// Where it begins.
+    pub folder: String,
+    /// How its variables differ from those of a fresh session.
+    pub environment: BTreeMap<String, Option<String>>,
+    /// Seconds after which it is to be ended.
+    pub timeout: Option<f64>,
+    /// Where it writes to, if that came along.
+    pub outlets: Option<Outlets>,
+}
+
+/// Two descriptors from inside, for standard output and error. Each is a pipe; which end of one is not known.
+#[derive(Debug, Clone)]
+pub struct Outlets(pub Arc<[OwnedFd; 2]>);
+
+impl PartialEq for Outlets {
+    fn eq(&self, other: &Outlets) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
 }
 
 /// What is said of a copy when it was made.
@@ -283,6 +320,12 @@ struct Header {
     tool: String,
     arguments: Map<String, Value>,
     of: Option<u64>,
+    command: Option<String>,
+    words: Vec<String>,
+    stdin: Option<String>,
+    folder: String,
+    environment: BTreeMap<String, Option<String>>,
+    timeout: Option<f64>,
     why: Option<String>,
     size: u64,
     total: u64,
@@ -387,6 +430,7 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             message: shortened(header.message, LONGEST_MESSAGE),
         },
         "packages_added" => Claim::PackagesAdded { id: id()?, loaded: bounded_losses(header.loaded) },
+        "tools_written" => Claim::ToolsWritten { id: id()? },
         "ask" => {
             let ask = header.ask.ok_or_else(|| wrong("it has no number"))?;
             let question = match header.what.as_str() {
@@ -400,6 +444,15 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
                     arguments: header.arguments,
                     size: frame.header.len(),
                 },
+                "shell" => Question::Shell(Box::new(ClaimedCommand {
+                    line: header.command,
+                    words: header.words,
+                    input: header.stdin,
+                    folder: header.folder,
+                    environment: header.environment,
+                    timeout: header.timeout,
+                    outlets: None,
+                })),
                 "withdraw" => Question::Withdraw { of: header.of.ok_or_else(|| wrong("it withdraws nothing"))? },
                 _ => Question::Unknown,
             };
@@ -589,10 +642,10 @@ mod tests {
     #[test]
     fn a_hello_needs_a_whole_marker() {
         let marker = "000102030405060708090a0b0c0d0e0f";
-        let hello = claim(json!({"type": "hello", "version": 1, "python": "3.12", "marker": marker}), b"").unwrap();
+        let hello = claim(json!({"type": "hello", "version": 2, "python": "3.12", "marker": marker}), b"").unwrap();
         let bytes = std::array::from_fn(|index| index as u8);
         let carried = Carried::default();
-        assert_eq!(hello, Claim::Hello { version: 1, python: "3.12".to_owned(), marker: bytes, carried });
+        assert_eq!(hello, Claim::Hello { version: 2, python: "3.12".to_owned(), marker: bytes, carried });
         for wrong in ["", "00", "+00102030405060708090a0b0c0d0e0f", "zz0102030405060708090a0b0c0d0e0f"] {
             assert!(claim(json!({"type": "hello", "marker": wrong}), b"").is_err(), "{wrong}");
         }
@@ -602,7 +655,7 @@ mod tests {
     fn a_copy_tells_what_it_lacks_within_bounds() {
         let marker = "000102030405060708090a0b0c0d0e0f";
         let carried = |members: Value| {
-            let mut header = json!({"type": "hello", "version": 1, "python": "3.12", "marker": marker});
+            let mut header = json!({"type": "hello", "version": 2, "python": "3.12", "marker": marker});
             header.as_object_mut().unwrap().extend(members.as_object().unwrap().clone());
             match claim(header, b"").unwrap() {
                 Claim::Hello { carried, .. } => carried,
@@ -745,6 +798,7 @@ mod tests {
                 "write_end",
                 "branch",
                 "packages",
+                "tools",
                 "answer",
             ];
             let question = match name {
@@ -754,6 +808,19 @@ mod tests {
                     Some(Question::CallTool { server, tool, arguments, size })
                 }
                 "ask_withdraw" => Some(Question::Withdraw { of: 3 }),
+                "ask_shell" => Some(Question::Shell(Box::new(ClaimedCommand {
+                    line: Some("ls -l $HOME | żółw".to_owned()),
+                    folder: "/workspace".to_owned(),
+                    environment: [("A".to_owned(), Some("1".to_owned())), ("LANG".to_owned(), None)].into(),
+                    ..ClaimedCommand::default()
+                }))),
+                "ask_shell_words" => Some(Question::Shell(Box::new(ClaimedCommand {
+                    words: vec!["perl".to_owned(), "-w".to_owned()],
+                    input: Some("print 1;\n".to_owned()),
+                    folder: "/tmp".to_owned(),
+                    timeout: Some(2.5),
+                    ..ClaimedCommand::default()
+                }))),
                 _ => None,
             };
             if let Some(expected) = question {

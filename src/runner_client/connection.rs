@@ -10,6 +10,7 @@ use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -21,12 +22,12 @@ use tokio::net::UnixStream;
 use tokio::net::unix::pipe::Receiver;
 use tokio::time::Sleep;
 
-use super::claim::{self, Carried, Claim};
+use super::claim::{self, Carried, Claim, Outlets, Question};
 use super::frame::{self, Decoder, Frame, FrameError};
 use super::merge::{Merger, Need, Pipe};
 
 /// The version of `runner/PROTOCOL.md` that is spoken here.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// One read. As large as a pipe usually is, so that a full pipe is emptied by one call.
 const CHUNK: usize = 64 * 1024;
 /// Pipes of earlier cells that are still read, so that processes left behind neither block nor die. Older ones are closed.
@@ -34,6 +35,8 @@ const MOST_RETIRED: usize = 16;
 /// What is read from each lane after the end of the interpreter: all that a pipe can hold. A process that was left behind may go on
 /// writing for ever.
 const LAST_WORDS: usize = 1024 * 1024;
+/// Descriptors of frames that have not been told yet: several threads of a cell may ask for commands at once.
+const MOST_DESCRIPTORS: usize = 64;
 /// The file system of pipes made by `pipe`. A named one could live on a file system the user controls.
 const PIPE_FILE_SYSTEM: u64 = 0x5049_5045;
 
@@ -293,7 +296,12 @@ impl Connection {
 
     fn read_claim(&mut self, frame: Frame) -> Result<(Claim, Option<u32>), ConnectionError> {
         let (claim, seq) = claim::read(frame)?;
-        let takes_descriptors = matches!(claim, Claim::Hello { .. } | Claim::Started { rotated: true, .. });
+        let takes_descriptors = matches!(
+            claim,
+            Claim::Hello { .. }
+                | Claim::Started { rotated: true, .. }
+                | Claim::Ask { question: Question::Shell(_), .. }
+        );
         // Descriptors arrive together with the first bytes of their frame, so those of a later frame leave bytes in the decoder.
         if !takes_descriptors && !self.descriptors.is_empty() && self.decoder.is_empty() {
             return Err(ConnectionError::Descriptors);
@@ -301,9 +309,15 @@ impl Connection {
         Ok((claim, seq))
     }
 
-    fn told(&mut self, claim: Claim) -> Result<Event, ConnectionError> {
-        if matches!(claim, Claim::Started { rotated: true, .. }) {
-            self.adopt_pipes()?;
+    fn told(&mut self, mut claim: Claim) -> Result<Event, ConnectionError> {
+        match &mut claim {
+            Claim::Started { rotated: true, .. } => self.adopt_pipes()?,
+            Claim::Ask { question: Question::Shell(command), .. } => {
+                if let (Some(output), Some(errors)) = (self.descriptors.pop_front(), self.descriptors.pop_front()) {
+                    command.outlets = Some(Outlets(Arc::new([output, errors])));
+                }
+            }
+            _ => {}
         }
         Ok(Event::Claim(claim))
     }
@@ -454,12 +468,17 @@ fn receive(channel: &UnixStream, buffer: &mut [u8], descriptors: &mut VecDeque<O
             Err(error) => return Err(error.into()),
         }
     };
+    let held = descriptors.len();
     for ancillary in control.drain() {
         if let RecvAncillaryMessage::ScmRights(received) = ancillary {
             descriptors.extend(received);
         }
     }
-    if message.flags.contains(ReturnFlags::CTRUNC) || descriptors.len() > 2 || !descriptors.iter().all(is_pipe) {
+    if message.flags.contains(ReturnFlags::CTRUNC)
+        || descriptors.len() > held + 2
+        || descriptors.len() > MOST_DESCRIPTORS
+        || !descriptors.iter().all(is_pipe)
+    {
         return Ok(Received::WrongDescriptors);
     }
     Ok(Received::Bytes(message.bytes))
@@ -596,7 +615,7 @@ mod tests {
         let (host, channel) = UnixStream::pair().unwrap();
         let (out, out_writer) = io::pipe().unwrap();
         let (err, err_writer) = io::pipe().unwrap();
-        send_with(&channel, json!({"type": "hello", "version": 1, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
+        send_with(&channel, json!({"type": "hello", "version": 2, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
         (Connection::open(host).await.unwrap(), Inside { channel, pipes: [out_writer, err_writer] })
     }
 
@@ -682,7 +701,7 @@ mod tests {
         let (host, channel) = UnixStream::pair().unwrap();
         let (out, _out_writer) = io::pipe().unwrap();
         let (err, _err_writer) = io::pipe().unwrap();
-        send_with(&channel, json!({"type": "hello", "version": 1, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
+        send_with(&channel, json!({"type": "hello", "version": 2, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
         let mut connection = Connection::open(host).await.unwrap();
         rustix::fs::fcntl_setfl(&out, rustix::fs::OFlags::empty()).unwrap();
         // On older kernels the pipe would have to be opened again first, which happens at the first read.
@@ -728,7 +747,7 @@ mod tests {
     #[tokio::test]
     async fn a_greeting_of_another_version_or_another_frame_is_refused() {
         for (header, expected) in [
-            (json!({"type": "hello", "version": 2, "marker": SECRET}), "version 2"),
+            (json!({"type": "hello", "version": 3, "marker": SECRET}), "version 3"),
             (json!({"type": "clear", "id": 1}), "not a greeting"),
         ] {
             let (host, mut channel) = UnixStream::pair().unwrap();

@@ -17,6 +17,7 @@
 //! | `late X` | prints after the end of the cell |
 //! | `mute` | answers nothing after this cell |
 //! | `keep NAME X`, `file NAME` | writes a file, prints one or raises `FileNotFoundError` |
+//! | `set refuse-tools` | says from now on that packages of MCP servers could not be written |
 //! | `lose X` | has something that a copy will lack |
 //! | `stand` | does not come to its branch point any more |
 //! | `call SERVER TOOL JSON` | calls a tool and prints the answer; an interrupt withdraws the call and raises |
@@ -28,6 +29,8 @@
 //! A copy of an interpreter has its variables and files. Cells that only print are said to change nothing.
 //!
 //! It reports every layer of isolation as missing, because that is true, and must never run anything but these commands.
+
+mod programs;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -50,9 +53,10 @@ use tokio::net::UnixStream;
 use tokio::net::unix::pipe::Sender;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 
+use self::programs::Launched;
 use super::{
-    Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Layer,
-    LayerKind, MemoryUse, Preparation, Process, Sandbox,
+    Asker, Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
+    Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox,
 };
 
 const MARKER: [u8; 16] = *b"fake interpreter";
@@ -85,6 +89,7 @@ struct World {
     rules: Mutex<Rules>,
     /// Bytes that each interpreter holds.
     memory_of_interpreter: AtomicU64,
+    launched: Arc<Launched>,
     /// What whoever asks next is told to have been refused.
     blocked: Mutex<Vec<Blocked>>,
     /// Whom the newest sandbox asks about names.
@@ -136,6 +141,16 @@ impl FakeBackend {
     /// Counts the sandboxes that exist.
     pub fn sandboxes(&self) -> usize {
         self.world.alive.load(Ordering::SeqCst)
+    }
+
+    /// Returns the words of all programs that were launched.
+    pub fn launched(&self) -> Vec<Vec<String>> {
+        self.world.launched.all()
+    }
+
+    /// Counts the programs that have not ended.
+    pub fn programs(&self) -> usize {
+        self.world.launched.alive()
     }
 
     /// Says how copying goes from now on.
@@ -488,6 +503,10 @@ impl Sandbox for FakeSandbox {
         self.world.checkpoints().remove(&(self.number, checkpoint));
     }
 
+    fn launcher(&self) -> Arc<dyn Launcher> {
+        self.world.launched.clone()
+    }
+
     fn rules(&self) -> Rules {
         self.rules.lock().expect("nothing panics while it holds the rules").clone()
     }
@@ -544,7 +563,7 @@ fn start(files: &Path, birth: Birth, used: Arc<Mutex<Duration>>) -> Result<(Inte
     let (host, channel) = UnixStream::pair().map_err(start_failed)?;
     let (out, out_writer) = io::pipe().map_err(start_failed)?;
     let (err, err_writer) = io::pipe().map_err(start_failed)?;
-    let mut hello = json!({"type": "hello", "version": 1, "python": "fake", "marker": format!("{:032x}", u128::from_be_bytes(MARKER))});
+    let mut hello = json!({"type": "hello", "version": 2, "python": "fake", "marker": format!("{:032x}", u128::from_be_bytes(MARKER))});
     if let Some((files, why)) = birth.greeting {
         hello["lost"] = json!(birth.lost);
         hello["files"] = json!(files);
@@ -674,6 +693,7 @@ impl Script {
             }
             Some("write_end") => self.write_file(id).await,
             Some("branch") => self.branch(&header).await,
+            Some("tools") => self.take_tools(&header, &payload).await,
             _ => Ok(()),
         }
     }
@@ -742,6 +762,43 @@ impl Script {
         for _ in 0..2 {
             let answer = self.answer().await?;
             self.write(0, &format!("{answer}\n")).await?;
+        }
+        Ok(())
+    }
+
+    /// Puts packages of MCP servers into the working folder, and removes them.
+    async fn take_tools(&mut self, header: &Value, payload: &[u8]) -> Result<(), Interruption> {
+        let folder = self.files.join("mcptools");
+        let Some(server) = header["server"].as_str() else {
+            if let Some(servers) = header["servers"].as_array() {
+                for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+                    let is_named = servers.iter().any(|server| entry.file_name().to_str() == server.as_str());
+                    if entry.path().is_dir() && !is_named {
+                        fs::remove_dir_all(entry.path())?;
+                    }
+                }
+            }
+            fs::create_dir_all(&folder)?;
+            fs::write(folder.join("__init__.py"), payload)?;
+            let id = &header["id"];
+            return match self.variables.contains_key("refuse-tools") {
+                true => {
+                    self.say(json!({"type": "failed", "id": id, "reason": "no_space", "message": "no room"}), b"").await
+                }
+                false => self.say(json!({"type": "tools_written", "id": id}), b"").await,
+            };
+        };
+        let files = header["modules"].as_array().cloned().unwrap_or_default();
+        if files.is_empty() {
+            let _ = fs::remove_dir_all(folder.join(server));
+            return Ok(());
+        }
+        fs::create_dir_all(folder.join(server))?;
+        let mut rest = payload;
+        for file in &files {
+            let (bytes, later) = rest.split_at(file["size"].as_u64().unwrap_or(0) as usize);
+            fs::write(folder.join(server).join(file["name"].as_str().unwrap_or_default()), bytes)?;
+            rest = later;
         }
         Ok(())
     }

@@ -10,6 +10,7 @@ pub mod fake;
 pub mod isolation;
 pub mod native;
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,6 +23,7 @@ use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
 
 pub use isolation::{Isolation, Layer, LayerKind};
+pub use native::WORK_FOLDER;
 
 /// Makes sandboxes.
 #[async_trait]
@@ -98,6 +100,9 @@ pub trait Sandbox: Send + Sync {
     /// Gives a checkpoint and its memory up. One that is gone already is no error.
     fn forget(&self, checkpoint: CheckpointId);
 
+    /// Returns what starts programs in the sandbox, also while somebody else holds the sandbox. It is good until the sandbox is destroyed.
+    fn launcher(&self) -> Arc<dyn Launcher>;
+
     /// Tells what can be reached from inside.
     fn rules(&self) -> Rules;
 
@@ -145,17 +150,54 @@ pub struct Interpreter {
     pub beginning: Option<CheckpointId>,
 }
 
-/// The main process of an interpreter, as the host sees it.
+/// The main process of an interpreter, or of a program that was launched, as the host sees it.
 #[async_trait]
 pub trait Process: Send + Sync {
-    /// Asks the running code to stop (SIGINT).
+    /// Asks the running code, or a program with all of its group, to stop (SIGINT).
     fn interrupt(&self);
 
-    /// Ends the interpreter and everything it started. Files stay.
+    /// Ends the interpreter and everything it started, or a program with all of its group. Files stay.
     fn kill(&self);
 
-    /// Waits for the end of the interpreter. Answers at once when called again afterwards.
+    /// Waits for the end. Answers at once when called again afterwards.
     async fn exited(&mut self) -> Exit;
+}
+
+/// Starts programs in a sandbox, beside its interpreter. A program has the limits of the session, and nothing that the session's code could reach into.
+#[async_trait]
+pub trait Launcher: Send + Sync {
+    /// Starts a program, and returns when it has begun. It ends, with the processes of its group, when the value is dropped.
+    async fn launch(&self, program: Program) -> Result<Box<dyn Process>, ProgramError>;
+}
+
+/// A program that is to be started.
+#[derive(Debug)]
+pub struct Program {
+    /// Itself and its arguments. Without a slash it is looked for in the variable `PATH`.
+    pub words: Vec<String>,
+    /// Where it begins, as it is seen inside.
+    pub folder: String,
+    /// How its variables differ from those that a fresh session has; `None` takes one away.
+    pub environment: Vec<(String, Option<String>)>,
+    /// What it reads; nothing without.
+    pub input: Option<Vec<u8>>,
+    /// What it writes to.
+    pub output: OwnedFd,
+    pub errors: OwnedFd,
+}
+
+/// Why a program was not started.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ProgramError {
+    #[error("there is no such program")]
+    Missing,
+    /// In the kernel's words.
+    #[error("the program could not be started: {why}")]
+    Refused { why: String },
+    #[error("programs cannot be started here: {why}")]
+    Unsupported { why: String },
+    #[error("the program could not be started safely: {why}")]
+    Failed { why: String },
 }
 
 /// How an interpreter ended, as the kernel tells it.

@@ -8,14 +8,16 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::install::{InstallReport, Leave};
+use super::servers::ServerReport;
 use super::{
     Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId, ExploreReport,
-    ExploreRequest, FileList, FileRange, ForkNames, ForkReport, InsidePath, Principal, Refused, ResetReport, SessionId,
+    ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Principal, Refused, ResetReport, SessionId,
     SessionInfo, Sessions, UndoReport, UploadPart, Uploaded, Which, Word,
 };
 use crate::sandbox::{Preparation, Rules};
@@ -89,7 +91,7 @@ pub trait SessionAccess: Send + Sync {
 
     async fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused>;
 
-    async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused>;
+    async fn fork(&self, owner: &Principal, id: &SessionId, request: ForkRequest) -> Result<ForkReport, Refused>;
 
     async fn explore(
         &self,
@@ -158,6 +160,14 @@ pub trait SessionAccess: Send + Sync {
 
     /// Says what a session may reach from now on, creating it if its id is new. It can never be more than the operator allows.
     async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused>;
+
+    /// Connects to another MCP server and makes its tools known to the owner's sessions.
+    async fn register_server(&self, owner: &Principal, name: &str, params: Value) -> Result<ServerReport, Refused>;
+
+    async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused>;
+
+    /// Tells which servers the owner's sessions may use.
+    async fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused>;
 
     /// Tells how busy the whole house is. Names nobody.
     async fn load(&self) -> Load;
@@ -235,8 +245,8 @@ impl SessionAccess for Sessions {
         Sessions::checkpoints(self, owner, id)
     }
 
-    async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused> {
-        self.fork(owner, id, names).await
+    async fn fork(&self, owner: &Principal, id: &SessionId, request: ForkRequest) -> Result<ForkReport, Refused> {
+        self.fork(owner, id, request).await
     }
 
     async fn explore(
@@ -317,6 +327,18 @@ impl SessionAccess for Sessions {
 
     async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
         self.narrow(owner, id, rules).await
+    }
+
+    async fn register_server(&self, owner: &Principal, name: &str, params: Value) -> Result<ServerReport, Refused> {
+        Sessions::register_server(self, owner, name, &params).await
+    }
+
+    async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {
+        Sessions::unregister_server(self, owner, name).await
+    }
+
+    async fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused> {
+        Sessions::servers(self, owner)
     }
 
     async fn load(&self) -> Load {

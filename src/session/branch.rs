@@ -38,6 +38,20 @@ pub enum ForkNames {
     Named(Vec<SessionId>),
 }
 
+/// What forks are asked for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ForkRequest {
+    pub names: ForkNames,
+    /// The MCP servers that the forks may use, of those that the source may; `None` is all of them.
+    pub servers: Option<Vec<String>>,
+}
+
+impl From<ForkNames> for ForkRequest {
+    fn from(names: ForkNames) -> ForkRequest {
+        ForkRequest { names, servers: None }
+    }
+}
+
 /// What a fork gave.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ForkReport {

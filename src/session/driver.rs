@@ -10,6 +10,8 @@ mod approvals;
 mod branching;
 mod packages;
 mod questions;
+mod shell;
+mod tools;
 
 use std::collections::{HashMap, VecDeque};
 use std::future::Future;
@@ -31,13 +33,14 @@ use self::approvals::{ConnectionWanted, NameAsker, Parking};
 use self::branching::{Copying, Replacement};
 pub(super) use self::branching::{Fork, Forked, ForksWanted};
 use self::questions::{Answered, Questions};
+use self::tools::Deliveries;
 use super::accounts::{Accounts, Metered};
 use super::approvals::WaitingInstall;
 use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
 use super::output::{Gatherer, Glance, Seen, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
-use super::tools::ToolCalls;
+use super::tools::{Grants, ToolCalls};
 use super::turns::{Crowded, Turn, Turns};
 use super::{
     Decision, ExecuteRequest, ExecutionId, FileChanges, FileList, FileNote, FullOutput, InsidePath, Outcome, Principal,
@@ -208,6 +211,8 @@ pub(super) struct Facts {
     pub(super) packages: Vec<String>,
     /// What a person has allowed for this session.
     pub(super) granted: Memory,
+    /// Servers that it may use.
+    pub(super) grants: Grants,
 }
 
 impl Shared {
@@ -223,6 +228,7 @@ impl Shared {
             rules: Rules::none(),
             packages: Vec::new(),
             granted: Memory::default(),
+            grants: Grants::All,
         };
         let (spools, installs) = (Mutex::default(), Mutex::default());
         Shared { facts: Mutex::new(facts), spools, installs, docket: Arc::default(), created: now }
@@ -308,6 +314,7 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
     // A session that was somebody's variant before has facts already.
     shared.facts().state = machine.state().name();
     let (names_wanted, wanted_names) = mpsc::channel(MOST_NAMES_WANTED);
+    let deliveries = Deliveries::new(&settings.tools);
     let driver = Driver {
         id,
         customer,
@@ -341,6 +348,7 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
         parking: Parking::default(),
         names_wanted,
         wanted_names,
+        deliveries,
         ceiling: None,
         narrowed: None,
         narrowing: Vec::new(),
@@ -411,6 +419,10 @@ struct Inheritance {
     ceiling: Option<Rules>,
     /// What a person has allowed.
     granted: Memory,
+    /// Servers that it may use; `None` when the interpreter is no copy.
+    grants: Option<Grants>,
+    /// Packages of servers lie in its working folder.
+    tools: bool,
 }
 
 async fn launch(backend: Arc<dyn Backend>) -> Finished {
@@ -557,6 +569,7 @@ struct Driver {
     wanted_names: mpsc::Receiver<ConnectionWanted>,
     /// What the gateway is given for that.
     names_wanted: mpsc::Sender<ConnectionWanted>,
+    deliveries: Deliveries,
     /// What the operator lets sessions reach, once there is a sandbox to tell.
     ceiling: Option<Rules>,
     /// What this session may reach, if somebody has said so.
@@ -580,6 +593,8 @@ enum Wake {
     Answered(Answered),
     /// Code wants to connect to a name that no rule lists.
     NameWanted(ConnectionWanted),
+    /// Servers were registered or are gone.
+    ToolsChanged,
     /// There is a place for the cell that waits for one.
     Turn,
     Time,
@@ -599,6 +614,7 @@ impl Driver {
                 Wake::Told(watched) => self.told(watched),
                 Wake::Answered(answered) => self.answer_question(answered),
                 Wake::NameWanted(wanted) => self.wants_name(wanted),
+                Wake::ToolsChanged => self.give_tools(),
                 Wake::Turn => self.happen(Event::TurnCame),
                 Wake::Time => self.time(),
             }
@@ -612,6 +628,7 @@ impl Driver {
             Some(live) => (Some(&mut live.process), live.connection.as_mut().ok()),
             None => (None, None),
         };
+        let is_idle = self.machine.state() == State::Idle && connection.is_some();
         let can_answer = connection.as_ref().is_some_and(|connection| !connection.is_sending());
         let work = self.work.as_mut();
         let told = self.copying.as_mut().and_then(|copying| copying.told.as_mut());
@@ -625,6 +642,7 @@ impl Driver {
             // What the channel does not take is not asked for: answers wait where they are made.
             answered = self.questions.next(), if can_answer => Wake::Answered(answered),
             Some(wanted) = self.wanted_names.recv() => Wake::NameWanted(wanted),
+            () = self.deliveries.changed(), if is_idle => Wake::ToolsChanged,
             () = async { turn.expect("guarded").come().await }, if turn.is_some() => Wake::Turn,
             () = tokio::time::sleep_until(moment) => Wake::Time,
         }
@@ -846,6 +864,7 @@ impl Driver {
             }
         };
         self.running = Some(Running { id, task, begun, deadline });
+        self.give_tools();
         self.send(&header, &payload);
         self.send_file();
     }
@@ -973,6 +992,7 @@ impl Driver {
         match live {
             Ok(live) => {
                 self.inherit(&live.inheritance);
+                self.deliveries.forget();
                 let carried = match &live.connection {
                     Ok(connection) => connection.carried().clone(),
                     Err(_) => Carried::default(),
@@ -1024,6 +1044,8 @@ impl Driver {
             self.shared.facts().packages = inheritance.packages.clone();
         }
         self.shared.facts().granted.inherit(&inheritance.granted);
+        self.deliveries.inherit(inheritance.grants.clone(), inheritance.tools);
+        self.shared.facts().grants = self.deliveries.grants.clone();
         // A fresh sandbox has what the operator allows, no more and no less.
         let allowed = inheritance.ceiling.clone().or(self.ceiling.take());
         self.ceiling = Some(allowed.unwrap_or_else(|| sandbox.rules()));
@@ -1041,8 +1063,13 @@ impl Driver {
     /// Returns what a copy is to take along.
     fn inheritance(&self) -> Inheritance {
         let facts = self.shared.facts();
-        let (packages, granted) = (facts.packages.clone(), facts.granted.clone());
-        Inheritance { packages, ceiling: self.ceiling.clone(), granted }
+        Inheritance {
+            packages: facts.packages.clone(),
+            ceiling: self.ceiling.clone(),
+            granted: facts.granted.clone(),
+            grants: Some(self.deliveries.grants.clone()),
+            tools: self.deliveries.has_any(),
+        }
     }
 
     /// Changes what can be reached, as far as that was asked for and the sandbox is here.
@@ -1142,6 +1169,13 @@ impl Driver {
         }
         if let runner_client::Event::Claim(Claim::Ask { id, ask, question }) = event {
             return self.asked(id, ask, question);
+        }
+        match &event {
+            runner_client::Event::Claim(Claim::ToolsWritten { id }) if self.delivered(*id, None) => return,
+            runner_client::Event::Claim(Claim::Failed { id, message, .. }) if self.delivered(*id, Some(message)) => {
+                return;
+            }
+            _ => {}
         }
         let Some(running) = &mut self.running else { return };
         let id = running.id;

@@ -23,9 +23,9 @@ use super::install::Source;
 use super::turns::Turns;
 use super::uploads::{UploadPart, Uploaded, Uploads};
 use super::{
-    CheckpointInfo, ExecutionId, FileList, FileRange, ForkNames, ForkReport, FullOutput, InsidePath, Load, MOST_FORKS,
-    Principal, Refused, ResetReport, Resident, SessionId, SessionInfo, SessionSettings, Undo, UndoReport, Usage, Which,
-    WorkFolder,
+    CheckpointInfo, ExecutionId, FileList, FileRange, ForkNames, ForkReport, ForkRequest, FullOutput, InsidePath, Load,
+    MOST_FORKS, Principal, Refused, ResetReport, Resident, SessionId, SessionInfo, SessionSettings, Undo, UndoReport,
+    Usage, Which, WorkFolder,
 };
 use crate::sandbox::{Backend, Preparation, Rules};
 
@@ -141,8 +141,17 @@ impl Sessions {
     /// Makes new sessions that have everything this one has, each in a sandbox of its own. All are made or none.
     ///
     /// Dropping the future makes those vanish that are not finished.
-    pub async fn fork(&self, owner: &Principal, id: &SessionId, names: ForkNames) -> Result<ForkReport, Refused> {
+    pub async fn fork(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: impl Into<ForkRequest>,
+    ) -> Result<ForkReport, Refused> {
+        let ForkRequest { names, servers } = request.into();
         let source = self.find(owner, id)?;
+        if let Some(server) = servers.iter().flatten().find(|server| !self.may_use(owner, &source, server)) {
+            return Err(Refused::NoServer { name: server.clone() });
+        }
         let count = match &names {
             ForkNames::Count(count) => *count as usize,
             ForkNames::Named(names) => names.len(),
@@ -162,8 +171,18 @@ impl Sessions {
                 return Err(refused);
             }
         };
+        let mut forked = forked;
+        if let Some(servers) = &servers {
+            forked.forks.iter_mut().for_each(|fork| fork.grant_only(servers));
+        }
         let forks = seats.into_iter().zip(forked.forks).map(|(seat, fork)| seat.take(Box::new(fork))).collect();
         Ok(ForkReport { forks, lost: forked.lost, files: forked.files, notes: Vec::new() })
+    }
+
+    /// Tells whether a session may use a server, and there is one of that name.
+    fn may_use(&self, owner: &Principal, entry: &Entry, server: &str) -> bool {
+        let packages = self.house.settings.tools.0.as_ref().map(|broker| broker.packages(owner)).unwrap_or_default();
+        entry.shared.facts().grants.allow(server) && packages.iter().any(|package| package.server.as_str() == server)
     }
 
     /// Brings back the state before the last `cells` cells, also after the interpreter has ended.

@@ -45,6 +45,8 @@ mod output;
 mod quota_behaviour;
 mod rich;
 mod serial;
+pub mod servers;
+pub mod shell;
 mod spool;
 mod state;
 mod terminal;
@@ -236,6 +238,8 @@ pub struct SessionSettings {
     pub packages: install::Source,
     pub approvals: Approvals,
     pub tools: tools::Tools,
+    /// Whether commands may run that the code of sessions asks for.
+    pub shell: shell::ShellPolicy,
     /// What one principal may use.
     pub quotas: Quotas,
     /// Cells that run at once in the whole server; zero is no limit. Others wait, and principals take turns.
@@ -255,6 +259,7 @@ impl Default for SessionSettings {
             packages: install::Source::default(),
             approvals: Approvals::default(),
             tools: tools::Tools::default(),
+            shell: shell::ShellPolicy::default(),
             quotas: Quotas::default(),
             max_running: 0,
         }
@@ -422,6 +427,14 @@ pub enum Refused {
         "the session's network was not changed: `{rule}` goes beyond what this server allows. Ask for less, or have the operator allow it"
     )]
     BeyondRules { rule: String },
+    #[error("other MCP servers cannot be used on this server")]
+    NoServers,
+    #[error("{why}")]
+    Server { why: String },
+    #[error(
+        "the session has no MCP server `{name}`, so no fork of it can have it; `list_mcp_servers` names those that are registered"
+    )]
+    NoServer { name: String },
     #[error(
         "nothing was executed, because the server cannot record what is done. Try again later; its operator has been told"
     )]

@@ -5,12 +5,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use cellblock_typed::Package;
+use cellblock_typed::{Package, ServerName, ToolSchema};
 use serde_json::{Value, json};
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::behaviour::{Setting, id, owner, request, setting_with, text, without_undo};
+use super::servers::ServerReport;
 use super::tools::{Broker, CallEnd, ToolCall, ToolReason, ToolRefused, ToolReply, Tools};
 use super::*;
 use crate::approval::Policy;
@@ -40,6 +41,22 @@ impl FakeBroker {
             under_way: watch::Sender::new(0),
             given_up: watch::Sender::new(0),
         })
+    }
+
+    /// Registers servers for an owner in the place of those that it had, each with a tool whose description is given.
+    fn offer(&self, owner: &str, servers: &[(&str, &str)]) {
+        let package = |(server, description): &(&str, &str)| {
+            let tool = ToolSchema {
+                name: "echo".to_owned(),
+                title: None,
+                description: Some((*description).to_owned()),
+                input: json!({"type": "object"}),
+                output: None,
+            };
+            Arc::new(cellblock_typed::generate(&ServerName::new(server).unwrap(), &[tool]).unwrap())
+        };
+        self.packages.lock().unwrap().insert(owner.to_owned(), servers.iter().map(package).collect());
+        self.version.send_modify(|version| *version += 1);
     }
 
     async fn until_under_way(&self, count: usize) {
@@ -109,6 +126,18 @@ impl Broker for FakeBroker {
 
     fn changes(&self) -> watch::Receiver<u64> {
         self.version.subscribe()
+    }
+
+    async fn register(&self, _: &Principal, name: &str, _: &Value) -> Result<ServerReport, String> {
+        Err(format!("nothing is registered as {name}"))
+    }
+
+    async fn unregister(&self, _: &Principal, _: &str) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn servers(&self, _: &Principal) -> Vec<ServerReport> {
+        Vec::new()
     }
 }
 
@@ -245,4 +274,114 @@ async fn the_number_of_a_question_is_used_once() {
     let outcome = setting.ok("a", &format!("{wait}\n{wait}\nsleep 9")).await;
     assert!(matches!(outcome.status, Status::Nonsense { .. }), "{:?}", outcome.status);
     broker.until_under_way(0).await;
+}
+
+/// The file of a tool, and whether there is one.
+async fn module(setting: &Setting, session: &str, server: &str) -> Option<String> {
+    let outcome = setting.ok(session, &format!("file mcptools/{server}/echo.py")).await;
+    (outcome.status == Status::Completed).then(|| text(&outcome))
+}
+
+async fn index(setting: &Setting, session: &str) -> String {
+    text(&setting.ok(session, "file mcptools/__init__.py").await)
+}
+
+#[tokio::test]
+async fn a_session_has_the_packages_of_its_owner_before_its_first_cell() {
+    let (setting, broker) = with_tools();
+    broker.offer("local", &[("notes", "Says it.")]);
+    broker.offer("ann", &[("private", "Hers.")]);
+    assert!(module(&setting, "a", "notes").await.unwrap().contains("Says it."));
+    assert!(index(&setting, "a").await.contains("notes"));
+    assert_eq!(module(&setting, "a", "private").await, None);
+}
+
+#[tokio::test]
+async fn without_servers_nothing_is_written() {
+    let (setting, _) = with_tools();
+    assert!(matches!(setting.ok("a", "file mcptools/__init__.py").await.status, Status::Raised(_)));
+}
+
+#[tokio::test]
+async fn a_change_reaches_a_session_at_rest_at_once_and_a_running_one_after_its_cell() {
+    let (setting, broker) = with_tools();
+    setting.ok("a", "print 1").await;
+    broker.offer("local", &[("notes", "First.")]);
+    // A file is read without a cell in between.
+    while setting.download("a", "mcptools/__init__.py", 10_000).await.is_err() {
+        tokio::task::yield_now().await;
+    }
+    let cell = setting.begin("a", "call notes wait\nfile mcptools/notes/echo.py", CancellationToken::new()).await;
+    broker.until_under_way(1).await;
+    broker.offer("local", &[("notes", "Second."), ("more", "Third.")]);
+    broker.go.add_permits(1);
+    assert!(text(&cell.await.unwrap().unwrap()).contains("First."), "nothing changes under a running cell");
+    assert!(module(&setting, "a", "notes").await.unwrap().contains("Second."));
+    assert!(module(&setting, "a", "more").await.is_some());
+    broker.offer("local", &[("more", "Third.")]);
+    assert_eq!(module(&setting, "a", "notes").await, None);
+    broker.offer("local", &[]);
+    assert_eq!(module(&setting, "a", "more").await, None);
+    assert!(!index(&setting, "a").await.contains("more"));
+}
+
+#[tokio::test]
+async fn what_was_missed_is_made_up_for_after_a_reset_and_an_undo() {
+    let broker = FakeBroker::new();
+    let settings = SessionSettings { tools: Tools(Some(broker.clone())), ..SessionSettings::default() };
+    let setting = setting_with(FakeBackend::new(), settings);
+    broker.offer("local", &[("old", "Old.")]);
+    setting.ok("a", "set x 1").await;
+    setting.ok("a", "set x 2").await;
+    broker.offer("local", &[("new", "New.")]);
+    assert!(module(&setting, "a", "new").await.is_some());
+    setting.sessions.undo(&owner(), &id("a"), 2).await.unwrap();
+    assert_eq!(text(&setting.ok("a", "get x").await), "1\n", "the undo itself");
+    assert!(module(&setting, "a", "new").await.is_some());
+    assert_eq!(module(&setting, "a", "old").await, None);
+    setting.ok("a", "exit 1").await;
+    broker.offer("local", &[("newest", "Newest.")]);
+    setting.sessions.reset(&owner(), &id("a")).await.unwrap();
+    assert!(module(&setting, "a", "newest").await.is_some());
+    assert_eq!(module(&setting, "a", "new").await, None);
+}
+
+#[tokio::test]
+async fn a_session_in_whose_folder_nothing_can_be_written_says_so_once() {
+    let (setting, broker) = with_tools();
+    setting.ok("a", "set refuse-tools 1").await;
+    broker.offer("local", &[("notes", "Says it.")]);
+    let outcome = setting.ok("a", "sleep 0.01").await;
+    assert!(outcome.notes.iter().any(|note| note.contains("no room")), "{:?}", outcome.notes);
+    assert!(setting.ok("a", "print 1").await.notes.is_empty());
+}
+
+#[tokio::test]
+async fn a_fork_keeps_its_grants_and_can_be_given_fewer_and_never_more() {
+    let (setting, broker) = with_tools();
+    broker.offer("local", &[("more", "More."), ("notes", "Notes.")]);
+    setting.ok("a", "print 1").await;
+    let fork = async |source: &str, name: &str, servers: Option<&[&str]>| {
+        let servers = servers.map(|names| names.iter().map(|name| (*name).to_owned()).collect());
+        let request = ForkRequest { names: ForkNames::Named(vec![id(name)]), servers };
+        setting.sessions.fork(&owner(), &id(source), request).await
+    };
+    fork("a", "all", None).await.unwrap();
+    fork("a", "less", Some(&["more"])).await.unwrap();
+    assert_eq!(answer(&setting.ok("all", "call notes echo").await)["ok"], true, "the control");
+    assert!(module(&setting, "all", "notes").await.is_some());
+    assert_eq!(answer(&setting.ok("less", "call notes echo").await)["reason"], "unknown");
+    assert_eq!(module(&setting, "less", "notes").await, None);
+    assert!(module(&setting, "less", "more").await.is_some());
+    // Neither a reset nor a fork of the fork brings back what it has not.
+    setting.sessions.reset(&owner(), &id("less")).await.unwrap();
+    assert_eq!(answer(&setting.ok("less", "call notes echo").await)["reason"], "unknown");
+    assert!(
+        matches!(fork("less", "again", Some(&["notes"])).await, Err(Refused::NoServer { name }) if name == "notes")
+    );
+    fork("less", "child", None).await.unwrap();
+    assert_eq!(answer(&setting.ok("child", "call notes echo").await)["reason"], "unknown");
+    fork("a", "none", Some(&[])).await.unwrap();
+    assert_eq!(answer(&setting.ok("none", "call notes echo").await)["reason"], "unknown");
+    assert!(matches!(fork("a", "wrong", Some(&["absent"])).await, Err(Refused::NoServer { .. })));
 }

@@ -3,6 +3,7 @@
 //! A session knows servers and tools by name. Connections, credentials and schemas are the broker's, on the host. Whose rights a call has is
 //! decided by the session's owner as the host knows it, never by anything that the code says.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tokio::sync::watch;
 
+use super::servers::ServerReport;
 use super::{Principal, SessionId};
 use crate::approval::Policy;
 
@@ -120,6 +122,40 @@ pub trait Broker: Send + Sync {
 
     /// Tells whenever `packages` may have changed for somebody.
     fn changes(&self) -> watch::Receiver<u64>;
+
+    /// Connects to a server and keeps it for this owner. What it refuses, it refuses in a sentence without secrets.
+    async fn register(&self, owner: &Principal, name: &str, params: &Value) -> Result<ServerReport, String>;
+
+    /// Forgets a server of this owner.
+    async fn unregister(&self, owner: &Principal, name: &str) -> Result<(), String>;
+
+    /// Returns what is known of the servers that this owner may use, in the order of their names.
+    fn servers(&self, owner: &Principal) -> Vec<ServerReport>;
+}
+
+/// Which servers a session may use.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Grants {
+    /// All that its owner has, also those that are registered later.
+    #[default]
+    All,
+    /// Those of these names that its owner has.
+    Only(BTreeSet<String>),
+}
+
+impl Grants {
+    pub fn allow(&self, server: &str) -> bool {
+        match self {
+            Grants::All => true,
+            Grants::Only(names) => names.contains(server),
+        }
+    }
+
+    /// Returns what is left of these grants for somebody who is to have no more than `names`.
+    #[must_use]
+    pub fn narrowed(&self, names: &[String]) -> Grants {
+        Grants::Only(names.iter().filter(|name| self.allow(name)).cloned().collect())
+    }
 }
 
 /// Where sessions find tools, if anywhere.

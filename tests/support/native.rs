@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use cellblock::app::{Warmth, prepare_environment};
 use cellblock::environment;
-use cellblock::sandbox::native::{NativeBackend, NativeSettings, Network};
+use cellblock::sandbox::native::{NativeBackend, NativeSettings, Network, Programs};
 use cellblock::sandbox::{Backend, LaunchError, Preparation, SandboxLimits};
 use cellblock::session::{
     CheckpointInfo, ExecuteRequest, ExploreReport, ExploreRequest, ForkNames, ForkReport, InsidePath, News, Outcome,
@@ -70,6 +70,7 @@ impl Builder {
                 mounts: Vec::new(),
                 variables: vec![("GIVEN".to_owned(), "by the operator".to_owned())],
                 allow_missing: BTreeSet::new(),
+                programs: Programs::Free,
                 pool: 0,
                 empty: 0,
                 leave_out: Vec::new(),
@@ -102,6 +103,12 @@ impl Builder {
 
     pub(crate) fn leave_out(mut self, layers: &[LeftOut]) -> Builder {
         self.settings.leave_out = layers.to_vec();
+        self
+    }
+
+    /// Has the kernel refuse the code of sessions to start programs.
+    pub(crate) fn refuse_programs(mut self) -> Builder {
+        self.settings.programs = Programs::Refused;
         self
     }
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use cellblock_jail::cgroup;
 use cellblock_jail::identity::{Identity, IdentityLease};
 use cellblock_jail::posture::Posture;
-use cellblock_jail::wire::{LeftOut, ResourceLimit, Scratch, Setup, ZygoteCommand};
+use cellblock_jail::wire::{LeftOut, Programs, ResourceLimit, Scratch, Setup, ZygoteCommand};
 use cellblock_jail::{probe, root};
 
 use super::instance::Instance;
@@ -22,6 +22,14 @@ use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind, Sandbox};
 /// Descriptors a session may have open at once.
 const OPEN_FILES: u64 = 4_096;
 
+/// What the runner adds to the variables of every session (`_prefer_plain_output` in `shell.py`).
+const PLAIN_OUTPUT: [(&str, &str); 4] = [
+    ("NO_COLOR", "1"),
+    ("TERM", "dumb"),
+    ("PAGER", "cat"),
+    ("MPLBACKEND", "module://matplotlib_inline.backend_inline"),
+];
+
 /// What exists once the preparation is done.
 pub(super) struct Jail {
     pub(super) warden: Arc<Warden>,
@@ -32,6 +40,10 @@ pub(super) struct Jail {
     /// No mount of the operator's is the work folder.
     pub(super) owns_work_folder: bool,
     pub(super) network: Option<Network>,
+    /// Whether the code of sessions may start programs.
+    pub(super) programs: Programs,
+    /// The variables of a fresh session.
+    pub(super) variables: Arc<Vec<(String, String)>>,
     /// The layers that the sandboxes of this jail do without.
     pub(super) leave_out: Vec<LeftOut>,
     /// The server's own posture: what a session must differ from.
@@ -53,6 +65,14 @@ impl Jail {
         if let Some((kind, why)) = isolation.first_unallowed(&settings.allowed_to_be_missing()) {
             return Err(LaunchError::LayerMissing { kind, why: why.to_owned() });
         }
+        if settings.programs == Programs::Refused && leave_out.contains(&LeftOut::Seccomp) {
+            // The kernel would not refuse anything, and what needs approval could do without.
+            let why = "programs that need approval can be kept from starting only with it".to_owned();
+            return Err(LaunchError::LayerMissing { kind: LayerKind::SystemCalls, why });
+        }
+        let variables = environment.variables.iter().chain(&settings.variables).cloned();
+        let variables =
+            variables.chain(PLAIN_OUTPUT.map(|(name, value)| (name.to_owned(), value.to_owned()))).collect();
         let setup = Setup {
             identity,
             binds: environment.binds,
@@ -63,6 +83,7 @@ impl Jail {
                 shared_memory: settings.limits.memory / 2,
             },
             zygote: ZygoteCommand {
+                programs: settings.programs,
                 program: environment.python,
                 arguments: environment.arguments,
                 environment: environment.variables,
@@ -89,6 +110,8 @@ impl Jail {
             isolation,
             owns_work_folder: !setup.mounts.iter().any(|mount| mount.inside == Path::new(root::WORK)),
             network: environment.network,
+            programs: settings.programs,
+            variables: Arc::new(variables),
             leave_out: setup.leave_out,
             host,
             _lease: lease,

@@ -1,9 +1,10 @@
 //! The native backend: sandboxes made of Linux namespaces, interpreters forked from a warm one.
 //!
 //! `jail` stands the processes of the jail up and knows what they enforce, `warden` speaks with them, `instance` keeps what must be found
-//! again after a crash. `sandbox` makes one sandbox and checks each interpreter in it against the kernel; `pool` keeps some ready. This
+//! again after a crash. `sandbox` makes one sandbox and checks each interpreter in it against the kernel, `errand` starts programs beside them; `pool` keeps some ready. This
 //! file joins them into a backend.
 
+mod errand;
 mod instance;
 mod jail;
 mod pool;
@@ -19,6 +20,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
+pub use cellblock_jail::wire::Programs;
 use cellblock_jail::wire::{Bind, LeftOut, OperatorMount};
 use cellblock_jail::{cgroup, root};
 use tokio::sync::watch;
@@ -56,6 +58,8 @@ pub struct NativeSettings {
     /// Variables that the operator gives to sessions.
     pub variables: Vec<(String, String)>,
     pub allow_missing: BTreeSet<LayerKind>,
+    /// Whether the code of sessions may start programs. Work of the server's own always may.
+    pub programs: Programs,
     /// Warm sessions kept ready.
     pub pool: usize,
     /// Empty sandboxes kept ready for when the warm ones are used up.
@@ -148,7 +152,7 @@ impl Backend for NativeBackend {
     }
 
     async fn launch_apart(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
-        if self.inner.settings.mounts.is_empty() {
+        if self.inner.settings.mounts.is_empty() && self.inner.settings.programs == Programs::Free {
             return self.launch().await;
         }
         self.inner.prepared().await?;

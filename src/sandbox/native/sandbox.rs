@@ -21,19 +21,20 @@ use cellblock_egress::rules::Rules;
 use cellblock_jail::cgroup::{self, Family, Group, OutOfMemory};
 use cellblock_jail::identity::Identity;
 use cellblock_jail::posture::{Expected, Posture};
-use cellblock_jail::wire::{BEGINNING, Command, Generation, LeftOut, Origin, Slot};
+use cellblock_jail::wire::{BEGINNING, Command, Generation, LeftOut, Origin, Programs, Slot};
 use rustix::process::Signal;
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
 use tracing::warn;
 
+use super::errand::NativeLauncher;
 use super::jail::Jail;
 use super::warden::{self, Checkpoint, Slots, View, Warden};
 use super::{Inner, STEP_LIMIT};
 use crate::sandbox::{
-    CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, MemoryUse, Process,
-    Sandbox, SandboxLimits,
+    Asker, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher, MemoryUse,
+    Process, Sandbox, SandboxLimits,
 };
 
 /// Forks after which the warm interpreter is replaced, so that address layout and hash seed change.
@@ -42,8 +43,8 @@ const FORKS_PER_ZYGOTE: u32 = 2_000;
 const AGE_OF_ZYGOTE: Duration = Duration::from_secs(6 * 3600);
 /// How long the warm interpreter may take to fork. It does nothing else, and takes milliseconds.
 const FORK_LIMIT: Duration = Duration::from_secs(5);
-/// Every session has two: the zygote's wide one and its own closing one.
-const FILTERS: u32 = 2;
+/// Every session has two: the zygote's wide one and its own closing one. The one that refuses programs is a third.
+pub(super) const FILTERS: u32 = 2;
 
 /// How long a session may take to come to its branch point. Its fork handlers run meanwhile, which may be a user's.
 const BRANCH_LIMIT: Duration = Duration::from_secs(3);
@@ -78,6 +79,14 @@ pub(super) struct NativeSandbox {
     owns_work_folder: bool,
     /// It began as a fresh session whose work folder is its own. To go back to that, no checkpoint is needed: a fresh interpreter is made again.
     began_fresh: bool,
+    /// Whether interpreters in it may start programs.
+    programs: Programs,
+    /// Whether other sandboxes of the house refuse programs.
+    house_refuses: bool,
+    /// The variables of a fresh session.
+    environment: Arc<Vec<(String, String)>>,
+    /// The number of the last program that was launched.
+    errands: Arc<AtomicU32>,
     /// The number of the last sweep asked for, by the sandbox or by one of its interpreters.
     sweeps: Arc<AtomicU32>,
     /// The last interpreter, for as long as the kernel knows it.
@@ -133,7 +142,7 @@ impl Groups {
 }
 
 impl NativeSandbox {
-    /// Makes an empty sandbox. One that is `apart` has none of the operator's mounts.
+    /// Makes an empty sandbox. One that is `apart` has none of the operator's mounts, and its code may start programs: it is the server's own.
     pub(super) async fn prepare(
         jail: &Jail,
         slot: Slot,
@@ -146,6 +155,7 @@ impl NativeSandbox {
             Identity::Block { .. } => (jail.identity.on_host(slot), jail.identity.on_host(slot)),
             Identity::Caller { uid, gid } => (uid, gid),
         };
+        let programs = if apart { Programs::Free } else { jail.programs };
         let mut sandbox = NativeSandbox {
             warden: Arc::clone(&jail.warden),
             slots: jail.slots.clone(),
@@ -156,13 +166,21 @@ impl NativeSandbox {
             checkpoints: BEGINNING,
             owns_work_folder: apart || jail.owns_work_folder,
             began_fresh: false,
+            programs,
+            house_refuses: jail.programs == Programs::Refused,
+            environment: Arc::clone(&jail.variables),
+            errands: Arc::default(),
             sweeps: Arc::default(),
             interpreter: None,
             expected: Expected {
                 host_uid: uid,
                 host_gid: gid,
                 groups_empty: matches!(jail.identity, Identity::Block { .. }),
-                seccomp_filters: if jail.leave_out.contains(&LeftOut::Seccomp) { 0 } else { FILTERS },
+                seccomp_filters: match programs {
+                    _ if jail.leave_out.contains(&LeftOut::Seccomp) => 0,
+                    Programs::Free => FILTERS,
+                    Programs::Refused => FILTERS + 1,
+                },
             },
             host: jail.host.clone(),
             isolation: jail.isolation.clone(),
@@ -220,17 +238,18 @@ impl NativeSandbox {
 
     /// Refuses a process that is not under its limits, whoever was to put it there.
     fn check_confinement(&self, process: &OwnedFd) -> Result<(), LaunchError> {
-        let Some(group) = &self.groups.own else { return Ok(()) };
-        match warden::host_pid(process).and_then(|pid| group.holds(pid)) {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(LaunchError::Start { why: "it is not under its limits".to_owned() }),
-            Err(error) => Err(LaunchError::Start { why: format!("its limits could not be checked: {error}") }),
-        }
+        self.groups.own.as_ref().map_or(Ok(()), |group| check_group(group, process))
+    }
+
+    /// Whether the runner must be told that programs may be started here, although they may not elsewhere.
+    fn is_exempt(&self) -> bool {
+        self.programs == Programs::Free && self.house_refuses
     }
 
     /// Makes a fresh interpreter in the sandbox. Returns when it is ready, which with priming means that it has greeted.
     pub(super) async fn start_interpreter(&mut self, how: Fresh) -> Result<Interpreter, LaunchError> {
         let gate = match how {
+            Fresh::AtOnce if self.is_exempt() => b"o",
             Fresh::AtOnce => b"g",
             Fresh::Primed => b"p",
             Fresh::Emptied => b"e",
@@ -263,11 +282,13 @@ impl NativeSandbox {
         self.warden.forget_failure(self.slot);
         let doors = self.doors()?;
         let passed: Vec<_> = std::iter::once(theirs.as_fd()).chain(doors.iter().map(AsFd::as_fd)).collect();
-        self.warden.command(&Command::Fork { slot: self.slot, generation, from, keep }, &passed).await?;
+        let fork = Command::Fork { slot: self.slot, generation, from, keep, programs: self.programs };
+        self.warden.command(&fork, &passed).await?;
         drop(theirs);
         let process = self.await_view_for(FORK_LIMIT, |view| view.interpreter_of(generation)).await?;
         self.interpreter = Some(Arc::clone(&process));
-        let checked = self.check_confinement(&process).and_then(|()| self.verify(&process));
+        let checked =
+            self.check_confinement(&process).and_then(|()| verify(&self.warden, &process, &self.expected, &self.host));
         if let Err(error) = checked {
             let _ = rustix::process::pidfd_send_signal(&process, Signal::KILL);
             return Err(error);
@@ -319,19 +340,6 @@ impl NativeSandbox {
             Ok(Ok(())) => Ok(()),
             Err(_) => Err(LaunchError::TimedOut(STEP_LIMIT)),
             Ok(Err(_)) => Err(LaunchError::Start { why: "the interpreter ended before it greeted".to_owned() }),
-        }
-    }
-
-    /// Compares what the kernel says about the interpreter with what must be true.
-    fn verify(&self, process: &OwnedFd) -> Result<(), LaunchError> {
-        let posture = warden::host_pid(process).and_then(Posture::read);
-        let posture = posture
-            .map_err(|error| LaunchError::Start { why: format!("its isolation could not be checked: {error}") })?;
-        let warm = self.warden.warm_posture();
-        let warm = warm.ok_or_else(|| LaunchError::Start { why: "there is no warm interpreter".to_owned() })?;
-        match posture.fault(&self.expected, &self.host, &warm) {
-            None => Ok(()),
-            Some(fault) => Err(LaunchError::Start { why: format!("its isolation is not as it must be: {fault}") }),
         }
     }
 
@@ -424,6 +432,20 @@ impl Sandbox for NativeSandbox {
         Arc::new(NativeGauge { group: self.groups.own.clone(), process: self.interpreter.clone() })
     }
 
+    fn launcher(&self) -> Arc<dyn Launcher> {
+        Arc::new(NativeLauncher {
+            warden: Arc::clone(&self.warden),
+            slot: self.slot,
+            view: self.view.clone(),
+            numbers: Arc::clone(&self.errands),
+            group: self.groups.own.clone(),
+            expected: Expected { seccomp_filters: self.expected.seccomp_filters.min(FILTERS), ..self.expected },
+            host: self.host.clone(),
+            environment: Arc::clone(&self.environment),
+            memory_limit: self.limits.memory,
+        })
+    }
+
     fn rules(&self) -> Rules {
         self.gateway.as_ref().map_or_else(Rules::none, Gateway::rules)
     }
@@ -503,6 +525,33 @@ impl NativeSandbox {
                 None => failed("the sandbox ended"),
             },
         }
+    }
+}
+
+/// Refuses a process that is not in its control group.
+pub(super) fn check_group(group: &Group, process: &OwnedFd) -> Result<(), LaunchError> {
+    match warden::host_pid(process).and_then(|pid| group.holds(pid)) {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(LaunchError::Start { why: "it is not under its limits".to_owned() }),
+        Err(error) => Err(LaunchError::Start { why: format!("its limits could not be checked: {error}") }),
+    }
+}
+
+/// Compares what the kernel says about a process of a sandbox with what must be true.
+pub(super) fn verify(
+    warden: &Warden,
+    process: &OwnedFd,
+    expected: &Expected,
+    host: &Posture,
+) -> Result<(), LaunchError> {
+    let posture = warden::host_pid(process).and_then(Posture::read);
+    let posture =
+        posture.map_err(|error| LaunchError::Start { why: format!("its isolation could not be checked: {error}") })?;
+    let warm = warden.warm_posture();
+    let warm = warm.ok_or_else(|| LaunchError::Start { why: "there is no warm interpreter".to_owned() })?;
+    match posture.fault(expected, host, &warm) {
+        None => Ok(()),
+        Some(fault) => Err(LaunchError::Start { why: format!("its isolation is not as it must be: {fault}") }),
     }
 }
 
@@ -592,11 +641,11 @@ impl Process for NativeProcess {
     }
 }
 
-fn next_number(last: &AtomicU32) -> u32 {
+pub(super) fn next_number(last: &AtomicU32) -> u32 {
     last.fetch_add(1, Ordering::Relaxed) + 1
 }
 
-fn exit_of(status: std::process::ExitStatus, out_of_memory: impl Fn() -> Option<u64>) -> Exit {
+pub(super) fn exit_of(status: std::process::ExitStatus, out_of_memory: impl Fn() -> Option<u64>) -> Exit {
     use std::os::unix::process::ExitStatusExt;
     match (status.signal(), status.code()) {
         (Some(signal), _) if signal == Signal::KILL.as_raw() => match out_of_memory() {

@@ -44,6 +44,18 @@ pub(super) struct View {
     interpreter: Option<(Generation, Arc<OwnedFd>)>,
     end: Option<(Generation, i32)>,
     checkpoints: BTreeMap<u32, Checkpoint>,
+    /// Programs that somebody waits for.
+    errands: BTreeMap<u32, Errand>,
+}
+
+/// How far a program has come that was launched in a sandbox.
+#[derive(Debug, Clone)]
+pub(super) enum Errand {
+    Asked,
+    Made(Arc<OwnedFd>),
+    Failed(String),
+    /// With the kernel's wait status.
+    Ended(i32),
 }
 
 /// How far a checkpoint has come.
@@ -64,6 +76,10 @@ impl View {
     /// The wait status of the interpreter of this generation, once it ended.
     pub(super) fn end_of(&self, generation: Generation) -> Option<i32> {
         self.end.filter(|(found, _)| *found == generation).map(|(_, status)| status)
+    }
+
+    pub(super) fn errand(&self, number: u32) -> Option<&Errand> {
+        self.errands.get(&number)
     }
 
     pub(super) fn checkpoint(&self, number: u32) -> Option<&Checkpoint> {
@@ -247,6 +263,20 @@ impl Warden {
         }
     }
 
+    /// Begins to follow a program that is about to be asked for.
+    pub(super) fn expect_errand(&self, slot: Slot, number: u32) {
+        if let Some(view) = self.views().get(&slot) {
+            view.send_modify(|view| drop(view.errands.insert(number, Errand::Asked)));
+        }
+    }
+
+    /// Nobody waits for a program any more.
+    pub(super) fn forget_errand(&self, slot: Slot, number: u32) {
+        if let Some(view) = self.views().get(&slot) {
+            view.send_modify(|view| drop(view.errands.remove(&number)));
+        }
+    }
+
     /// Destroys a sandbox whose owner went away without doing so.
     pub(super) fn abandon(self: &Arc<Self>, slot: Slot, mut view: watch::Receiver<View>, groups: Groups, slots: Slots) {
         self.command_now(&Command::Destroy { slot });
@@ -370,6 +400,21 @@ impl State {
             Event::Exited { slot, generation, status } => {
                 change(slot, &mut |view| view.end = Some((generation, status)));
             }
+            Event::ErrandMade { slot, number } => change(slot, &mut |view| {
+                if let (Some(errand), Some(process)) = (view.errands.get_mut(&number), handle.take()) {
+                    *errand = Errand::Made(process);
+                }
+            }),
+            Event::ErrandFailed { slot, number, why } => change(slot, &mut |view| {
+                if let Some(errand) = view.errands.get_mut(&number) {
+                    *errand = Errand::Failed(why.clone());
+                }
+            }),
+            Event::ErrandEnded { slot, number, status } => change(slot, &mut |view| {
+                if let Some(errand) = view.errands.get_mut(&number) {
+                    *errand = Errand::Ended(status);
+                }
+            }),
             Event::Watched { slot, number } => {
                 change(slot, &mut |view| drop(view.checkpoints.insert(number, Checkpoint::Watched)));
             }

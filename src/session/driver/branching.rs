@@ -47,6 +47,13 @@ impl Fork {
         }
     }
 
+    /// Takes servers away from it.
+    pub(in crate::session) fn grant_only(&mut self, servers: &[String]) {
+        if let Some(live) = &mut self.live {
+            live.inheritance.grants = Some(live.inheritance.grants.take().unwrap_or_default().narrowed(servers));
+        }
+    }
+
     /// Gives the parts away. `None` when the fork never came to life.
     pub(super) fn into_parts(mut self) -> Option<(Box<dyn Sandbox>, Box<Live>)> {
         let live = self.live.take()?;

@@ -51,6 +51,8 @@ struct Open {
     task: AbortHandle,
     /// The call, when it is one.
     call: Option<Begun>,
+    /// A command, which has bounds of its own.
+    is_command: bool,
 }
 
 /// A call that was begun, for the record.
@@ -129,7 +131,11 @@ impl Questions {
     }
 
     fn installations(&self) -> usize {
-        self.open.values().filter(|open| open.call.is_none()).count()
+        self.open.values().filter(|open| open.call.is_none() && !open.is_command).count()
+    }
+
+    fn calls_under_way(&self) -> usize {
+        self.open.values().filter(|open| open.call.is_some()).count()
     }
 
     fn knows(&self, ask: u64) -> bool {
@@ -138,13 +144,29 @@ impl Questions {
 
     fn work(&mut self, ask: u64, call: Option<Begun>, work: impl Future<Output = Answered> + Send + 'static) {
         let task = self.tasks.spawn(work);
-        self.open.insert(ask, Open { task, call });
+        self.open.insert(ask, Open { task, call, is_command: false });
+    }
+
+    /// Counts the commands that are under way.
+    pub(super) fn commands(&self) -> usize {
+        self.open.values().filter(|open| open.is_command).count()
+    }
+
+    /// Runs a command beside everything else.
+    pub(super) fn run(&mut self, ask: u64, work: impl Future<Output = Value> + Send + 'static) {
+        let task = self.tasks.spawn(async move { Answered::plain(ask, work.await) });
+        self.open.insert(ask, Open { task, call: None, is_command: true });
+    }
+
+    /// Answers without any work.
+    pub(super) fn answer_at_once(&mut self, ask: u64, frame: Value) {
+        self.ready.push_back(Answered::plain(ask, frame));
     }
 
     /// Stops to work on a question, and has it answered.
     fn withdraw(&mut self, ask: u64) {
         let refused = ToolRefused::new(ToolReason::Cancelled, "the call was given up by the code that made it");
-        if let Some(Open { task, call }) = self.open.remove(&ask) {
+        if let Some(Open { task, call, .. }) = self.open.remove(&ask) {
             task.abort();
             self.note(call, CallEnd::Refused(ToolReason::Cancelled));
             self.ready.push_back(Answered::plain(ask, refused_frame(ask, &refused)));
@@ -188,6 +210,7 @@ impl Driver {
             Question::CallTool { server, tool, arguments, size } => {
                 self.asked_to_call(ask, ToolCall { server, tool, arguments }, size);
             }
+            Question::Shell(command) => self.asked_to_run(ask, *command),
             Question::Withdraw { of } => {
                 if !self.withdraw_parked(of) {
                     self.questions.withdraw(of);
@@ -258,7 +281,7 @@ impl Driver {
 
     /// Begins calls as long as there is a place.
     fn call_those_that_wait(&mut self) {
-        while self.questions.open.len() - self.questions.installations() < MOST_CALLS
+        while self.questions.calls_under_way() < MOST_CALLS
             && let Some(Waiting { ask, call, size }) = self.questions.waiting.pop_front()
         {
             self.questions.waiting_bytes -= size;
@@ -267,7 +290,8 @@ impl Driver {
     }
 
     fn call_tool(&mut self, ask: u64, call: ToolCall) {
-        let (Some(broker), Some(customer)) = (self.settings.tools.0.clone(), &self.customer) else {
+        let broker = self.settings.tools.0.clone().filter(|_| self.deliveries.grants.allow(&call.server));
+        let (Some(broker), Some(customer)) = (broker, &self.customer) else {
             let refused = ToolRefused::no_server(&call.server);
             return self.refuse_call(ask, &call, &refused);
         };

@@ -1,0 +1,354 @@
+//! `Containerized Code Executer`: services that are started with dependencies, used, stopped, and used again by name.
+//!
+//! A service is a session whose name begins with `code_executer-`. Code runs in the one that was started or reused last, because calls do
+//! not name one. A service that was stopped and kept has its files and packages, and a new Python when it is reused. Which sessions exist
+//! is asked of the sessions themselves; only which one is meant, and which are stopped, is remembered here.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use chrono::{DateTime, Utc};
+use rmcp::RoleServer;
+use rmcp::model::{
+    CallToolResponse, CallToolResult, ErrorData, GetPromptResult, JsonObject, Prompt, PromptArgument, PromptMessage,
+    Role, Tool,
+};
+use rmcp::service::RequestContext;
+use serde_json::{Value, json};
+
+use super::super::arguments::{self, LARGEST_CODE};
+use super::super::toolbox::{Entry, Introduction, Toolbox};
+use super::super::turns::Extent;
+use super::super::{McpSettings, Server, render};
+use super::{Modules, Ran, Visit, Written, failed, said, schema, telling};
+use crate::auth::Scope;
+use crate::session::{Outcome, Principal, Refused, SessionId, SessionInfo, Status, Stream};
+
+/// Functions that run text as code, which a reader of that code does not see.
+const DANGEROUS_CALLS: [&str; 2] = ["eval", "exec"];
+
+const PREFIX: &str = "code_executer-";
+
+/// Characters of output. That server lost replies over 4096 bytes.
+const MOST_OUTPUT: usize = 100_000;
+
+/// How long Python may take to be there.
+const START_TIME: Duration = Duration::from_secs(60);
+
+/// Characters of an expression to be solved. It is typed.
+const LONGEST_EXPRESSION: usize = 10_000;
+
+const WAY_BACK: &str = "The next call starts Python anew.";
+
+const START: Entry = Entry { name: "start_code_executer", scope: Scope::Install, extent: Extent::Whole };
+const EXECUTE: Entry = Entry { name: "execute_code", scope: Scope::Execute, extent: Extent::FirstStep };
+const STOP: Entry = Entry { name: "stop_code_executer", scope: Scope::Execute, extent: Extent::Whole };
+const REUSE: Entry = Entry { name: "reuse_code_executer", scope: Scope::Execute, extent: Extent::Whole };
+
+const STOPPED: &str = "Code execution service stopped.";
+const RESTARTED: &str = "Code execution service restarted.";
+const NOT_RUNNING: &str = "Code execution service is not running.";
+const NO_SERVICE: &str =
+    "Failed to connect to the code execution service. There is none; start one with start_code_executer.";
+
+pub(super) struct CodeExecuter {
+    tools: Vec<Tool>,
+    modules: Modules,
+    timeout: Duration,
+    services: Mutex<HashMap<Principal, Services>>,
+}
+
+/// What is remembered of one owner's services.
+#[derive(Default)]
+struct Services {
+    current: Option<SessionId>,
+    stopped: HashSet<SessionId>,
+}
+
+impl CodeExecuter {
+    pub(super) fn new(settings: &McpSettings, modules: Modules) -> CodeExecuter {
+        // Whoever blocks nothing wants nothing to be blocked.
+        let calls = if modules.blocked.is_empty() { &[][..] } else { &DANGEROUS_CALLS };
+        let modules = Modules { calls: calls.iter().map(|call| (*call).to_owned()).collect(), ..modules };
+        CodeExecuter { tools: tools(), modules, timeout: settings.default_timeout, services: Mutex::default() }
+    }
+
+    async fn carry_out(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> Result<CallToolResult, String> {
+        let _place = visit.server.place(visit.owner).map_err(|busy| format!("Error: {busy}"))?;
+        let mut written = Written::new(tool.name, &self.tools, arguments).map_err(|bad| format!("Error: {bad}"))?;
+        match tool.name {
+            "start_code_executer" => {
+                let dependencies = written.take_leniently("dependencies");
+                let dependencies = match &dependencies.value {
+                    None => Vec::new(),
+                    Some(Value::Array(items)) if items.is_empty() => Vec::new(),
+                    Some(_) => arguments::requirements(dependencies).map_err(|bad| format!("Error: {bad}"))?,
+                };
+                self.start(visit, dependencies).await
+            }
+            "execute_code" => {
+                let code = written.take("code").text(LARGEST_CODE, 0).map_err(|bad| format!("Error: {bad}"))?;
+                self.execute(visit, &code).await
+            }
+            "stop_code_executer" => {
+                let name = name(&mut written)?;
+                let delete = written.take_leniently("delete_service");
+                let delete = delete.value.is_none() || delete.flag().map_err(|bad| format!("Error: {bad}"))?;
+                self.stop(visit, &name, delete).await
+            }
+            _ => {
+                let name = name(&mut written)?;
+                self.reuse(visit, &name).await
+            }
+        }
+    }
+
+    async fn start(&self, visit: Visit<'_>, dependencies: Vec<String>) -> Result<CallToolResult, String> {
+        let name = self.free_name(visit).await;
+        visit.run(&name, String::new(), START_TIME, MOST_OUTPUT).await.map_err(refusal)?;
+        if !dependencies.is_empty() {
+            let installed = visit.server.install_to_end(visit.owner, &name, dependencies, visit.context).await;
+            if let Err(refused) = installed {
+                // Half a service is none.
+                let _ = visit.server.shared.sessions.close(visit.owner, &name).await;
+                return Err(refusal(refused));
+            }
+        }
+        self.change(visit.owner, |services| services.current = Some(name.clone()));
+        Ok(said(format!("Code execution service started with the name: {name}")))
+    }
+
+    async fn execute(&self, visit: Visit<'_>, code: &str) -> Result<CallToolResult, String> {
+        let session = self.current(visit).await.ok_or(NO_SERVICE)?;
+        match code.trim() {
+            "clear" => {
+                visit.server.shared.sessions.reset(visit.owner, &session).await.map_err(refusal)?;
+                return Ok(said("Globals cleared"));
+            }
+            "exit" => return Ok(said("Goodbye!")),
+            _ => {}
+        }
+        if !self.modules.is_empty() {
+            let checked = match self.modules.check(visit, &session, code, "").await {
+                // The code itself starts Python anew and says so; there is nothing in it yet that could be checked with.
+                Err(Refused::Ended { .. }) => None,
+                checked => checked.map_err(refusal)?,
+            };
+            if let Some(problem) = checked {
+                return Err(format!(
+                    "Error: The code contains dangerous operations and cannot be executed. ({problem}.)"
+                ));
+            }
+        }
+        let Ran { outcome, anew } = visit.run_anew(&session, code, self.timeout, MOST_OUTPUT).await.map_err(refusal)?;
+        Ok(result(&outcome, anew.as_deref()))
+    }
+
+    async fn stop(&self, visit: Visit<'_>, name: &SessionId, delete: bool) -> Result<CallToolResult, String> {
+        let sessions = &visit.server.shared.sessions;
+        let is_there = self.all(visit).await.iter().any(|service| service.id == *name);
+        let is_stopped = self.is_stopped(visit.owner, name);
+        if !is_there || (is_stopped && !delete) {
+            return Err(NOT_RUNNING.to_owned());
+        }
+        let done = match delete {
+            true => sessions.close(visit.owner, name).await,
+            // What ran is over and its memory is free; files and packages wait.
+            false => sessions.reset(visit.owner, name).await.map(drop),
+        };
+        done.map_err(refusal)?;
+        self.change(visit.owner, |services| {
+            services.current.take_if(|current| current == name);
+            match delete {
+                true => services.stopped.remove(name),
+                false => services.stopped.insert(name.clone()),
+            };
+        });
+        Ok(said(STOPPED))
+    }
+
+    async fn reuse(&self, visit: Visit<'_>, name: &SessionId) -> Result<CallToolResult, String> {
+        let services = self.all(visit).await;
+        let service = services.iter().find(|service| service.id == *name).ok_or(NOT_RUNNING)?;
+        if service.ended.is_some() {
+            visit.server.shared.sessions.reset(visit.owner, name).await.map_err(refusal)?;
+        }
+        self.change(visit.owner, |services| {
+            services.stopped.remove(name);
+            services.current = Some(name.clone());
+        });
+        Ok(said(RESTARTED))
+    }
+
+    /// Returns the service that calls mean: the one that was started or reused last. A new server asks the sessions which is youngest.
+    async fn current(&self, visit: Visit<'_>) -> Option<SessionId> {
+        let services = self.all(visit).await;
+        let remembered = self.services().get(visit.owner).and_then(|services| services.current.clone());
+        if let Some(current) = remembered.filter(|current| services.iter().any(|service| service.id == *current)) {
+            return Some(current);
+        }
+        let running = services.into_iter().filter(|service| !self.is_stopped(visit.owner, &service.id));
+        running.min_by_key(|service| service.age).map(|service| service.id)
+    }
+
+    async fn all(&self, visit: Visit<'_>) -> Vec<SessionInfo> {
+        let sessions = visit.server.shared.sessions.list(visit.owner).await;
+        sessions.into_iter().filter(|session| session.id.as_str().starts_with(PREFIX)).collect()
+    }
+
+    /// Returns the time as a name, or with a number behind it when two services are started within a second.
+    async fn free_name(&self, visit: Visit<'_>) -> SessionId {
+        let taken: HashSet<String> = self.all(visit).await.iter().map(|service| service.id.to_string()).collect();
+        let now = DateTime::<Utc>::from(SystemTime::now()).format("%Y%m%d%H%M%S");
+        let names = (1..).map(|number| match number {
+            1 => format!("{PREFIX}{now}"),
+            number => format!("{PREFIX}{now}-{number}"),
+        });
+        let free = names.into_iter().find(|name| !taken.contains(name)).expect("there are more numbers than services");
+        free.parse().expect("letters, digits and dashes are a name")
+    }
+
+    fn is_stopped(&self, owner: &Principal, name: &SessionId) -> bool {
+        self.services().get(owner).is_some_and(|services| services.stopped.contains(name))
+    }
+
+    fn change(&self, owner: &Principal, change: impl FnOnce(&mut Services)) {
+        let mut all = self.services();
+        let services = all.entry(owner.clone()).or_default();
+        change(services);
+        if services.current.is_none() && services.stopped.is_empty() {
+            all.remove(owner);
+        }
+    }
+
+    fn services(&self) -> MutexGuard<'_, HashMap<Principal, Services>> {
+        self.services.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[async_trait]
+impl Toolbox for CodeExecuter {
+    fn tools(&self) -> &[Tool] {
+        &self.tools
+    }
+
+    fn find(&self, name: &str) -> Option<Entry> {
+        [START, EXECUTE, STOP, REUSE].into_iter().find(|entry| entry.name == name)
+    }
+
+    async fn call(
+        &self,
+        server: &Server,
+        owner: &Principal,
+        tool: Entry,
+        arguments: JsonObject,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResponse {
+        self.carry_out(Visit { server, owner, context }, tool, arguments).await.unwrap_or_else(failed).into()
+    }
+
+    fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
+        let name: String = name.chars().take(128).collect();
+        Ok(failed(format!("Unknown tool: {name}")).into())
+    }
+
+    fn introduction(&self) -> Option<Introduction> {
+        Some(Introduction { name: "Code Execution Service", instructions: None })
+    }
+
+    fn prompts(&self) -> Vec<Prompt> {
+        let expression = PromptArgument::new("expression").with_description("What to evaluate.").with_required(true);
+        let description = "Evaluates a mathematical expression with code";
+        vec![Prompt::new("math_evaluation", Some(description), Some(vec![expression])).with_title("Mathematics Solver")]
+    }
+
+    fn prompt(&self, name: &str, arguments: Option<&JsonObject>) -> Result<GetPromptResult, ErrorData> {
+        if name != "math_evaluation" {
+            return Err(ErrorData::invalid_params("there is no such prompt; there is math_evaluation", None));
+        }
+        let expression = arguments.and_then(|arguments| arguments.get("expression")).and_then(Value::as_str);
+        let expression = expression.filter(|text| text.chars().count() <= LONGEST_EXPRESSION).ok_or_else(|| {
+            let text =
+                format!("math_evaluation needs \"expression\", a text of at most {LONGEST_EXPRESSION} characters");
+            ErrorData::invalid_params(text, None)
+        })?;
+        let text = format!(
+            "Evaluate this mathematical expression by running Python code, with SymPy where an exact result is possible, and say \
+             what the result is: {expression}"
+        );
+        Ok(GetPromptResult::new(vec![PromptMessage::new_text(Role::User, text)]))
+    }
+}
+
+fn name(written: &mut Written) -> Result<SessionId, String> {
+    let text = written.take("name").text(64, 1).map_err(|bad| format!("Error: {bad}"))?;
+    // Whatever else the text is, no service has such a name.
+    text.parse().ok().filter(|name: &SessionId| name.as_str().starts_with(PREFIX)).ok_or(NOT_RUNNING.to_owned())
+}
+
+fn refusal(refused: Refused) -> String {
+    format!("Error: {}", telling::refusal(&refused, WAY_BACK))
+}
+
+/// Writes what code gave: its output, or why it failed and then its output.
+fn result(outcome: &Outcome, anew: Option<&str>) -> CallToolResult {
+    let note =
+        anew.map(|why| format!("(Python was started anew, because {why}. Variables of earlier calls are gone.)\n"));
+    let note = note.unwrap_or_default();
+    let why = match &outcome.status {
+        Status::Completed => None,
+        Status::Raised(error) => {
+            let told = telling::text_of(outcome, |stream| stream == Stream::Traceback);
+            Some(if told.trim().is_empty() { render::summary(error) } else { told.trim_end().to_owned() })
+        }
+        other => telling::ending(other, WAY_BACK),
+    };
+    let printed = telling::printed(outcome);
+    let mut result = match why {
+        None => said(format!("{note}{}", printed.trim_end_matches('\n'))),
+        Some(why) => failed(format!("Error: {note}{why}{}", telling::before_the_error(&printed))),
+    };
+    result.content.extend(telling::images(outcome).map(telling::image_block));
+    result
+}
+
+fn tools() -> Vec<Tool> {
+    let name = json!({"type": "string", "description": "The name that start_code_executer told."});
+    vec![
+        Tool::new(
+            START.name,
+            "Starts a service that runs Python code, with the packages that it needs. Stop it when the work is done.",
+            schema(
+                json!({"dependencies": {
+                    "type": "array", "items": {"type": "string"}, "default": [],
+                    "description": "Packages to install, such as `sympy`.",
+                }}),
+                &[],
+            ),
+        ),
+        Tool::new(
+            EXECUTE.name,
+            "Runs Python code in the service that was started or reused last, and returns what it printed and the value of its last \
+             expression. Variables stay for the next call.",
+            schema(json!({"code": {"type": "string", "description": "Python code."}}), &["code"]),
+        ),
+        Tool::new(
+            STOP.name,
+            "Stops a service. It is deleted, or kept with its files and packages for reuse_code_executer.",
+            schema(
+                json!({
+                    "name": name,
+                    "delete_service": {"type": "boolean", "default": true, "description": "False keeps it."},
+                }),
+                &["name"],
+            ),
+        ),
+        Tool::new(
+            REUSE.name,
+            "Starts a service again that was stopped and kept.",
+            schema(json!({"name": name}), &["name"]),
+        ),
+    ]
+}

@@ -1,0 +1,338 @@
+//! `ipybox`: both generations in one table.
+//!
+//! One session, called `default`. A cell's text is everything it printed and showed, trimmed, cut after `max_output_chars`; pictures are
+//! image blocks, and files below the working folder that the text lists. Failures begin with "Error executing tool", as they did, and now
+//! end with what was printed before.
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use rmcp::RoleServer;
+use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, JsonObject, Tool};
+use rmcp::service::RequestContext;
+use serde_json::json;
+
+use super::super::arguments::{LARGEST_CODE, LONGEST_PATH, MOST_OUTPUT_CHARS, Source};
+use super::super::calls::or_cancelled;
+use super::super::host_files::{HostFileError, Overwrite};
+use super::super::toolbox::{Entry, Introduction, Toolbox};
+use super::super::turns::Extent;
+use super::super::{Front, McpSettings, Server, render};
+use super::{Visit, Written, failed, said, schema, telling};
+use crate::auth::Scope;
+use crate::runner_client::Trouble;
+use crate::session::{InsidePath, Outcome, Principal, Refused, SessionId, Status};
+
+const WAY_BACK: &str = "Call `reset` to start Python anew.";
+
+const EXECUTE: Entry = Entry { name: "execute_ipython_cell", scope: Scope::Execute, extent: Extent::FirstStep };
+const INSTALL: Entry = Entry { name: "install_package", scope: Scope::Install, extent: Extent::FirstStep };
+const RESET: Entry = Entry { name: "reset", scope: Scope::Execute, extent: Extent::FirstStepSoon };
+const UPLOAD: Entry = Entry { name: "upload_file", scope: Scope::Execute, extent: Extent::Whole };
+const DOWNLOAD: Entry = Entry { name: "download_file", scope: Scope::Read, extent: Extent::Whole };
+
+pub(super) struct Ipybox {
+    tools: Vec<Tool>,
+    default_timeout: Duration,
+    max_timeout: Duration,
+    default_max_output_chars: usize,
+    images: InsidePath,
+    workspace: Option<PathBuf>,
+}
+
+impl Ipybox {
+    pub(super) fn new(settings: &McpSettings, images: InsidePath, workspace: Option<PathBuf>) -> Ipybox {
+        Ipybox {
+            tools: tools(settings),
+            default_timeout: settings.default_timeout,
+            max_timeout: settings.max_timeout,
+            default_max_output_chars: settings.default_max_output_chars,
+            images,
+            workspace,
+        }
+    }
+
+    async fn carry_out(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> Result<CallToolResult, Failure> {
+        let _place = visit.server.place(visit.owner).map_err(|busy| Failure(busy.to_string()))?;
+        let mut written = Written::new(tool.name, &self.tools, arguments).map_err(Failure::of)?;
+        match tool.name {
+            "execute_ipython_cell" => self.execute(visit, written).await,
+            "install_package" => {
+                let name = written.take("package_name").text(LONGEST_PATH, 1).map_err(Failure::of)?;
+                let session = SessionId::default_session();
+                let report = visit.server.install_to_end(visit.owner, &session, vec![name], visit.context).await?;
+                Ok(said(report.text.trim_end()))
+            }
+            "reset" => {
+                let session = SessionId::default_session();
+                let reset = visit.server.shared.sessions.reset(visit.owner, &session);
+                match or_cancelled(visit.context, reset).await {
+                    Ok(_) => Ok(CallToolResult::success(Vec::new())),
+                    // Nothing has run yet, so everything is as a reset would leave it.
+                    Err(error) if matches!(error.downcast_ref(), Some(Refused::Unknown { .. })) => {
+                        Ok(CallToolResult::success(Vec::new()))
+                    }
+                    Err(error) => Err(Failure(telling::with_causes(&*error))),
+                }
+            }
+            "upload_file" => transfer(visit, written, Direction::Upload).await,
+            _ => transfer(visit, written, Direction::Download).await,
+        }
+    }
+
+    async fn execute(&self, visit: Visit<'_>, mut written: Written) -> Result<CallToolResult, Failure> {
+        let code = written.take("code").text(LARGEST_CODE, 0).map_err(Failure::of)?;
+        let timeout = written.take_leniently("timeout");
+        let timeout = timeout.timeout(self.default_timeout, self.max_timeout).map_err(Failure::of)?;
+        let most = written.take_leniently("max_output_chars");
+        let most =
+            most.count(1..=MOST_OUTPUT_CHARS, self.default_max_output_chars as u64).map_err(Failure::of)? as usize;
+        let session = SessionId::default_session();
+        // A page that is cut keeps three fifths of its characters at its head, so that twice as many hold all that is shown.
+        let outcome = visit.run(&session, code, timeout, 2 * most).await?;
+        if let Some(failure) = failure(&outcome, most) {
+            return Err(failure);
+        }
+        let mut text = cut(telling::printed(&outcome).trim(), most);
+        let links = self.keep_images(visit, &session, &outcome).await;
+        if !links.is_empty() {
+            let gap = if text.is_empty() { "" } else { "\n\n" };
+            text.push_str(&format!("{gap}Generated images:\n\n{}", links.join("\n")));
+        }
+        let mut result = said(text);
+        result.content.extend(telling::images(&outcome).map(telling::image_block));
+        Ok(result)
+    }
+
+    /// Puts the pictures of a cell into the session's folder, and returns the lines that say where.
+    async fn keep_images(&self, visit: Visit<'_>, session: &SessionId, outcome: &Outcome) -> Vec<String> {
+        let mut lines = Vec::new();
+        for image in telling::images(outcome) {
+            let name = random_name();
+            let ending = image.mime.strip_prefix("image/").unwrap_or("png");
+            let path: Result<InsidePath, _> = format!("{}/{name}.{ending}", self.images).parse();
+            let path = path.expect("a folder and a short name are a path");
+            let sessions = &visit.server.shared.sessions;
+            let kept = sessions.write_file(visit.owner, session, &path, &mut image.bytes.as_slice(), true).await;
+            lines.push(match (kept, &self.workspace) {
+                (Ok(_), Some(workspace)) => format!("- [{name}]({})", workspace.join(path.as_str()).display()),
+                (Ok(_), None) => format!("- [{name}]({path})"),
+                (Err(refused), _) => format!("- {name} was not saved: {}", telling::refusal(&refused, WAY_BACK)),
+            });
+        }
+        lines
+    }
+}
+
+#[async_trait]
+impl Toolbox for Ipybox {
+    fn tools(&self) -> &[Tool] {
+        &self.tools
+    }
+
+    fn find(&self, name: &str) -> Option<Entry> {
+        let listed = self.tools.iter().any(|tool| tool.name == name);
+        [EXECUTE, INSTALL, RESET, UPLOAD, DOWNLOAD].into_iter().find(|entry| listed && entry.name == name)
+    }
+
+    async fn call(
+        &self,
+        server: &Server,
+        owner: &Principal,
+        tool: Entry,
+        arguments: JsonObject,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResponse {
+        let done = self.carry_out(Visit { server, owner, context }, tool, arguments).await;
+        done.unwrap_or_else(|Failure(why)| failed(format!("Error executing tool {}: {why}", tool.name))).into()
+    }
+
+    fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
+        let name: String = name.chars().take(128).collect();
+        Ok(failed(format!("Unknown tool: {name}")).into())
+    }
+
+    fn introduction(&self) -> Option<Introduction> {
+        Some(Introduction { name: "ipybox", instructions: None })
+    }
+}
+
+/// Why a call failed, without the words before it.
+struct Failure(String);
+
+impl Failure {
+    fn of(error: impl Error + 'static) -> Failure {
+        Failure(telling::with_causes(&error))
+    }
+}
+
+impl From<Refused> for Failure {
+    fn from(refused: Refused) -> Failure {
+        Failure(telling::refusal(&refused, WAY_BACK))
+    }
+}
+
+/// Says why a cell failed, if it did: what it raised or how it was stopped, then what was printed before.
+fn failure(outcome: &Outcome, most: usize) -> Option<Failure> {
+    let why = match &outcome.status {
+        Status::Raised(error) => {
+            let traceback = error.traceback.trim_end();
+            cut(&format!("{}\n{traceback}", render::summary(error)), most)
+        }
+        Status::TimedOut { limit, .. } => {
+            let ending = telling::ending(&outcome.status, WAY_BACK).unwrap_or_default();
+            format!("Code execution exceeded timeout of {:.2}s. {ending}", limit.as_secs_f64())
+        }
+        other => telling::ending(other, WAY_BACK)?,
+    };
+    let printed = telling::printed(outcome);
+    Some(Failure(why + &telling::before_the_error(&cut(printed.trim(), most))))
+}
+
+/// Cuts a text that is longer than a caller wants, and says so.
+fn cut(text: &str, most: usize) -> String {
+    match telling::head(text, most) {
+        (all, true) => all.to_owned(),
+        (head, false) => format!("{head}\n\n[Output truncated: exceeded {most} character limit]"),
+    }
+}
+
+/// Eight hexadecimal digits, as pictures were always called.
+fn random_name() -> String {
+    let mut bytes = [0; 4];
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()).expect("the kernel has random bytes");
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    Upload,
+    Download,
+}
+
+async fn transfer(visit: Visit<'_>, mut written: Written, direction: Direction) -> Result<CallToolResult, Failure> {
+    let relpath = written.take("relpath").text(LONGEST_PATH, 1).map_err(Failure::of)?;
+    let local_path = written.take("local_path").text(LONGEST_PATH, 1).map_err(Failure::of)?;
+    let inside: InsidePath = tidied(&relpath).parse().map_err(|cause: crate::session::BadInsidePath| {
+        Failure(format!("Invalid path: escapes root directory ({cause})"))
+    })?;
+    let session = SessionId::default_session();
+    let Visit { server, owner, context } = visit;
+    let done = match direction {
+        Direction::Upload => {
+            let source = Source::Local(local_path.clone());
+            or_cancelled(context, server.upload(owner, &session, &inside, source, true)).await
+        }
+        Direction::Download => {
+            let path = local_path.clone();
+            or_cancelled(context, server.download(owner, &session, &inside, path, Overwrite::Allowed)).await
+        }
+    };
+    match done {
+        Ok(_) => Ok(CallToolResult::success(Vec::<ContentBlock>::new())),
+        Err(error) => Err(Failure(trouble(&*error, direction, &local_path, &relpath))),
+    }
+}
+
+/// Drops what a path may hold without meaning anything: `./a//b` is `a/b`.
+fn tidied(relpath: &str) -> String {
+    let is_absolute = relpath.starts_with('/');
+    let parts: Vec<&str> = relpath.split('/').filter(|part| !matches!(*part, "" | ".")).collect();
+    if is_absolute { relpath.to_owned() } else { parts.join("/") }
+}
+
+fn trouble(
+    error: &(dyn Error + Send + Sync + 'static),
+    direction: Direction,
+    local_path: &str,
+    relpath: &str,
+) -> String {
+    let verb = if direction == Direction::Upload { "upload" } else { "download" };
+    let outside = |more: &str| format!("Path '{local_path}' is not within allowed directories for {verb}{more}");
+    match error.downcast_ref::<HostFileError>() {
+        Some(HostFileError::NoDirectories) => {
+            return outside(": this server was given none; name some with --allowed-dir");
+        }
+        Some(HostFileError::NotAllowed { .. }) => return outside(""),
+        Some(HostFileError::Link { .. }) => return outside(": links are not followed"),
+        Some(HostFileError::NotFound { .. }) => return format!("File not found: {local_path}"),
+        Some(HostFileError::NotAFile { .. }) => return format!("Not a file: {local_path}"),
+        _ => {}
+    }
+    match error.downcast_ref::<Refused>() {
+        Some(Refused::File { reason: Trouble::Missing, .. }) => format!("File not found: {relpath}"),
+        Some(Refused::File { reason: Trouble::NotAFile, .. }) => format!("Not a file: {relpath}"),
+        // Nothing has run yet, so the folder is empty.
+        Some(Refused::Unknown { .. }) => format!("File not found: {relpath}"),
+        Some(refused) => telling::refusal(refused, WAY_BACK),
+        None => telling::with_causes(error),
+    }
+}
+
+fn tools(settings: &McpSettings) -> Vec<Tool> {
+    let execute = Tool::new(
+        EXECUTE.name,
+        "Runs one IPython cell and returns what it printed, the value of its last expression and its images. Variables, imports and \
+         definitions stay for the next cell. Magics, `!commands` and top-level `await` work; never call `asyncio.run()`.",
+        schema(
+            json!({
+                "code": {"type": "string", "description": "The cell."},
+                "timeout": {
+                    "type": "number", "default": settings.default_timeout.as_secs_f64(),
+                    "description": "Seconds until the code is interrupted.",
+                },
+                "max_output_chars": {
+                    "type": "integer", "default": settings.default_max_output_chars,
+                    "description": "Characters of output after which it is cut.",
+                },
+            }),
+            &["code"],
+        ),
+    );
+    let install = Tool::new(
+        INSTALL.name,
+        "Installs a Python package, also when code has no network. It can be imported at once and stays after a reset.",
+        schema(
+            json!({"package_name": {
+                "type": "string", "description": "A requirement such as `polars`, `polars>=1` or `git+https://…`.",
+            }}),
+            &["package_name"],
+        ),
+    );
+    let reset = Tool::new(
+        RESET.name,
+        "Starts Python anew. Variables, imports and definitions are lost; files and installed packages are kept.",
+        schema(json!({}), &[]),
+    );
+    let path = |description: &str| json!({"type": "string", "description": description});
+    let upload = Tool::new(
+        UPLOAD.name,
+        "Copies a file of the user's computer, out of an allowed directory, into the working folder of the code.",
+        schema(
+            json!({
+                "relpath": path("Where to put it, relative to the working folder."),
+                "local_path": path("Absolute path of the file to copy."),
+            }),
+            &["relpath", "local_path"],
+        ),
+    );
+    let download = Tool::new(
+        DOWNLOAD.name,
+        "Copies a file out of the working folder of the code to the user's computer, into an allowed directory.",
+        schema(
+            json!({
+                "relpath": path("The file to copy, relative to the working folder."),
+                "local_path": path("Absolute path of where to put it."),
+            }),
+            &["relpath", "local_path"],
+        ),
+    );
+    let mut tools = vec![install, execute, reset];
+    // Whoever calls over a network has no path on this machine.
+    if settings.front == Front::Stdio {
+        tools.extend([upload, download]);
+    }
+    tools
+}

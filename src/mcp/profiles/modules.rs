@@ -1,0 +1,117 @@
+//! Modules that code may import: a policy for honest mistakes, checked on parsed code inside the sandbox.
+//!
+//! It protects nothing. The sandbox does that, whatever is imported; the lists tell code early and clearly what an operator does not want it
+//! to use. Text that only looks like an import (in a comment or a string) is left alone, and packages that were installed into the session
+//! may be imported unless they are blocked by name.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::Visit;
+use crate::session::{Outcome, Part, Refused, SessionId, Status, Stream};
+
+const CHECK: &str = include_str!("modules.py");
+
+/// How long the check may take. It reads the code once.
+const CHECK_TIME: Duration = Duration::from_secs(10);
+
+/// Characters of the answer: a word and a name.
+const CHECK_CHARS: usize = 10_000;
+
+/// What code may import.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Modules {
+    /// If any are named, only these.
+    pub allowed: Vec<String>,
+    pub blocked: Vec<String>,
+    /// Functions that may not be called by name.
+    pub calls: Vec<String>,
+    /// Where packages are, inside, that were installed into a session. They need not be listed.
+    pub installed: String,
+}
+
+/// What is wrong with code. Its text is written for a model.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Problem {
+    #[error("Import '{0}' is blocked for security reasons")]
+    Blocked(String),
+    #[error("Import '{0}' is not in the allowed list")]
+    NotListed(String),
+    #[error("Calling '{0}' is blocked for security reasons")]
+    Call(String),
+    #[error("Shell commands and magics are blocked for security reasons")]
+    Command,
+    #[error("The code could not be checked: {0}")]
+    Unchecked(String),
+}
+
+impl Modules {
+    pub(super) fn is_empty(&self) -> bool {
+        self.allowed.is_empty() && self.blocked.is_empty() && self.calls.is_empty()
+    }
+
+    /// Looks at code before it runs in a session. `first` is run before, in the same cell.
+    pub(super) async fn check(
+        &self,
+        visit: Visit<'_>,
+        session: &SessionId,
+        code: &str,
+        first: &str,
+    ) -> Result<Option<Problem>, Refused> {
+        let word = SessionId::random();
+        let cell = format!("{first}\n{}", self.cell(code, word.as_str()));
+        let outcome = visit.run(session, cell, CHECK_TIME, CHECK_CHARS).await?;
+        Ok(verdict(&outcome, word.as_str()))
+    }
+
+    fn cell(&self, code: &str, word: &str) -> String {
+        let Modules { allowed, blocked, calls, installed } = self;
+        inside(
+            CHECK,
+            &json!({
+                "code": code, "allowed": allowed, "blocked": blocked, "calls": calls, "packages": installed, "word": word,
+            }),
+        )
+    }
+}
+
+/// Returns a cell that runs one of our programs with a request, in names of its own.
+pub(super) fn inside(program: &str, request: &Value) -> String {
+    // A text in JSON is a text in Python too.
+    let text = |text: &str| Value::from(text).to_string();
+    format!(
+        "__import__('builtins').exec(__import__('builtins').compile({}, '<cellblock>', 'exec'), {{'__name__': 'cellblock', \
+         'namespace': __import__('builtins').globals(), 'request': __import__('json').loads({})}})",
+        text(program),
+        text(&request.to_string())
+    )
+}
+
+/// Finds the answer of one of our programs: the line that begins with the word that only it was told.
+pub(super) fn answer(outcome: &Outcome, word: &str) -> Option<Value> {
+    let told = outcome.output.parts.iter().filter_map(|part| match part {
+        Part::Text { stream: Stream::Stdout, text } => Some(text.as_str()),
+        _ => None,
+    });
+    let told: String = told.collect();
+    let line = told.lines().find_map(|line| line.strip_prefix(word))?;
+    serde_json::from_str(line).ok()
+}
+
+fn verdict(outcome: &Outcome, word: &str) -> Option<Problem> {
+    let unchecked = |why: &str| Some(Problem::Unchecked(why.to_owned()));
+    match (answer(outcome, word), &outcome.status) {
+        (Some(Value::Null), _) => None,
+        (Some(Value::Array(parts)), _) => match (parts.first().and_then(Value::as_str), parts.get(1)) {
+            (Some("blocked"), Some(Value::String(name))) => Some(Problem::Blocked(name.clone())),
+            (Some("not listed"), Some(Value::String(name))) => Some(Problem::NotListed(name.clone())),
+            (Some("call"), Some(Value::String(name))) => Some(Problem::Call(name.clone())),
+            (Some("command"), _) => Some(Problem::Command),
+            _ => unchecked("the answer makes no sense"),
+        },
+        (_, Status::Raised(error)) => Some(Problem::Unchecked(super::super::render::summary(error))),
+        (_, Status::TimedOut { .. }) => unchecked("that took too long"),
+        _ => unchecked("Python gave no answer"),
+    }
+}

@@ -1,0 +1,180 @@
+//! `mcp-pyexec`: one tool, and a result of text and pictures in the order in which they came.
+//!
+//! A session is what that server's documents say: variables stay between calls with the same `session_id`. Nobody but its owner can name
+//! it, whatever it is called. Standard error is marked, as it was.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use rmcp::RoleServer;
+use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, JsonObject, Tool};
+use rmcp::service::RequestContext;
+use serde_json::json;
+
+use super::super::arguments::{LARGEST_CODE, Unnamed};
+use super::super::toolbox::{Entry, Introduction, Toolbox};
+use super::super::turns::Extent;
+use super::super::{McpSettings, Server, render};
+use super::{Ran, Visit, Written, failed, schema, telling};
+use crate::auth::Scope;
+use crate::session::{Outcome, Part, Principal, SessionId, Status, Stream};
+
+/// Characters of output. Above that, that server gave nothing at all; here the middle is cut.
+const MOST_OUTPUT: usize = 1_000_000;
+
+const WAY_BACK: &str = "The next call starts Python anew.";
+
+const EXECUTE: Entry = Entry { name: "execute_python", scope: Scope::Execute, extent: Extent::FirstStep };
+
+pub(super) struct Pyexec {
+    tools: Vec<Tool>,
+    timeout: Duration,
+}
+
+impl Pyexec {
+    pub(super) fn new(settings: &McpSettings) -> Pyexec {
+        Pyexec { tools: vec![tool()], timeout: settings.default_timeout }
+    }
+
+    async fn execute(&self, visit: Visit<'_>, arguments: JsonObject) -> Result<CallToolResult, String> {
+        let _place = visit.server.place(visit.owner).map_err(|busy| format!("✗ Error: {busy}"))?;
+        let mut written =
+            Written::new(EXECUTE.name, &self.tools, arguments).map_err(|bad| format!("✗ Error: {bad}"))?;
+        let code = written.take("code").text(LARGEST_CODE, 0).map_err(|bad| format!("✗ Error: {bad}"))?;
+        let session = written.take("session_id").session(Unnamed::Default).map_err(|bad| format!("✗ Error: {bad}"))?;
+        if code.trim().is_empty() {
+            return Err("Error: No Python code provided".to_owned());
+        }
+        let ran = visit.run_anew(&session, &code, self.timeout, MOST_OUTPUT).await;
+        let Ran { outcome, anew } =
+            ran.map_err(|refused| format!("✗ Error executing code: {}", telling::refusal(&refused, WAY_BACK)))?;
+        Ok(result(&outcome, anew.as_deref()))
+    }
+}
+
+#[async_trait]
+impl Toolbox for Pyexec {
+    fn tools(&self) -> &[Tool] {
+        &self.tools
+    }
+
+    fn find(&self, name: &str) -> Option<Entry> {
+        Some(EXECUTE).filter(|entry| entry.name == name)
+    }
+
+    async fn call(
+        &self,
+        server: &Server,
+        owner: &Principal,
+        _tool: Entry,
+        arguments: JsonObject,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResponse {
+        self.execute(Visit { server, owner, context }, arguments).await.unwrap_or_else(failed).into()
+    }
+
+    fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
+        let name: String = name.chars().take(128).collect();
+        Ok(failed(format!("Unknown tool: {name}")).into())
+    }
+
+    fn introduction(&self) -> Option<Introduction> {
+        Some(Introduction { name: "ipython-executor", instructions: None })
+    }
+}
+
+/// Writes what a cell gave as blocks in its order.
+fn result(outcome: &Outcome, anew: Option<&str>) -> CallToolResult {
+    let mut blocks = Blocks::default();
+    if let Some(why) = anew {
+        blocks.line(&format!("(Python was started anew, because {why}. Variables of earlier calls are gone.)"));
+    }
+    for part in &outcome.output.parts {
+        match part {
+            Part::Text { stream, text } => blocks.text(*stream, text),
+            Part::Cut { chars, lines } => blocks.line(&render::cut_mark(*chars, *lines, None)),
+            Part::Image(image) => blocks.put(telling::image_block(image)),
+        }
+    }
+    for blocked in &outcome.blocked {
+        blocks.line(&blocked.to_string());
+    }
+    match &outcome.status {
+        Status::Completed => {}
+        Status::Raised(error) => blocks.line(&format!("ERROR: {}", render::summary(error))),
+        Status::TimedOut { limit, .. } => {
+            let ending = telling::ending(&outcome.status, WAY_BACK).unwrap_or_default();
+            blocks.line(&format!("✗ Execution timed out after {} seconds. {ending}", limit.as_secs_f64()));
+        }
+        other => blocks.line(&format!("✗ Error: {}", telling::ending(other, WAY_BACK).unwrap_or_default())),
+    }
+    let content = blocks.finish();
+    match outcome.status {
+        Status::Completed => CallToolResult::success(content),
+        _ => CallToolResult::error(content),
+    }
+}
+
+/// Blocks under way.
+#[derive(Default)]
+struct Blocks {
+    done: Vec<ContentBlock>,
+    page: render::Page,
+    /// The last text was of standard error, so that it is marked already.
+    is_marked: bool,
+}
+
+impl Blocks {
+    fn text(&mut self, stream: Stream, text: &str) {
+        let is_error = stream == Stream::Stderr;
+        if is_error && !self.is_marked {
+            self.page.begin_line();
+            self.page.text.push_str("ERROR: ");
+        } else if !is_error && self.is_marked {
+            self.page.begin_line();
+        }
+        self.is_marked = is_error;
+        self.page.text.push_str(text);
+    }
+
+    fn line(&mut self, line: &str) {
+        self.is_marked = false;
+        self.page.line(line);
+    }
+
+    fn put(&mut self, block: ContentBlock) {
+        self.flush();
+        self.done.push(block);
+    }
+
+    fn flush(&mut self) {
+        self.is_marked = false;
+        let text = std::mem::take(&mut self.page).text;
+        if !text.trim().is_empty() {
+            self.done.push(ContentBlock::text(text.trim()));
+        }
+    }
+
+    fn finish(mut self) -> Vec<ContentBlock> {
+        self.flush();
+        if self.done.is_empty() {
+            self.done.push(ContentBlock::text("✓ Execution successful (no output)"));
+        }
+        self.done
+    }
+}
+
+fn tool() -> Tool {
+    Tool::new(
+        EXECUTE.name,
+        "Runs Python code in a sandbox and returns what it printed, the value of its last expression and its plots, in order. \
+         Variables stay for the next call with the same session_id.",
+        schema(
+            json!({
+                "code": {"type": "string", "description": "Python code."},
+                "session_id": {"type": "string", "default": SessionId::DEFAULT, "description": "Calls with the same one share variables."},
+            }),
+            &["code"],
+        ),
+    )
+}

@@ -1,0 +1,377 @@
+//! `python-docker-mcp`: runs that leave nothing behind, and sessions that last.
+//!
+//! ```text
+//! execute-transient    a session of its own: state in → check → code → state out → closed
+//! execute-persistent   a session by its id: check → code → state out
+//! ```
+//!
+//! Both do what that server's documentation promised: `state` goes in and comes out as JSON, variables of a session stay, packages are
+//! installed where the session finds them. Code is a script, so that the value of a last expression is not shown. Every transient run has a
+//! fresh sandbox, which is destroyed behind it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use rmcp::RoleServer;
+use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, JsonObject, Tool};
+use rmcp::service::RequestContext;
+use serde_json::{Value, json};
+
+use super::super::arguments::{LARGEST_CODE, LONGEST_PATH};
+use super::super::toolbox::{Entry, Introduction, Toolbox};
+use super::super::turns::Extent;
+use super::super::{McpSettings, Server, render};
+use super::modules::{Modules, Problem, answer, inside};
+use super::{Ran, Visit, Written, failed, said, schema, telling};
+use crate::auth::Scope;
+use crate::session::{Outcome, Principal, Refused, SessionAccess, SessionId, StateAfter, Status, Stream};
+
+const STATE: &str = include_str!("state.py");
+
+/// How long the names of a run may take to be told. Their own `__str__` may be asked.
+const STATE_TIME: Duration = Duration::from_secs(10);
+
+/// Characters of all values together. More than a model reads, and the way back in has a limit too.
+const MOST_STATE: usize = 200_000;
+
+/// Characters of a value that is told as its text.
+const LONGEST_TEXT: usize = 2000;
+
+/// Characters of output. That server had no limit; the whole can be read as a resource.
+const MOST_OUTPUT: usize = 100_000;
+
+const WAY_BACK: &str = "The next call with this session_id starts Python anew.";
+
+const TRANSIENT: Entry = Entry { name: "execute-transient", scope: Scope::Execute, extent: Extent::FirstStep };
+const PERSISTENT: Entry = Entry { name: "execute-persistent", scope: Scope::Execute, extent: Extent::FirstStep };
+const INSTALL: Entry = Entry { name: "install-package", scope: Scope::Install, extent: Extent::FirstStep };
+const CLEANUP: Entry = Entry { name: "cleanup-session", scope: Scope::Execute, extent: Extent::FirstStepSoon };
+
+pub(super) struct PythonDocker {
+    tools: Vec<Tool>,
+    modules: Modules,
+    timeout: Duration,
+}
+
+impl PythonDocker {
+    pub(super) fn new(settings: &McpSettings, modules: Modules) -> PythonDocker {
+        PythonDocker { tools: tools(), modules, timeout: settings.default_timeout }
+    }
+
+    async fn carry_out(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> Result<CallToolResult, Failure> {
+        let _place = visit.server.place(visit.owner).map_err(|busy| Failure(busy.to_string()))?;
+        if arguments.is_empty() {
+            return Err(Failure("Missing arguments".to_owned()));
+        }
+        let mut written = Written::new(tool.name, &self.tools, arguments).map_err(Failure::of)?;
+        match tool.name {
+            "execute-transient" => {
+                let code = needed(&mut written, "code", "Missing code")?;
+                let state = match written.take_leniently("state").value {
+                    None | Some(Value::Null) => json!({}),
+                    Some(state @ Value::Object(_)) => state,
+                    Some(_) => return Err(Failure("The argument \"state\" must be an object".to_owned())),
+                };
+                self.transient(visit, &code, &state).await
+            }
+            "execute-persistent" => {
+                let code = needed(&mut written, "code", "Missing code")?;
+                let session = session(&mut written)?.unwrap_or_else(SessionId::random);
+                self.persistent(visit, &session, &code).await
+            }
+            "install-package" => {
+                let name = needed(&mut written, "package_name", "Missing package name")?;
+                let session = session(&mut written)?;
+                self.install(visit, name, session).await
+            }
+            _ => {
+                let session = session(&mut written)?.ok_or_else(|| Failure("Missing session ID".to_owned()))?;
+                match visit.server.shared.sessions.close(visit.owner, &session).await {
+                    Ok(()) => Ok(said(format!("Session {session} cleaned up successfully"))),
+                    Err(Refused::Unknown { .. }) => Err(Failure(format!("Session {session} does not exist"))),
+                    Err(refused) => Err(refused.into()),
+                }
+            }
+        }
+    }
+
+    async fn transient(&self, visit: Visit<'_>, code: &str, state: &Value) -> Result<CallToolResult, Failure> {
+        let fresh = Fresh::new(visit);
+        let given = format!("state = __import__('json').loads({})", Value::from(state.to_string()));
+        if let Some(problem) = self.check(visit, &fresh.id, code, &given).await? {
+            return Ok(refused_code(&problem, ""));
+        }
+        let outcome = visit.run(&fresh.id, code.to_owned(), self.timeout, MOST_OUTPUT).await?;
+        let told = self.state_of(visit, &fresh.id, &outcome, true).await;
+        Ok(result(&outcome, None, "", &told, ""))
+    }
+
+    async fn persistent(&self, visit: Visit<'_>, session: &SessionId, code: &str) -> Result<CallToolResult, Failure> {
+        let before = format!("Session ID: {session}\n\n");
+        let mut anew = None;
+        let checked = match self.check(visit, session, code, "").await {
+            Err(Refused::Ended { why, .. }) => {
+                visit.server.shared.sessions.reset(visit.owner, session).await?;
+                anew = Some(why);
+                self.check(visit, session, code, "").await?
+            }
+            checked => checked?,
+        };
+        if let Some(problem) = checked {
+            return Ok(refused_code(&problem, &before));
+        }
+        let Ran { outcome, anew: later } = visit.run_anew(session, code, self.timeout, MOST_OUTPUT).await?;
+        let told = self.state_of(visit, session, &outcome, false).await;
+        Ok(result(&outcome, anew.or(later), &before, &told, WAY_BACK))
+    }
+
+    async fn install(
+        &self,
+        visit: Visit<'_>,
+        name: String,
+        session: Option<SessionId>,
+    ) -> Result<CallToolResult, Failure> {
+        let Visit { server, owner, context } = visit;
+        let Some(session) = session else {
+            let fresh = Fresh::new(visit);
+            let report = server.install_to_end(owner, &fresh.id, vec![name], context).await?;
+            return Ok(said(format!(
+                "Package installation result:\n\n{}\n\nNo session was named, so that nothing lasts; give the session_id in which \
+                 the package is needed.",
+                report.text.trim_end()
+            )));
+        };
+        if !server.shared.sessions.list(owner).await.iter().any(|known| known.id == session) {
+            return Err(Failure(format!("Session {session} not found; execute-persistent makes one")));
+        }
+        let report = server.install_to_end(owner, &session, vec![name], context).await?;
+        Ok(said(format!("Package installation result:\n\n{}", report.text.trim_end())))
+    }
+
+    /// Looks at code before it runs. Without a policy only `first` is run, if there is something to run.
+    async fn check(
+        &self,
+        visit: Visit<'_>,
+        session: &SessionId,
+        code: &str,
+        first: &str,
+    ) -> Result<Option<Problem>, Refused> {
+        if self.modules.is_empty() {
+            if !first.is_empty() {
+                visit.run(session, first.to_owned(), STATE_TIME, LONGEST_TEXT).await?;
+            }
+            return Ok(None);
+        }
+        self.modules.check(visit, session, code, first).await
+    }
+
+    /// Asks a session what its names hold now. `given` says that a dictionary called `state` went in.
+    async fn state_of(&self, visit: Visit<'_>, session: &SessionId, outcome: &Outcome, given: bool) -> JsonObject {
+        let is_alive = match &outcome.status {
+            Status::Completed | Status::Raised(_) => true,
+            Status::TimedOut { state, .. } | Status::Cancelled { state } => *state == StateAfter::Kept,
+            Status::Died { .. } | Status::Nonsense { .. } | Status::Reset | Status::Closed => false,
+        };
+        let mut told = JsonObject::new();
+        if is_alive {
+            let word = SessionId::random();
+            let request = json!({
+                "given": given, "longest_text": LONGEST_TEXT, "most_characters": MOST_STATE, "word": word.as_str(),
+            });
+            // Twice the size leaves room for what threads of the cell still print.
+            let asked = visit.run(session, inside(STATE, &request), STATE_TIME, 2 * MOST_STATE).await;
+            if let Ok(asked) = asked
+                && let Some(Value::Object(state)) = answer(&asked, word.as_str())
+            {
+                told = state;
+            }
+        }
+        let of = |wanted: Stream| telling::text_of(outcome, |stream| stream == wanted);
+        told.insert("__stdout__".to_owned(), Value::from(of(Stream::Stdout)));
+        told.insert("__stderr__".to_owned(), Value::from(of(Stream::Stderr)));
+        told.insert("__error__".to_owned(), error_of(outcome, "").map_or(Value::Null, Value::from));
+        told
+    }
+}
+
+#[async_trait]
+impl Toolbox for PythonDocker {
+    fn tools(&self) -> &[Tool] {
+        &self.tools
+    }
+
+    fn find(&self, name: &str) -> Option<Entry> {
+        [TRANSIENT, PERSISTENT, INSTALL, CLEANUP].into_iter().find(|entry| entry.name == name)
+    }
+
+    async fn call(
+        &self,
+        server: &Server,
+        owner: &Principal,
+        tool: Entry,
+        arguments: JsonObject,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResponse {
+        let done = self.carry_out(Visit { server, owner, context }, tool, arguments).await;
+        done.unwrap_or_else(|Failure(why)| failed(format!("Error executing {}: {why}", tool.name))).into()
+    }
+
+    fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
+        let name: String = name.chars().take(128).collect();
+        Ok(failed(format!("Error executing {name}: Unknown tool: {name}")).into())
+    }
+
+    fn introduction(&self) -> Option<Introduction> {
+        Some(Introduction { name: "python-docker-mcp", instructions: None })
+    }
+}
+
+/// A session for one call. Whatever becomes of the call, it is closed, and nobody waits for that.
+struct Fresh {
+    sessions: Arc<dyn SessionAccess>,
+    owner: Principal,
+    id: SessionId,
+}
+
+impl Fresh {
+    fn new(visit: Visit<'_>) -> Fresh {
+        let sessions = Arc::clone(&visit.server.shared.sessions);
+        Fresh { sessions, owner: visit.owner.clone(), id: SessionId::random() }
+    }
+}
+
+impl Drop for Fresh {
+    fn drop(&mut self) {
+        let (sessions, owner, id) = (Arc::clone(&self.sessions), self.owner.clone(), self.id.clone());
+        tokio::spawn(async move {
+            // It may never have begun.
+            let _ = sessions.close(&owner, &id).await;
+        });
+    }
+}
+
+/// Why a call failed, without the words before it.
+struct Failure(String);
+
+impl Failure {
+    fn of(error: impl std::error::Error + 'static) -> Failure {
+        Failure(telling::with_causes(&error))
+    }
+}
+
+impl From<Refused> for Failure {
+    fn from(refused: Refused) -> Failure {
+        Failure(match &refused {
+            Refused::Ended { id, .. } => format!("Session {id} has expired or was deleted"),
+            other => telling::refusal(other, ""),
+        })
+    }
+}
+
+fn needed(written: &mut Written, name: &'static str, missing: &str) -> Result<String, Failure> {
+    let given = written.take(name);
+    match &given.value {
+        None | Some(Value::Null) => Err(Failure(missing.to_owned())),
+        Some(Value::String(text)) if text.is_empty() => Err(Failure(missing.to_owned())),
+        Some(_) => given.text(if name == "code" { LARGEST_CODE } else { LONGEST_PATH }, 1).map_err(Failure::of),
+    }
+}
+
+fn session(written: &mut Written) -> Result<Option<SessionId>, Failure> {
+    match written.take("session_id").value {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) if text.is_empty() => Ok(None),
+        Some(Value::String(text)) => {
+            text.parse().map(Some).map_err(|bad: crate::session::BadSessionId| Failure(bad.to_string()))
+        }
+        Some(_) => Err(Failure("The argument \"session_id\" must be a string".to_owned())),
+    }
+}
+
+/// Says that code was not run.
+fn refused_code(problem: &Problem, before: &str) -> CallToolResult {
+    failed(format!("{before}Execution Result:\n\n\n\nError: Validation error: {problem}"))
+}
+
+/// Says how code failed, if it did.
+fn error_of(outcome: &Outcome, way_back: &str) -> Option<String> {
+    match &outcome.status {
+        Status::Completed => None,
+        Status::Raised(error) => Some(format!("Python execution error: {}", render::summary(error))),
+        Status::TimedOut { limit, state } => {
+            let seconds = limit.as_secs_f64();
+            let lost = match state {
+                StateAfter::Kept => String::new(),
+                StateAfter::Lost => format!(". Variables are gone; files are kept. {way_back}").trim_end().to_owned(),
+            };
+            Some(format!("Execution timed out after {seconds} seconds{lost}"))
+        }
+        other => telling::ending(other, way_back),
+    }
+}
+
+fn result(outcome: &Outcome, anew: Option<String>, before: &str, state: &JsonObject, way_back: &str) -> CallToolResult {
+    let output = telling::text_of(outcome, |stream| stream != Stream::Value);
+    let mut text = format!("{before}Execution Result:\n\n");
+    if let Some(why) = anew {
+        text.push_str(&format!("(Python was started anew, because {why}. Variables of earlier calls are gone.)\n"));
+    }
+    text.push_str(output.trim_end());
+    if let Some(error) = error_of(outcome, way_back) {
+        text.push_str(&format!("\n\nError: {error}"));
+    }
+    text.push_str(&format!("\n\nState: {}", Value::Object(state.clone())));
+    let mut content = vec![ContentBlock::text(text)];
+    content.extend(telling::images(outcome).map(telling::image_block));
+    match outcome.status {
+        Status::Completed => CallToolResult::success(content),
+        _ => CallToolResult::error(content),
+    }
+}
+
+fn tools() -> Vec<Tool> {
+    let code = json!({"type": "string", "description": "Python code."});
+    let id = |description: &str| json!({"type": "string", "description": description});
+    vec![
+        Tool::new(
+            TRANSIENT.name,
+            "Runs Python code in a fresh sandbox that is destroyed afterwards. `state` is a dictionary that the code finds under that \
+             name; the result ends with the state after it: that dictionary and all names of the code.",
+            schema(
+                json!({
+                    "code": code,
+                    "state": {"type": "object", "description": "What the code finds in the dictionary `state`."},
+                }),
+                &["code"],
+            ),
+        ),
+        Tool::new(
+            PERSISTENT.name,
+            "Runs Python code in a session, whose variables, files and packages stay for the next call with its id.",
+            schema(
+                json!({
+                    "code": code,
+                    "session_id": id("The session; without one a new session is made, and the result names it."),
+                }),
+                &["code"],
+            ),
+        ),
+        Tool::new(
+            INSTALL.name,
+            "Installs a Python package into a session.",
+            schema(
+                json!({
+                    "package_name": id("A requirement such as `polars` or `polars>=1`."),
+                    "session_id": id("The session in which it is needed."),
+                }),
+                &["package_name"],
+            ),
+        ),
+        Tool::new(
+            CLEANUP.name,
+            "Ends a session: its variables and files are gone.",
+            schema(json!({"session_id": id("The session.")}), &["session_id"]),
+        ),
+    ]
+}

@@ -1,0 +1,115 @@
+//! What all profiles say alike: what a cell printed, how it ended, why a session refuses. Pure.
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use rmcp::model::ContentBlock;
+
+use super::super::render;
+use super::super::tools::Seconds;
+use crate::sandbox::Exit;
+use crate::session::{Image, Outcome, Part, Refused, StateAfter, Status, Stream};
+
+/// Returns the text of a cell in its order: of these streams, with cuts and refused connections in their place.
+pub(super) fn text_of(outcome: &Outcome, wanted: impl Fn(Stream) -> bool) -> String {
+    let mut page = render::Page::default();
+    for part in &outcome.output.parts {
+        match part {
+            Part::Text { stream, text } if wanted(*stream) => page.text.push_str(text),
+            Part::Cut { chars, lines } => page.line(&render::cut_mark(*chars, *lines, None)),
+            Part::Text { .. } | Part::Image(_) => {}
+        }
+    }
+    for blocked in &outcome.blocked {
+        page.line(&blocked.to_string());
+    }
+    page.text
+}
+
+/// Returns the text of a cell without its traceback.
+pub(super) fn printed(outcome: &Outcome) -> String {
+    text_of(outcome, |stream| stream != Stream::Traceback)
+}
+
+/// Returns the pictures of a cell in their order.
+pub(super) fn images(outcome: &Outcome) -> impl Iterator<Item = &Image> {
+    outcome.output.parts.iter().filter_map(|part| match part {
+        Part::Image(image) => Some(image),
+        _ => None,
+    })
+}
+
+pub(super) fn image_block(image: &Image) -> ContentBlock {
+    ContentBlock::image(STANDARD.encode(&image.bytes), image.mime)
+}
+
+/// Says why a cell did not end well, what is lost, and with `way_back` what to do about it; nothing when it ended well or raised.
+pub(super) fn ending(status: &Status, way_back: &str) -> Option<String> {
+    let lost = || format!("Variables and imports are gone; files in the working folder are kept. {way_back}");
+    let kept = "Variables and files are kept, with what the code had done until then.";
+    let ignored = || format!("The code ignored the interrupt, so Python was killed. {}", lost());
+    let after = |state: StateAfter| if state == StateAfter::Kept { kept.to_owned() } else { ignored() };
+    let text = match status {
+        Status::Completed | Status::Raised(_) => return None,
+        Status::TimedOut { limit, state } => {
+            format!("The code was stopped because it ran longer than {}. {}", Seconds(*limit), after(*state))
+        }
+        Status::Cancelled { state } => format!("The call was cancelled. {}", after(*state)),
+        Status::Reset => format!("The code was stopped because the session was reset. {}", lost()),
+        Status::Closed => {
+            "The code was stopped because its session was closed or the server is ending. Its variables and files are gone."
+                .to_owned()
+        }
+        Status::Died { exit: exit @ Exit::OutOfMemory { .. } } => {
+            format!("Python was stopped: {}. {}", render::exit_text(*exit), lost())
+        }
+        Status::Died { exit } => format!("Python ended while the code ran: {}. {}", render::exit_text(*exit), lost()),
+        Status::Nonsense { what } => {
+            format!("Python was ended because it broke the connection to the server ({what}). {}", lost())
+        }
+    };
+    Some(text.trim_end().to_owned())
+}
+
+/// Says why a session refuses, without naming tools that a profile does not have.
+pub(super) fn refusal(refused: &Refused, way_back: &str) -> String {
+    match refused {
+        Refused::Unknown { id } => format!("there is no session `{id}`"),
+        Refused::Ended { why, .. } => format!("the session ended because {why}. {way_back}").trim_end().to_owned(),
+        Refused::TooManySessions { limit, .. } => {
+            format!("no new session was created, because {limit} sessions exist and no more are allowed")
+        }
+        other => with_causes(other),
+    }
+}
+
+/// Says what is wrong, with the chain of reasons.
+pub(super) fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(reason) = cause {
+        let said = reason.to_string();
+        // A transparent error shows its cause as itself.
+        if !text.contains(&said) {
+            text.push_str(": ");
+            text.push_str(&said);
+        }
+        cause = reason.source();
+    }
+    text
+}
+
+/// Returns at most so many characters of a text, from its beginning, and whether that is all of it.
+pub(super) fn head(text: &str, most: usize) -> (&str, bool) {
+    match text.char_indices().nth(most) {
+        Some((end, _)) => (&text[..end], false),
+        None => (text, true),
+    }
+}
+
+/// What was printed before a failure, as the last part of its text; nothing when nothing was.
+pub(super) fn before_the_error(printed: &str) -> String {
+    match printed.trim() {
+        "" => String::new(),
+        printed => format!("\n\nOutput before the error:\n{printed}"),
+    }
+}

@@ -1,0 +1,252 @@
+//! Programs in a sandbox of the native backend, beside its interpreter.
+//!
+//! A program goes the way of an interpreter: made by the warden, locked down, compared with what must be true, and only then let go (`jail::errand`). Its
+//! words are in a file that this process wrote and sealed, so that what was decided about is what runs.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+
+use async_trait::async_trait;
+use cellblock_jail::cgroup::{Group, OutOfMemory};
+use cellblock_jail::posture::{Expected, Posture};
+use cellblock_jail::wire::{self, Command, ERRAND_BROKEN, ERRAND_NOT_STARTED, ERRAND_STANDS, Slot};
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::process::Signal;
+use tokio::io::AsyncReadExt;
+use tokio::net::unix::pipe::Receiver;
+use tokio::sync::watch;
+
+use super::STEP_LIMIT;
+use super::sandbox::{check_group, exit_of, next_number, verify};
+use super::warden::{Errand, View, Warden};
+use crate::sandbox::{Exit, LaunchError, Launcher, Process, Program, ProgramError};
+
+/// What starts programs in one sandbox.
+pub(super) struct NativeLauncher {
+    pub(super) warden: Arc<Warden>,
+    pub(super) slot: Slot,
+    pub(super) view: watch::Receiver<View>,
+    /// The number of the last one.
+    pub(super) numbers: Arc<AtomicU32>,
+    pub(super) group: Option<Arc<Group>>,
+    pub(super) expected: Expected,
+    pub(super) host: Posture,
+    /// The variables of a fresh session.
+    pub(super) environment: Arc<Vec<(String, String)>>,
+    pub(super) memory_limit: u64,
+}
+
+fn failed(error: impl ToString) -> ProgramError {
+    ProgramError::Failed { why: error.to_string() }
+}
+
+#[async_trait]
+impl Launcher for NativeLauncher {
+    async fn launch(&self, program: Program) -> Result<Box<dyn Process>, ProgramError> {
+        let Program { words, folder, environment, input, output, errors } = program;
+        let plan = wire::Errand { words, folder, environment: changed(&self.environment, environment) };
+        let plan = sealed(c"cellblock-errand", &serde_json::to_vec(&plan).map_err(failed)?).map_err(failed)?;
+        let input = input.map(|bytes| sealed(c"input", &bytes)).transpose().map_err(failed)?;
+        let (report, their_report) = io::pipe().map_err(failed)?;
+        let (their_gate, gate) = io::pipe().map_err(failed)?;
+        let doors = match &self.group {
+            Some(group) => group.doors().map_err(failed)?,
+            None => Vec::new(),
+        };
+
+        let number = next_number(&self.numbers);
+        let mut process = NativeProgram {
+            warden: Arc::clone(&self.warden),
+            slot: self.slot,
+            number,
+            view: self.view.clone(),
+            group: self.group.clone(),
+            out_of_memory_before: self.group.as_ref().map(|group| group.out_of_memory()).unwrap_or_default(),
+            memory_limit: self.memory_limit,
+        };
+        self.warden.expect_errand(self.slot, number);
+        let mut passed = vec![plan.as_fd(), their_report.as_fd(), their_gate.as_fd(), output.as_fd(), errors.as_fd()];
+        passed.extend(input.iter().chain(&doors).map(AsFd::as_fd));
+        let command = Command::Errand { slot: self.slot, number, has_input: input.is_some() };
+        self.warden.command(&command, &passed).await.map_err(failed)?;
+        drop((plan, their_report, their_gate, output, errors, input, doors));
+
+        let handle = process.made().await?;
+        let mut report = Receiver::from_owned_fd(report.into()).map_err(failed)?;
+        expect_standing(&mut report).await?;
+        let confined = self.group.as_ref().map_or(Ok(()), |group| check_group(group, &handle));
+        confined.and_then(|()| verify(&self.warden, &handle, &self.expected, &self.host)).map_err(refused)?;
+        File::from(OwnedFd::from(gate)).write_all(b"g").map_err(failed)?;
+        expect_beginning(&mut report).await?;
+        Ok(Box::new(process))
+    }
+}
+
+fn refused(error: LaunchError) -> ProgramError {
+    match error {
+        LaunchError::Start { why } => ProgramError::Failed { why },
+        other => failed(other),
+    }
+}
+
+/// Returns these variables with changes.
+fn changed(all: &[(String, String)], changes: Vec<(String, Option<String>)>) -> Vec<(String, String)> {
+    let mut changed: Vec<(String, String)> = Vec::with_capacity(all.len());
+    let all = all.iter().map(|(name, value)| (name.clone(), Some(value.clone())));
+    for (name, value) in all.chain(changes) {
+        changed.retain(|(earlier, _)| *earlier != name);
+        changed.extend(value.map(|value| (name, value)));
+    }
+    changed
+}
+
+/// Returns a file in memory that nobody can change.
+fn sealed(name: &std::ffi::CStr, bytes: &[u8]) -> io::Result<OwnedFd> {
+    let mut file = File::from(rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
+    file.write_all(bytes)?;
+    io::Seek::rewind(&mut file)?;
+    rustix::fs::fcntl_add_seals(&file, SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL)?;
+    Ok(file.into())
+}
+
+async fn within_limit<T>(step: impl Future<Output = io::Result<T>>) -> Result<T, ProgramError> {
+    match tokio::time::timeout(STEP_LIMIT, step).await {
+        Ok(result) => result.map_err(failed),
+        Err(_) => Err(failed(LaunchError::TimedOut(STEP_LIMIT))),
+    }
+}
+
+/// Waits until the process stands at its gate, locked down.
+async fn expect_standing(report: &mut Receiver) -> Result<(), ProgramError> {
+    let mut word = [0];
+    match within_limit(report.read(&mut word)).await? {
+        1 if word[0] == ERRAND_STANDS => Ok(()),
+        1 if word[0] == ERRAND_BROKEN => {
+            let mut why = String::new();
+            within_limit(report.read_to_string(&mut why)).await?;
+            Err(ProgramError::Failed { why })
+        }
+        _ => Err(failed("its process ended on the way")),
+    }
+}
+
+/// Waits until it has become the program, which closes its end.
+async fn expect_beginning(report: &mut Receiver) -> Result<(), ProgramError> {
+    let mut told = Vec::new();
+    within_limit(report.read_to_end(&mut told)).await?;
+    match told.split_first() {
+        Some((&ERRAND_NOT_STARTED, number)) => {
+            let number = number.try_into().map_or(0, i32::from_ne_bytes);
+            let error = io::Error::from_raw_os_error(number);
+            match error.kind() {
+                io::ErrorKind::NotFound => Err(ProgramError::Missing),
+                _ => Err(ProgramError::Refused { why: error.to_string() }),
+            }
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A program on its way or at work. Dropping it ends it.
+struct NativeProgram {
+    warden: Arc<Warden>,
+    slot: Slot,
+    number: u32,
+    view: watch::Receiver<View>,
+    group: Option<Arc<Group>>,
+    out_of_memory_before: OutOfMemory,
+    memory_limit: u64,
+}
+
+impl NativeProgram {
+    /// Waits until its process exists.
+    async fn made(&mut self) -> Result<Arc<OwnedFd>, ProgramError> {
+        let number = self.number;
+        let settled = self.view.wait_for(|view| view.destroyed || !matches!(view.errand(number), Some(Errand::Asked)));
+        match tokio::time::timeout(STEP_LIMIT, settled).await {
+            Err(_) => Err(failed(LaunchError::TimedOut(STEP_LIMIT))),
+            Ok(Err(_)) => Err(failed("the jail ended")),
+            Ok(Ok(view)) => match view.errand(number) {
+                Some(Errand::Made(process)) => Ok(Arc::clone(process)),
+                Some(Errand::Failed(why)) => Err(ProgramError::Unsupported { why: why.clone() }),
+                _ => Err(failed("its process ended on the way")),
+            },
+        }
+    }
+
+    fn signal(&self, signal: Signal) {
+        let (slot, number) = (self.slot, self.number);
+        self.warden.command_now(&Command::SignalErrand { slot, number, signal: signal.as_raw() });
+    }
+}
+
+#[async_trait]
+impl Process for NativeProgram {
+    fn interrupt(&self) {
+        self.signal(Signal::INT);
+    }
+
+    fn kill(&self) {
+        self.signal(Signal::KILL);
+    }
+
+    async fn exited(&mut self) -> Exit {
+        let number = self.number;
+        let ended = self.view.wait_for(|view| view.destroyed || matches!(view.errand(number), Some(Errand::Ended(_))));
+        let status = match ended.await.as_deref().map(|view| view.errand(number)) {
+            Ok(Some(Errand::Ended(status))) => *status,
+            _ => return Exit::Unknown,
+        };
+        exit_of(std::os::unix::process::ExitStatusExt::from_raw(status), || {
+            let now = self.group.as_ref()?.out_of_memory();
+            now.happened_since(self.out_of_memory_before).then_some(self.memory_limit)
+        })
+    }
+}
+
+impl Drop for NativeProgram {
+    fn drop(&mut self) {
+        let ended = matches!(self.view.borrow().errand(self.number), Some(Errand::Ended(_) | Errand::Failed(_)));
+        if !ended {
+            self.kill();
+        }
+        self.warden.forget_errand(self.slot, self.number);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    fn own(list: &[(&str, &str)]) -> Vec<(String, String)> {
+        list.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+    }
+
+    #[test]
+    fn variables_are_changed_added_and_taken_away() {
+        let all = own(&[("PATH", "/bin"), ("HOME", "/home"), ("A", "1"), ("A", "2")]);
+        assert_eq!(changed(&all, Vec::new()), own(&[("PATH", "/bin"), ("HOME", "/home"), ("A", "2")]));
+        let changes = vec![
+            ("PATH".to_owned(), Some("/opt".to_owned())),
+            ("HOME".to_owned(), None),
+            ("NEW".to_owned(), Some(String::new())),
+            ("NEVER".to_owned(), None),
+        ];
+        assert_eq!(changed(&all, changes), own(&[("A", "2"), ("PATH", "/opt"), ("NEW", "")]));
+    }
+
+    #[test]
+    fn a_sealed_file_is_read_from_its_beginning_and_cannot_be_changed() {
+        let mut file = File::from(sealed(c"test", b"words").unwrap());
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).unwrap();
+        assert_eq!(bytes, b"words");
+        assert!(file.write_all(b"others").is_err());
+        assert!(file.set_len(1).is_err());
+    }
+}
