@@ -80,7 +80,7 @@ def run(
     if answer.get("ok") is True:
         if text:
             print(text, file=sys.stderr)
-        return Finished(int(answer.get("status", 0)), out, err)
+        return Finished(int(answer.get("code", 0)), out, err)
     if answer.get("reason") == "missing":
         raise FileNotFoundError(2, str(text), what if isinstance(what, str) else what[0])
     if answer.get("reason") == "timeout":

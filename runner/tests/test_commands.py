@@ -58,7 +58,7 @@ class CommandTest(CellTest):
         def wait() -> None:
             try:
                 process.communicate(question.get("stdin", "").encode(), question.get("timeout"))
-                answer = {"ok": True, "status": process.returncode, "text": None}
+                answer = {"ok": True, "code": process.returncode, "text": None}
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -810,7 +810,7 @@ mod tests {
                 "ask_withdraw" => Some(Question::Withdraw { of: 3 }),
                 "ask_shell" => Some(Question::Shell(Box::new(ClaimedCommand {
                     line: Some("ls -l $HOME | żółw".to_owned()),
-                    folder: "/workspace".to_owned(),
+                    folder: "/work".to_owned(),
                     environment: [("A".to_owned(), Some("1".to_owned())), ("LANG".to_owned(), None)].into(),
                     ..ClaimedCommand::default()
                 }))),

@@ -24,6 +24,7 @@
 //! | `calls N SERVER TOOL JSON` | makes N calls at once and prints how many answers of each kind came |
 //! | `forget SERVER TOOL` | calls a tool, withdraws the call, and prints both answers |
 //! | `ask JSON` | asks with these members, and prints the answer; `ask-on JSON` does not wait for it |
+//! | `run LINE` | asks for a shell command that writes where this interpreter does, and prints the answer; `run-on LINE` does not wait for it |
 //! | `float(NAME` | gives the value of a variable as a number, or raises |
 //!
 //! A copy of an interpreter has its variables and files. Cells that only print are said to change nothing.
@@ -48,7 +49,7 @@ use cellblock_egress::rules::Rules;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::UnixStream;
 use tokio::net::unix::pipe::Sender;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
@@ -626,6 +627,12 @@ fn tool_call(text: &str) -> Value {
     json!({"what": "call_tool", "server": server, "tool": tool, "arguments": arguments})
 }
 
+/// Returns the question that asks for a command. Commands that are more than a line are written `\\n`.
+fn shell_command(line: &str) -> Value {
+    let folder = super::WORK_FOLDER;
+    json!({"what": "shell", "command": line.replace("\\n", "\n"), "folder": folder, "environment": {}, "with_pipes": true})
+}
+
 /// The interpreter's side of the channel.
 struct Script {
     channel: UnixStream,
@@ -712,7 +719,11 @@ impl Script {
         self.asked += 1;
         let mut header = json!({"type": "ask", "id": id, "ask": self.asked});
         header.as_object_mut().expect("it is one").extend(members.as_object().cloned().unwrap_or_default());
-        self.say_in_order(header).await?;
+        if header["with_pipes"] == true {
+            self.say_with_pipes(header).await?;
+        } else {
+            self.say_in_order(header).await?;
+        }
         Ok(self.asked)
     }
 
@@ -846,6 +857,22 @@ impl Script {
         self.say(header, b"").await
     }
 
+    /// Says something and hands over the pipes that this interpreter writes to.
+    async fn say_with_pipes(&mut self, mut header: Value) -> Result<(), Interruption> {
+        header["seq"] = json!(self.mark(b'F').await?);
+        let bytes = frame(&header, b"");
+        let pipes = [self.pipes[0].as_fd(), self.pipes[1].as_fd()];
+        let sent = self.channel.async_io(Interest::WRITABLE, || {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            control.push(SendAncillaryMessage::ScmRights(&pipes));
+            let bytes = [io::IoSlice::new(&bytes)];
+            Ok(rustix::net::sendmsg(&self.channel, &bytes, &mut control, SendFlags::empty())?)
+        });
+        let sent = sent.await?;
+        Ok(self.channel.write_all(&bytes[sent..]).await?)
+    }
+
     async fn execute(&mut self, id: &Value, code: &str) -> Result<(), Interruption> {
         self.say_in_order(json!({"type": "started", "id": id, "rotated": false})).await?;
         let (mut late, mut twice, mut exit) = (None, false, None);
@@ -941,6 +968,8 @@ impl Script {
             }
             "forget" => self.forget(id, tool_call(rest)).await,
             "ask" => self.call(id, serde_json::from_str(rest).unwrap_or_default()).await,
+            "run" => self.call(id, shell_command(rest)).await,
+            "run-on" => self.ask(id, shell_command(rest)).await.map(drop),
             "ask-on" => self.ask(id, serde_json::from_str(rest).unwrap_or_default()).await.map(drop),
             // The end of `float(` on the line before.
             ")" => Ok(()),

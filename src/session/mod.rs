@@ -47,6 +47,8 @@ mod rich;
 mod serial;
 pub mod servers;
 pub mod shell;
+#[cfg(test)]
+mod shell_behaviour;
 mod spool;
 mod state;
 mod terminal;

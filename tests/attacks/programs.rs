@@ -209,10 +209,7 @@ fn commands_run_in_all_their_forms() {
         let called = "import subprocess; print(subprocess.run(['wc', '-c'], input='four', capture_output=True, text=True).stdout)";
         assert_eq!(session.ok(called).await, "4\n\n");
         assert_eq!(session.ok("!yes | head -n 2").await, "y\ny\n", "a broken pipe ends a program");
-        assert_eq!(
-            session.ok("os.makedirs('sub'); os.chdir('sub')\n!pwd; touch here; ls").await,
-            "/workspace/sub\nhere\n"
-        );
+        assert_eq!(session.ok("os.makedirs('sub'); os.chdir('sub')\n!pwd; touch here; ls").await, "/work/sub\nhere\n");
         assert_eq!(session.ok("!seq 200000 | tail -n 1").await, "200000\n");
         let large = session.ok("!seq 200000").await;
         assert!(large.ends_with("\n199999\n200000\n") && large.starts_with("1\n2\n"));
@@ -270,7 +267,7 @@ def forge(words, outlets=None, **more):
         def take(self): pass
     members = {"words": words, "folder": "/", "environment": {}, **more}
     answer = asking._active.ask_for_command(members, Given())
-    return answer.get("ok"), answer.get("reason"), answer.get("status")
+    return answer.get("ok"), answer.get("reason"), answer.get("code")
 "#;
 
 #[test]
@@ -280,11 +277,11 @@ fn a_question_that_code_forges_is_decided_about_like_any_other() {
         for session in [&allowed, &denied] {
             session.ok(FORGE).await;
         }
-        let forged = "print(forge(['/bin/touch', '/workspace/ran']), os.path.exists('/workspace/ran'))";
+        let forged = "print(forge(['/bin/touch', '/work/ran']), os.path.exists('/work/ran'))";
         assert_eq!(allowed.ok(forged).await, "(True, None, 0) True\n", "control");
         assert_eq!(denied.ok(forged).await, "(False, 'denied', None) False\n");
         // Members that claim an approval change nothing.
-        let claimed = "print(forge(['/bin/touch', '/workspace/ran'], approved=True, ok=True, decision='allow'))";
+        let claimed = "print(forge(['/bin/touch', '/work/ran'], approved=True, ok=True, decision='allow'))";
         assert_eq!(denied.ok(claimed).await, "(False, 'denied', None)\n");
     });
 }
@@ -302,7 +299,7 @@ for outlets in ([writer, writer], [reader, writer], [writer, both]):
         let expected = "(True, None, 0)\n(False, 'invalid', None)\n(False, 'invalid', None)\n";
         assert_eq!(session.ok(offered).await, expected);
         // What is no pipe at all breaks the conversation: it could be anything.
-        let socket = "forge(['/bin/true'], [socket.socketpair()[0].fileno(), 1])";
+        let socket = "pair = socket.socketpair(); forge(['/bin/true'], [pair[0].fileno(), pair[1].fileno()])";
         assert!(matches!(session.execute(socket).await.unwrap().status, Status::Nonsense { .. }));
     });
 }
@@ -360,9 +357,9 @@ def attempts(process):
         except OSError as error:
             return type(error).__name__
     return [
-        tried(lambda: open(f'/proc/{process}/mem', 'r+b')),
+        tried(lambda: open(f'/proc/{process}/mem', 'rb')),
         tried(lambda: open(f'/proc/{process}/environ', 'rb').read()),
-        tried(lambda: os.listdir(f'/proc/{process}/fd')),
+        tried(lambda: os.readlink(f'/proc/{process}/fd/0')),
         tried(lambda: os.readlink(f'/proc/{process}/exe')),
         tried(lambda: os.kill(process, signal.SIGCONT)),
     ]
@@ -379,7 +376,7 @@ print(attempts(find('sleep')))"#;
         let code = "
 reach = f'''
 import os
-for attempt in (lambda: open('/proc/{os.getpid()}/mem', 'r+b'), lambda: os.kill({os.getpid()}, 0)):
+for attempt in (lambda: open('/proc/{os.getpid()}/mem', 'rb'), lambda: os.kill({os.getpid()}, 0)):
     try:
         attempt()
         print('done')
@@ -463,7 +460,7 @@ fn a_command_sees_no_more_than_the_session() {
         let probe = include_str!("../posture/probe.py");
         session.upload("probe.py", probe.as_bytes()).await.unwrap();
         let mut of_session = session.json(probe).await;
-        let command = "import sys; x = !{sys.executable} -I probe.py\nprint(*x)";
+        let command = "import subprocess, sys; print(subprocess.run([sys.executable, '-I', 'probe.py'], capture_output=True, text=True).stdout)";
         let mut of_command = session.json(command).await;
         assert_eq!(of_command["descriptors"], json!([["/dev/null", "pipe", "pipe"], []]));
         for facts in [&mut of_session, &mut of_command] {

@@ -98,7 +98,7 @@ async fn run(ask: u64, command: &ShellCommand, launcher: Arc<dyn Launcher>, outl
             }
         },
     };
-    let (status, text) = match exit {
+    let (code, text) = match exit {
         Exit::Code(code) => (code, None),
         Exit::Signal(signal) => (-signal, None),
         Exit::OutOfMemory { limit } => {
@@ -107,7 +107,7 @@ async fn run(ask: u64, command: &ShellCommand, launcher: Arc<dyn Launcher>, outl
         }
         Exit::Unknown => (-9, Some("the command was ended with its sandbox".to_owned())),
     };
-    json!({"type": "answer", "ask": ask, "ok": true, "status": status, "text": text})
+    json!({"type": "answer", "ask": ask, "ok": true, "code": code, "text": text})
 }
 
 async fn launch(
