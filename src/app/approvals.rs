@@ -15,6 +15,9 @@ use crate::config::Settings;
 use crate::mcp::StateKey;
 use crate::session::Approvals;
 
+/// Ports that sandboxes have doors for where a person can be asked about names, beside those that are listed.
+pub(super) const PORTS: [u16; 2] = [80, 443];
+
 /// What was allowed for good, in the data folder.
 const BOOK: &str = "approvals.yaml";
 /// The key of servers that share kept sessions, in the data folder.

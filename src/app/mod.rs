@@ -3,6 +3,7 @@
 //! This is the only room that knows all others. It reads the command line, makes the parts and connects them; what a command does is in
 //! the file of its name.
 
+mod approvals;
 mod audit_command;
 mod cli;
 mod doctor;
@@ -32,6 +33,7 @@ use clap::Parser;
 use tokio::sync::watch;
 
 use self::cli::{Arguments, Command, KeeperCommand};
+use self::keeper::KeepByDefault;
 use self::network::WayOut;
 use self::packages::Packages;
 use crate::audit::Audit;
@@ -166,7 +168,7 @@ fn house(settings: &Settings, warmth: Warmth) -> anyhow::Result<House> {
     // One run of code ends before an installation would pay off.
     let packages = if warmth == Warmth::OneShot { None } else { Packages::new(settings)? };
     let backend = native_backend(settings, warmth, packages.clone())?;
-    let sessions = sessions(settings, warmth, backend, packages.clone());
+    let sessions = sessions(settings, warmth, backend, packages.clone())?;
     if let Some(packages) = &packages {
         packages.work_in(sessions.clone());
     }
@@ -196,7 +198,10 @@ fn native_backend(
 ) -> anyhow::Result<Arc<dyn Backend>> {
     let preparation =
         watch::Sender::new(Preparation::Working { step: "preparing Python".to_owned(), done: 0, total: None });
-    let usual_ports = packages.as_ref().map(|_| Packages::usual_ports()).unwrap_or_default();
+    let mut usual_ports = packages.as_ref().map(|_| Packages::usual_ports()).unwrap_or_default();
+    if settings.approvals.policy.opens_domains() {
+        usual_ports.extend(approvals::PORTS);
+    }
     let mut way_out = WayOut::new(settings, usual_ports)?;
     let mut native = native_settings(settings)?;
     native.variables.append(&mut way_out.variables);
@@ -242,7 +247,7 @@ fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
         mounts: workspace.chain(mounts).collect(),
         variables: settings.variables.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         allow_missing: settings.allow_missing.clone(),
-        programs: Programs::Free,
+        programs: if settings.approvals.policy.shell_is_open() { Programs::Free } else { Programs::Refused },
         pool: settings.pool,
         empty: EMPTY_SANDBOXES,
         leave_out: Vec::new(),
@@ -311,8 +316,8 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
 }
 
 /// What clients of a front are told and allowed.
-fn mcp_settings(settings: &Settings, front: Front) -> McpSettings {
-    McpSettings {
+fn mcp_settings(settings: &Settings, front: Front, keep: KeepByDefault) -> anyhow::Result<McpSettings> {
+    Ok(McpSettings {
         front,
         profile: profile(settings),
         max_wait: settings.service.max_wait,
@@ -323,8 +328,9 @@ fn mcp_settings(settings: &Settings, front: Front) -> McpSettings {
         can_undo: settings.undo != config::Undo::Off,
         network: settings.network.rules.clone(),
         can_install: settings.packages.allowed,
+        state_key: approvals::state_key(settings, keep.decides(settings))?,
         ..McpSettings::default()
-    }
+    })
 }
 
 /// Which tools clients see, with what those need to know.
@@ -384,14 +390,16 @@ fn sessions(
     warmth: Warmth,
     backend: Arc<dyn Backend>,
     packages: Option<Arc<Packages>>,
-) -> Sessions {
+) -> anyhow::Result<Sessions> {
     let undo = match (warmth, settings.undo) {
         (Warmth::OneShot, _) | (_, config::Undo::Off) => session::Undo::Off,
         (Warmth::Full, config::Undo::On { checkpoints, files }) => session::Undo::On { checkpoints, files },
     };
-    Sessions::new(
+    let approvals = approvals::approvals(settings)?;
+    Ok(Sessions::new(
         backend,
         SessionSettings {
+            approvals,
             work_folder: work_folder(settings),
             max_sessions: settings.max_sessions,
             idle_timeout: settings.idle_timeout,
@@ -403,5 +411,5 @@ fn sessions(
             packages: Source(packages.map(|packages| packages as Arc<dyn Installer>)),
             ..SessionSettings::default()
         },
-    )
+    ))
 }

@@ -1,15 +1,18 @@
 //! `cellblock mcp`: serves one client over standard input and output.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::Context;
 use tracing::info;
 
 use super::keeper::{Home, KeepByDefault};
+use super::recorded::Recorded;
 use super::{asked_to_end, mcp_settings, open_audit};
 use crate::audit::{Event, ServerStarted, ServerStopped};
 use crate::config::Settings;
 use crate::mcp::{self, Front, HostFiles};
+use crate::telemetry::{Health, Metrics};
 
 /// The largest file that `upload_file` and `download_file` copy.
 const LARGEST_FILE: u64 = 1 << 30;
@@ -20,8 +23,11 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
     let audit = open_audit(&settings)?;
     audit.record(Event::new(ServerStarted { version: env!("CARGO_PKG_VERSION").into(), serving: "stdio".into() }))?;
     let home = Home::of(&settings, KeepByDefault::No, "mcp").await?;
-    let told = mcp_settings(&settings, Front::Stdio);
-    let server = mcp::Server::new(home.sessions(), files, told);
+    let told = mcp_settings(&settings, Front::Stdio, KeepByDefault::No)?;
+    // Nobody reads figures of a server on standard input and output.
+    let metrics = Metrics::new(&Health::new());
+    let sessions = Arc::new(Recorded::new(home.sessions(), audit.clone(), metrics));
+    let server = mcp::Server::new(sessions, files, told);
     let served = tokio::select! {
         served = mcp::serve_stdio(server) => served.map(|()| "end of input").map_err(anyhow::Error::from),
         signal = asked_to_end() => {

@@ -11,8 +11,8 @@ use serde_json::Value;
 use crate::sandbox::Preparation;
 use crate::session::install::Leave;
 use crate::session::{
-    Decision, ExecuteRequest, ExecutionHandle, ExecutionId, ExploreRequest, ForkRequest, InsidePath, Principal, Refused,
-    Resident, SessionId, UploadPart, Which,
+    Decision, ExecuteRequest, ExecutionHandle, ExecutionId, ExploreRequest, ForkRequest, InsidePath, Principal,
+    Refused, Resident, SessionId, UploadPart, Which,
 };
 
 /// Counts changes that an older peer would not understand.

@@ -30,9 +30,9 @@ use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::{Registrar, ServerReport, ServerState, ServerTool};
 use crate::session::{
     AskId, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed, ExecutionHandle,
-    ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, ForkNames, ForkReport, ForkRequest, InsidePath, Load,
-    News, Outcome, Output, Principal, Refused, ResetReport, Resident, Ruling, SessionAccess, SessionId, SessionInfo,
-    Slice, Status as CellStatus, UndoReport, UploadPart, Uploaded, Variant, Which,
+    ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, ForkNames, ForkReport, ForkRequest,
+    InsidePath, Load, News, Outcome, Output, Principal, Refused, ResetReport, Resident, Ruling, SessionAccess,
+    SessionId, SessionInfo, Slice, Status as CellStatus, UndoReport, UploadPart, Uploaded, Variant, Which,
 };
 
 // Codec.

@@ -58,6 +58,14 @@ impl Way {
         }
     }
 
+    /// Whether a person can be asked while the call waits, for tools that have one answer only.
+    pub(super) fn asking_meanwhile(self) -> Asking {
+        match self {
+            Way::Elicitation => Asking::Person,
+            Way::InputRequired | Way::Nobody => Asking::Nobody,
+        }
+    }
+
     pub(super) fn asking(self) -> Asking {
         match self {
             Way::Elicitation | Way::InputRequired => Asking::Person,

@@ -189,9 +189,14 @@ impl Server {
         request: ExecuteRequest,
         context: &RequestContext<RoleServer>,
     ) -> Result<Outcome, Refused> {
-        match self.begin(owner, session, request, None, context).await? {
-            Executed::Finished(outcome) => Ok(*outcome),
-            Executed::Underway(_) => Err(Refused::ShuttingDown),
+        let manner = Manner { wait: Duration::MAX, max_chars: request.max_output_chars, as_task: false };
+        let told = match self.begin(owner, session, request, None, context).await? {
+            Executed::Finished(outcome) => return Ok(*outcome),
+            Executed::Underway(underway) => Ok(Checked::Underway(underway)),
+        };
+        match self.ask_meanwhile(owner, told, manner, context).await? {
+            Checked::Finished { outcome, .. } => Ok(*outcome),
+            Checked::Underway(_) | Checked::Nothing => Err(Refused::ShuttingDown),
         }
     }
 
@@ -204,10 +209,20 @@ impl Server {
         context: &RequestContext<RoleServer>,
     ) -> Result<InstallReport, Refused> {
         let sessions = &self.shared.sessions;
-        let news = News::default();
-        let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
-        let work = sessions.install(owner, session, requirements, context.ct.clone(), news);
-        with_progress(work, reporter, context).await
+        let mut leave = Leave { asking: Way::of(context).asking_meanwhile(), answer: None };
+        loop {
+            let news = News::default();
+            let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
+            let work = sessions.install(owner, session, requirements.clone(), leave, context.ct.clone(), news);
+            let asked = match with_progress(work, reporter, context).await {
+                Err(Refused::Ask { asked, .. }) => asked,
+                done => return done,
+            };
+            leave = match self.ask_to_install(session, &requirements, *asked, context).await {
+                Ok(leave) => leave,
+                Err(_) => return Err(Refused::CancelledWhileWaiting),
+            };
+        }
     }
 
     /// Takes a place among the calls of an owner, until it is dropped.

@@ -38,8 +38,10 @@ pub(super) struct Manner {
 /// What a person said to a form.
 enum Said {
     Decided(Vec<Decision>),
-    /// There is nothing left to decide, or nobody to hear it.
-    Nothing(Result<Checked, Refused>),
+    /// What was asked is not open any more; the code goes on.
+    Over,
+    /// Nobody can be asked now, or nobody waits for the answer.
+    Left(Result<Checked, Refused>),
 }
 
 impl Server {
@@ -52,16 +54,30 @@ impl Server {
         manner: Manner,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResponse {
+        if Way::of(context) == Way::Elicitation {
+            told = self.ask_meanwhile(owner, told, manner, context).await;
+        }
+        match (&told, Way::of(context), context.extensions.get::<Binding>()) {
+            (Ok(Checked::Underway(underway)), Way::InputRequired, Some(binding)) if !underway.asks.is_empty() => {
+                self.input_required(underway, binding)
+            }
+            _ => self.rendered(owner, session, told, manner),
+        }
+    }
+
+    /// Asks by forms while the call waits, as long as there is something to ask and somebody answers.
+    pub(super) async fn ask_meanwhile(
+        &self,
+        owner: &Principal,
+        mut told: Result<Checked, Refused>,
+        manner: Manner,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<Checked, Refused> {
         loop {
             let underway = match told {
                 Ok(Checked::Underway(underway)) if !underway.asks.is_empty() => underway,
-                other => return self.rendered(owner, session, other, manner),
+                other => return other,
             };
-            match (Way::of(context), context.extensions.get::<Binding>()) {
-                (Way::InputRequired, Some(binding)) => return self.input_required(&underway, binding),
-                (Way::Elicitation, _) => {}
-                _ => return self.rendered(owner, session, Ok(Checked::Underway(underway)), manner),
-            }
             let news = News::new("waiting for a person's decision".to_owned());
             let reporter = Reporter::new(self.shared.sessions.preparation(), manner.wait, &news);
             let handle = underway.handle.clone();
@@ -70,10 +86,8 @@ impl Server {
                 Said::Decided(decisions) => {
                     self.decide(owner, &handle, decisions, "elicitation", manner, context).await
                 }
-                Said::Nothing(Ok(Checked::Underway(underway))) if !underway.asks.is_empty() => {
-                    return self.rendered(owner, session, Ok(Checked::Underway(underway)), manner);
-                }
-                Said::Nothing(told) => told,
+                Said::Over => self.go_on(owner, &handle, manner, context).await,
+                Said::Left(told) => return told,
             };
         }
     }
@@ -167,21 +181,21 @@ impl Server {
         let Underway { handle, session, asks, .. } = underway;
         let ids = asks.iter().map(|asked| asked.id).collect::<Vec<_>>();
         let Ok(mut form) = send_form(session, asks, context).await else {
-            return Said::Nothing(Ok(Checked::Underway(underway.clone())));
+            return Said::Left(Ok(Checked::Underway(underway.clone())));
         };
         loop {
             tokio::select! {
                 answer = &mut form.rx => return match decided(&ids, answer) {
                     Some(decisions) => Said::Decided(decisions),
-                    None => Said::Nothing(Ok(Checked::Underway(underway.clone()))),
+                    None => Said::Left(Ok(Checked::Underway(underway.clone()))),
                 },
                 () = context.ct.cancelled() => {
                     withdraw(form).await;
-                    return Said::Nothing(self.stopped(owner, handle, manner).await);
+                    return Said::Left(self.stopped(owner, handle, manner).await);
                 }
                 () = self.shared.draining.cancelled() => {
                     withdraw(form).await;
-                    return Said::Nothing(Ok(Checked::Underway(underway.clone())));
+                    return Said::Left(Ok(Checked::Underway(underway.clone())));
                 }
                 () = sleep(BETWEEN_LOOKS) => {}
             }
@@ -192,7 +206,7 @@ impl Server {
                 matches!(&told, Ok(Checked::Underway(now)) if now.asks.iter().any(|asked| ids.contains(&asked.id)));
             if !is_open {
                 withdraw(form).await;
-                return Said::Nothing(told);
+                return Said::Over;
             }
         }
     }

@@ -23,9 +23,9 @@ use crate::session::install::{InstallError, InstallReport, Leave};
 use crate::session::servers::{Registrar, ServerReport, ServerState, ServerTool};
 use crate::session::{
     Asking, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId,
-    ExploreReport, ExploreRequest, FileList, FileNote, FileRange, FilesCarried, ForkNames, ForkReport, ForkRequest, InsidePath,
-    Load, News, Outcome, Output, Part, Refused, ResetReport, SessionId, SessionInfo, SessionSettings, Sessions, Slice,
-    StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded, VariantReport, Which,
+    ExploreReport, ExploreRequest, FileList, FileNote, FileRange, FilesCarried, ForkNames, ForkReport, ForkRequest,
+    InsidePath, Load, News, Outcome, Output, Part, Refused, ResetReport, SessionId, SessionInfo, SessionSettings,
+    Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded, VariantReport, Which,
 };
 
 mod approvals;

@@ -45,6 +45,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use cellblock_egress::gateway::Blocked;
+use cellblock_egress::name::HostName;
 use cellblock_egress::rules::Rules;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
@@ -56,8 +57,8 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 
 use self::programs::Launched;
 use super::{
-    Asker, Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
-    Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox,
+    Asker, Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError,
+    Launcher, Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox,
 };
 
 const MARKER: [u8; 16] = *b"fake interpreter";

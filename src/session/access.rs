@@ -17,8 +17,8 @@ use super::install::{InstallReport, Leave};
 use super::servers::ServerReport;
 use super::{
     Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId, ExploreReport,
-    ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Principal, Refused, ResetReport, SessionId,
-    SessionInfo, Sessions, UndoReport, UploadPart, Uploaded, Which, Word,
+    ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Principal, Refused, ResetReport,
+    SessionId, SessionInfo, Sessions, UndoReport, UploadPart, Uploaded, Which, Word,
 };
 use crate::sandbox::{Preparation, Rules};
 

@@ -240,8 +240,6 @@ pub struct SessionSettings {
     pub packages: install::Source,
     pub approvals: Approvals,
     pub tools: tools::Tools,
-    /// Whether commands may run that the code of sessions asks for.
-    pub shell: shell::ShellPolicy,
     /// What one principal may use.
     pub quotas: Quotas,
     /// Cells that run at once in the whole server; zero is no limit. Others wait, and principals take turns.
@@ -261,7 +259,6 @@ impl Default for SessionSettings {
             packages: install::Source::default(),
             approvals: Approvals::default(),
             tools: tools::Tools::default(),
-            shell: shell::ShellPolicy::default(),
             quotas: Quotas::default(),
             max_running: 0,
         }

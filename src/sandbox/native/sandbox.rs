@@ -33,8 +33,8 @@ use super::jail::Jail;
 use super::warden::{self, Checkpoint, Slots, View, Warden};
 use super::{Inner, STEP_LIMIT};
 use crate::sandbox::{
-    Asker, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher, MemoryUse,
-    Process, Sandbox, SandboxLimits,
+    Asker, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
+    MemoryUse, Process, Sandbox, SandboxLimits,
 };
 
 /// Forks after which the warm interpreter is replaced, so that address layout and hash seed change.

@@ -20,10 +20,13 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 use tracing::{debug, info};
 
+use super::shell::CommandWanted;
 use super::{Driver, RequestId, Running, Task};
 use crate::approval::{Answer, Policy, Subject, Verdict};
 use crate::sandbox::Asker;
-use crate::session::approvals::{Approvals, AskId, Asked, Asking, DecidedBy, Decision, Ruling, Why, keep, note, refusal};
+use crate::session::approvals::{
+    Approvals, AskId, Asked, Asking, DecidedBy, Decision, Ruling, Why, keep, note, refusal,
+};
 use crate::session::state::State;
 use crate::session::tools::{ToolCall, ToolReason, ToolRefused};
 
@@ -42,6 +45,7 @@ pub(super) enum Wanted {
         ask: u64,
         size: usize,
     },
+    Command(Box<CommandWanted>),
     /// Connections to the same name and port that the gateway holds.
     Connections(Vec<oneshot::Sender<bool>>),
 }
@@ -51,6 +55,7 @@ impl Wanted {
     fn ask(&self) -> Option<u64> {
         match self {
             Wanted::Install { ask, .. } | Wanted::Call { ask, .. } => Some(*ask),
+            Wanted::Command(wanted) => Some(wanted.ask),
             Wanted::Connections(_) => None,
         }
     }
@@ -58,6 +63,7 @@ impl Wanted {
     fn size(&self) -> usize {
         match self {
             Wanted::Call { size, .. } => *size,
+            Wanted::Command(wanted) => wanted.size(),
             _ => 1024,
         }
     }
@@ -341,6 +347,7 @@ impl Driver {
             (Subject::Tool { server, tool, arguments }, Wanted::Call { ask, size }) => {
                 self.line_up_call(ask, ToolCall { server, tool, arguments }, size);
             }
+            (_, Wanted::Command(wanted)) => self.run_command(*wanted),
             (_, Wanted::Connections(replies)) => answer_all(replies, true),
             // Each kind of wish is made with its own kind of subject, a few lines from where it is considered.
             (_, Wanted::Install { ask, .. } | Wanted::Call { ask, .. }) => {
@@ -355,6 +362,10 @@ impl Driver {
             (Subject::Tool { server, tool, arguments }, Wanted::Call { ask, .. }) => {
                 let reason = if why == Why::Interrupted { ToolReason::Cancelled } else { ToolReason::Denied };
                 self.refuse_call(ask, &ToolCall { server, tool, arguments }, &ToolRefused::new(reason, text));
+            }
+            (_, Wanted::Command(wanted)) => {
+                let reason = if why == Why::Interrupted { "cancelled" } else { "denied" };
+                self.refuse_command(wanted.ask, reason, &text);
             }
             (_, Wanted::Connections(replies)) => answer_all(replies, false),
             (_, Wanted::Install { ask, .. } | Wanted::Call { ask, .. }) => self.refuse_question(ask, &text),

@@ -12,14 +12,31 @@ use serde_json::{Value, json};
 use tracing::debug;
 
 use super::Driver;
+use super::approvals::Wanted;
+use crate::approval::Subject;
 use crate::runner_client::{ClaimedCommand, Outlets};
 use crate::sandbox::{Exit, Launcher, Process, Program, ProgramError};
-use crate::session::shell::{ShellCommand, ShellPolicy};
+use crate::session::shell::ShellCommand;
 
 /// Commands of one cell that are under way at the same time.
 const MOST_COMMANDS: usize = 16;
 /// How long an interrupted command may take to end by itself.
 const GRACE: Duration = Duration::from_millis(300);
+
+/// A command that waits to be allowed, with all that it needs to run. What was shown is its text; what runs is the same value.
+pub(super) struct CommandWanted {
+    pub(super) ask: u64,
+    command: ShellCommand,
+    launcher: Arc<dyn Launcher>,
+    outlets: Outlets,
+}
+
+impl CommandWanted {
+    /// Bytes that it holds, about.
+    pub(super) fn size(&self) -> usize {
+        self.command.text().len() + self.command.input().map_or(0, <[u8]>::len)
+    }
+}
 
 impl Driver {
     /// Takes a command that the running cell wants to have run.
@@ -38,25 +55,20 @@ impl Driver {
             return self.refuse_command(ask, "unavailable", "the sandbox is being copied; try again");
         };
         debug!(session = self.id.as_str(), "code asks for a command");
-        let permission = self.permission(&command);
-        self.questions.run(ask, async move {
-            match permission.await {
-                Ok(()) => run(ask, &command, launcher, outlets).await,
-                Err(text) => refusal(ask, "denied", &text),
-            }
-        });
+        let subject = Subject::Shell { command: command.text(), kind: command.kind() };
+        self.consider(subject, Wanted::Command(Box::new(CommandWanted { ask, command, launcher, outlets })));
     }
 
-    /// Decides whether a command may run. A refusal is a text for whoever reads the traceback.
-    fn permission(&self, _command: &ShellCommand) -> impl Future<Output = Result<(), String>> + Send + use<> {
-        let decided = match &self.settings.shell {
-            ShellPolicy::Allow => Ok(()),
-            ShellPolicy::Deny { text } => Err(text.clone()),
-        };
-        std::future::ready(decided)
+    /// Runs a command that may run.
+    pub(super) fn run_command(&mut self, wanted: CommandWanted) {
+        let CommandWanted { ask, command, launcher, outlets } = wanted;
+        if self.questions.commands() >= MOST_COMMANDS {
+            return self.refuse_command(ask, "budget", "too many commands are under way in this session");
+        }
+        self.questions.run(ask, async move { run(ask, &command, launcher, outlets).await });
     }
 
-    fn refuse_command(&mut self, ask: u64, reason: &str, text: &str) {
+    pub(super) fn refuse_command(&mut self, ask: u64, reason: &str, text: &str) {
         self.questions.answer_at_once(ask, refusal(ask, reason, text));
     }
 }
