@@ -14,6 +14,7 @@ use cellblock::session::{
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
+use crate::support::containers::TestEngine;
 use crate::support::native::{self, Session};
 
 /// Something that every backend's interpreter can do.
@@ -40,12 +41,19 @@ struct TestBackend {
 
 enum Kind {
     Native,
+    Containers(&'static TestEngine),
     Fake(Arc<FakeBackend>),
 }
 
 impl TestBackend {
     fn native() -> TestBackend {
         TestBackend { kind: Kind::Native, sessions: native::shared().sessions.clone() }
+    }
+
+    /// The backend of an engine, if there is one here.
+    fn containers(engine: Option<&'static TestEngine>) -> Option<TestBackend> {
+        let engine = engine?;
+        Some(TestBackend { kind: Kind::Containers(engine), sessions: engine.shared().sessions.clone() })
     }
 
     fn fake() -> TestBackend {
@@ -60,7 +68,7 @@ impl TestBackend {
     /// Says the steps in the language of the backend.
     fn code(&self, steps: &[Step]) -> String {
         let say = match self.kind {
-            Kind::Native => in_python,
+            Kind::Native | Kind::Containers(_) => in_python,
             Kind::Fake(_) => in_fake,
         };
         steps.iter().map(say).collect::<Vec<_>>().join("\n")
@@ -72,6 +80,11 @@ impl TestBackend {
             Kind::Native => {
                 let paths = native::traces_of(session.host_pid().await);
                 Box::new(move || paths.iter().filter(|path| path.exists()).count())
+            }
+            Kind::Containers(engine) => {
+                let engine = *engine;
+                let container = engine.container_of(session).await;
+                Box::new(move || engine.containers().iter().filter(|id| **id == container).count())
             }
             Kind::Fake(fake) => {
                 let fake = fake.clone();
@@ -187,6 +200,22 @@ macro_rules! on_every_backend {
             $(#[test]
             fn $name() {
                 crate::support::native::run(async { super::$name(&super::TestBackend::native()).await })
+            })*
+        }
+
+        mod docker_backend {
+            $(#[test]
+            fn $name() {
+                let Some(backend) = super::TestBackend::containers(crate::support::containers::docker()) else { return };
+                crate::support::native::run(async { super::$name(&backend).await })
+            })*
+        }
+
+        mod podman_backend {
+            $(#[test]
+            fn $name() {
+                let Some(backend) = super::TestBackend::containers(crate::support::containers::podman()) else { return };
+                crate::support::native::run(async { super::$name(&backend).await })
             })*
         }
 

@@ -2,7 +2,7 @@
 //!
 //! `support` holds the mechanics. `contract` runs the same cases on every backend; `posture` and `attacks` look at a session from inside and
 //! out; `auth` meets a real issuer of tokens; `branching` copies sessions; `network` reaches out of them, with `secrets` in its hands; `stdio`, `cli`, `audit`,
-//! `keeper` and `leaks` use the built program as its users do; `clients` and `conformance` are other people's programs; `tidy` reads the tree.
+//! `keeper`, `leaks` and `profiles` use the built program as its users do; `clients` and `conformance` are other people's programs; `tidy` reads the tree.
 
 mod attacks;
 mod audit;
@@ -18,6 +18,7 @@ mod leaks;
 mod network;
 mod packages;
 mod posture;
+mod profiles;
 mod runner;
 mod secrets;
 mod stdio;

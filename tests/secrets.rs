@@ -11,7 +11,7 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use cellblock::sandbox::native::Network;
+use cellblock::sandbox::Network;
 use cellblock_egress::authority::{Authority, Trust};
 use cellblock_egress::gateway::Limits;
 use cellblock_egress::secrets::{Secret, Vault};

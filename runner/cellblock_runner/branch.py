@@ -10,6 +10,8 @@ still: it gives a sign, and calls the real fork. Whoever watches from outside ma
 The sign is SIGCONT: seen by whoever watches, and otherwise without effect. When nobody watches (any more), fork makes a plain child;
 it ends itself at once, and nothing has happened.
 
+In a container nobody outside can make copies; there a function of this process does (`family`), and takes the place of fork.
+
 The true system calls are kept here because user code may replace those of `os`. That protects nothing, it only avoids surprises: the
 copy is made and confined from outside, whatever happens in here.
 """
@@ -20,14 +22,27 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 
 from . import lanes
 from .channel import CHANNEL_DESCRIPTOR
 
 _fork, _send_signal, _get_process, _wait_for, _look_at = os.fork, os.kill, os.getpid, os.waitpid, os.fstat
 
+# Descriptors that the maker of copies keeps in the session.
+own_descriptors: tuple[int, ...] = ()
+# The work folder that a copy found in the place of its original's; None when it has the same name.
+moved_to: str | None = None
+
 # From here on Python warns in the original about a fork beside other threads. The user did not fork.
 _WARNS_ABOUT_THREADS = sys.version_info >= (3, 12)
+
+
+def copy_by(maker: Callable[[], int], descriptor: int) -> None:
+    """Has copies made by a function in this process, where nobody outside can make them. It returns as fork does at the branch point."""
+    global _fork, _send_signal, own_descriptors
+    _fork, own_descriptors = maker, (descriptor,)
+    _send_signal = lambda _process, _signal: None  # noqa: E731 - nobody watches
 
 
 def stand_still() -> bool:

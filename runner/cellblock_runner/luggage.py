@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from . import descriptors, folders, interrupts, mappings
+from . import branch, descriptors, folders, interrupts, mappings
 from .channel import CHANNEL_DESCRIPTOR
 from .descriptors import Opened, counted
 from .reseed import reseed
@@ -83,7 +83,7 @@ class Arrival(NamedTuple):
 def pack(request: Request, around: Surroundings, loop: Any, kept: folders.Tree | None) -> Luggage:
     """Gathers all that a copy will need. `loop` is the event loop of the shell, `kept` what the last packing found."""
     own = frozenset(_descriptors_of(loop)) | frozenset(_descriptors_of_tracker())
-    opened = descriptors.look(around.lanes, (CHANNEL_DESCRIPTOR,))
+    opened = descriptors.look(around.lanes, (CHANNEL_DESCRIPTOR, *branch.own_descriptors))
     nameless = {item.identity for item in opened if item.content is not None}
     areas = mappings.look((around.work, *around.scratch))
     why = None
@@ -136,6 +136,23 @@ def put_down(luggage: Luggage, around: Surroundings) -> tuple[list[str], bool]:
         return [], has_files and not luggage.losses and untouched
     names = ", ".join(name for name in _KEEP_THREADS if name in sys.modules)
     return [counted(native, "native thread") + (f" ({names})" if names else "")], False
+
+
+def move(luggage: Luggage, around: Surroundings, work: str) -> tuple[Luggage, Surroundings]:
+    """Changes luggage and surroundings for a copy whose work folder has another name than its original's."""
+    old = around.work
+
+    def moved(path: str) -> str:
+        return work + path[len(old) :] if path == old or path.startswith(f"{old}/") else path
+
+    luggage = luggage._replace(
+        folder=None if luggage.folder is None else moved(luggage.folder),
+        opened=[item._replace(path=moved(item.path)) for item in luggage.opened],
+        areas=[area._replace(path=moved(area.path)) for area in luggage.areas],
+        carried={moved(root): tree for root, tree in luggage.carried.items()},
+        losses=[*luggage.losses, f"the name of the work folder, which is {work} now"],
+    )
+    return luggage, around._replace(work=work)
 
 
 def unpack(luggage: Luggage, around: Surroundings, is_fork: bool) -> Arrival:

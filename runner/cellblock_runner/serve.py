@@ -106,6 +106,8 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
         for _ in range(_REHEARSALS):
             _rehearse(shell, _PRIMING_CELLS)
         importlib.import_module("importlib.metadata")  # Newer Pythons import it when a package is added, for 30 ms.
+        for name in ("imports", "state"):  # What profiles ask, before and after a cell of a session that may be a second old.
+            importlib.import_module(f"{__package__}.{name}")
         reseed()  # The first call makes OpenSSL set itself up, which costs every session less if it happens here.
         gc.collect()
         _fill_gaps()
@@ -281,6 +283,10 @@ class Session:
         self._process = _own_number()
         self.desk.renew()
         self._upload = None
+        if branch.moved_to is not None:
+            packed, around = luggage.move(packed, around, branch.moved_to)
+            sys.path[:] = [around.work if path == self._workdir else path for path in sys.path]
+            self._workdir, branch.moved_to = around.work, None
         arrival = luggage.unpack(packed, around, is_fork=gate == _FORK)
         self._kept = arrival.kept
         self._folder = files.look(self._workdir)

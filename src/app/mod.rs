@@ -6,8 +6,10 @@
 mod approvals;
 mod audit_command;
 mod cli;
+mod containers;
 mod doctor;
 mod env_command;
+mod image_command;
 mod ipybox_commands;
 mod keeper;
 mod key_command;
@@ -27,17 +29,18 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use cellblock_jail::wire::{Bind, OperatorMount};
 use clap::Parser;
 use tokio::sync::watch;
 
 use self::cli::{Arguments, Command, KeeperCommand};
+pub use self::containers::OwnSupplies;
 use self::keeper::KeepByDefault;
 use self::network::WayOut;
 use self::packages::Packages;
 use crate::audit::Audit;
-use crate::config::{self, Settings};
+use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
 use crate::mcp::{self, Front, McpSettings};
 use crate::sandbox::native::{NativeBackend, NativeSettings, Programs, WORK_FOLDER, WarmEnvironment};
@@ -104,6 +107,9 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             Command::Env(command) => {
                 env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
+            Command::Image(command) => {
+                image_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
+            }
             Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
             Command::Build(build) => {
                 ipybox_commands::build(&build, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
@@ -166,8 +172,8 @@ pub enum Warmth {
 /// Makes the backend and its sessions; the environment and the warm interpreter are prepared in the background.
 fn house(settings: &Settings, warmth: Warmth) -> anyhow::Result<House> {
     // One run of code ends before an installation would pay off.
-    let packages = if warmth == Warmth::OneShot { None } else { Packages::new(settings)? };
-    let backend = native_backend(settings, warmth, packages.clone())?;
+    let packages = if warmth == Warmth::OneShot || !can_install(settings) { None } else { Packages::new(settings)? };
+    let backend = backend(settings, warmth, packages.clone())?;
     let sessions = sessions(settings, warmth, backend, packages.clone())?;
     if let Some(packages) = &packages {
         packages.work_in(sessions.clone());
@@ -188,6 +194,25 @@ impl House {
         if let Some(packages) = &self.packages {
             packages.clean_up();
         }
+    }
+}
+
+/// Whether sessions may install packages. Their store is a folder of this machine, which containers elsewhere could not see.
+fn can_install(settings: &Settings) -> bool {
+    settings.packages.allowed && settings.backend == BackendChoice::Native
+}
+
+/// Starts the backend that the operator has chosen.
+fn backend(settings: &Settings, warmth: Warmth, packages: Option<Arc<Packages>>) -> anyhow::Result<Arc<dyn Backend>> {
+    match &settings.backend {
+        BackendChoice::Native => native_backend(settings, warmth, packages),
+        BackendChoice::Containers(_) if !settings.approvals.policy.shell_is_open() => {
+            bail!(
+                "commands cannot be asked about or denied in containers, where nothing keeps code from starting programs; \
+                 remove approve_shell and the rules about commands, or use the native backend"
+            )
+        }
+        BackendChoice::Containers(choice) => containers::backend(settings, choice, warmth),
     }
 }
 
@@ -327,7 +352,7 @@ fn mcp_settings(settings: &Settings, front: Front, keep: KeepByDefault) -> anyho
         work_folder: work_folder(settings),
         can_undo: settings.undo != config::Undo::Off,
         network: settings.network.rules.clone(),
-        can_install: settings.packages.allowed,
+        can_install: can_install(settings),
         state_key: approvals::state_key(settings, keep.decides(settings))?,
         ..McpSettings::default()
     })

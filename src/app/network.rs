@@ -14,7 +14,7 @@ use cellblock_jail::wire::Bind;
 use tempfile::NamedTempFile;
 
 use crate::config::Settings;
-use crate::sandbox::native::Network;
+use crate::sandbox::Network;
 
 /// Where programs inside find the authorities that they may trust, ours among them.
 const CERTIFICATES_INSIDE: &str = "/etc/ssl/cellblock.pem";

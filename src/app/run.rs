@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::asked_to_end;
 use super::cli::{CodeSource, RunArguments};
-use super::{Warmth, native_backend, progress, sessions};
+use super::{Warmth, backend, progress, sessions};
 use crate::config::Settings;
 use crate::sandbox::Exit;
 use crate::session::{
@@ -29,7 +29,7 @@ const LARGEST_FILE: u64 = 1 << 30;
 /// Carries out the command.
 pub(super) async fn execute(arguments: &RunArguments, settings: Settings) -> anyhow::Result<ExitCode> {
     let (name, code) = read_code(&arguments.source())?;
-    let backend = native_backend(&settings, Warmth::OneShot, None)?;
+    let backend = backend(&settings, Warmth::OneShot, None)?;
     let shown = tokio::spawn(progress::show(backend.preparation()));
     let sessions = sessions(&settings, Warmth::OneShot, backend, None)?;
     let cancel = CancellationToken::new();

@@ -4,10 +4,12 @@
 //! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
 //!
 //! `network` has the settings about what sessions may reach, `auth` those about who may call, `service` those of the HTTP service, `watch`
-//! those about what operators see: log, traces, audit; `approvals` those about what needs somebody's permission. Files that hold secrets are read by those who know how to treat them.
+//! those about what operators see: log, traces, audit; `containers` those about container engines, `approvals` those about what needs
+//! somebody's permission. Files that hold secrets are read by those who know how to treat them.
 
 mod approvals;
 pub(super) mod auth;
+mod containers;
 mod network;
 mod service;
 mod watch;
@@ -145,6 +147,7 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         max_sessions,
         idle_timeout: check.duration(Key::IdleTimeout, Duration::from_secs(1)..=30 * 24 * HOUR)?.unwrap_or(HOUR),
         pool: check.number(Key::Pool, 0..=1_000)?.unwrap_or(2).min(max_sessions),
+        backend: check.backend(&surroundings, read)?,
         undo: check.undo(workspace.is_some())?,
         explore_parallel: check
             .number(Key::ExploreParallel, 1..=MOST_VARIANTS)?
@@ -635,49 +638,49 @@ fn within<T: PartialOrd, E: Display>(reading: Result<T, E>, range: &RangeInclusi
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// One case: sources in, settings out.
-    pub(super) struct Case {
+    pub(in crate::config) struct Case {
         pub(super) sources: Sources,
         files: BTreeMap<PathBuf, String>,
     }
 
-    pub(super) fn case() -> Case {
+    pub(in crate::config) fn case() -> Case {
         let machine = Machine { cores: 4, user_id: 7, current_dir: "/here".into(), temporary_dir: "/tmp".into() };
         let variables = BTreeMap::from([("HOME".to_owned(), "/home/me".to_owned())]);
         Case { sources: Sources { file: None, variables, flags: Flags::default(), machine }, files: BTreeMap::new() }
     }
 
     impl Case {
-        pub(super) fn yaml(mut self, text: &str) -> Case {
+        pub(in crate::config) fn yaml(mut self, text: &str) -> Case {
             self.sources.file = Some(("/etc/cellblock/config.yaml".into(), text.to_owned()));
             self
         }
 
-        pub(super) fn variable(mut self, name: &str, value: &str) -> Case {
+        pub(in crate::config) fn variable(mut self, name: &str, value: &str) -> Case {
             self.sources.variables.insert(name.to_owned(), value.to_owned());
             self
         }
 
-        pub(super) fn flag(mut self, key: Key, value: &str) -> Case {
+        pub(in crate::config) fn flag(mut self, key: Key, value: &str) -> Case {
             self.sources.flags = self.sources.flags.single(key, Some(value.to_owned()));
             self
         }
 
-        pub(super) fn flags(mut self, key: Key, values: &[&str]) -> Case {
+        pub(in crate::config) fn flags(mut self, key: Key, values: &[&str]) -> Case {
             let values = values.iter().map(|value| (*value).to_owned()).collect();
             self.sources.flags = self.sources.flags.repeated(key, values);
             self
         }
 
-        fn file(mut self, path: &str, text: &str) -> Case {
+        pub(in crate::config) fn file(mut self, path: &str, text: &str) -> Case {
             self.files.insert(path.into(), text.to_owned());
             self
         }
 
-        pub(super) fn result(self) -> Result<Settings, ConfigError> {
+        pub(in crate::config) fn result(self) -> Result<Settings, ConfigError> {
             let files = self.files;
             settle(self.sources, &|file| {
                 let (NamedFile::ByOperator(path) | NamedFile::InWorkspace(path)) = file;
@@ -685,11 +688,11 @@ mod tests {
             })
         }
 
-        pub(super) fn settings(self) -> Settings {
+        pub(in crate::config) fn settings(self) -> Settings {
             self.result().expect("it should be accepted")
         }
 
-        pub(super) fn refusal(self) -> String {
+        pub(in crate::config) fn refusal(self) -> String {
             self.result().expect_err("it should be refused").to_string()
         }
     }

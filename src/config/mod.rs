@@ -15,6 +15,7 @@
 
 mod checks;
 mod dotenv;
+pub mod engine;
 mod folders;
 mod layers;
 mod profiles;
@@ -41,6 +42,7 @@ use crate::auth::AuthSettings;
 use crate::environment::{self, EnvironmentName, EnvironmentSpec};
 use crate::http::{AllowedHost, Origin as PageOrigin};
 use crate::keeper::KeeperName;
+use crate::sandbox::container::{EngineAddress, EngineKind};
 use crate::sandbox::{LayerKind, SandboxLimits};
 use crate::telemetry::LogFormat;
 use checks::{NamedFile, Sources};
@@ -76,6 +78,8 @@ pub struct Settings {
     pub idle_timeout: Duration,
     /// How many warm sessions are kept ready.
     pub pool: usize,
+    /// What sandboxes are made of.
+    pub backend: BackendChoice,
     pub undo: Undo,
     /// How many variants of one `explore` run at the same time.
     pub explore_parallel: usize,
@@ -140,6 +144,28 @@ pub struct Quotas {
     /// Sandboxes begun per minute.
     pub starts: Option<u32>,
     pub stored: Option<u64>,
+}
+
+/// What sandboxes are made of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum BackendChoice {
+    /// Namespaces of this machine's kernel.
+    Native,
+    Containers(Containers),
+}
+
+/// How containers are made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Containers {
+    pub kind: EngineKind,
+    pub address: EngineAddress,
+    pub image: String,
+    /// Another runtime than the engine's usual one.
+    pub runtime: Option<String>,
+    /// How long a container may wait to be used.
+    pub pool_max_age: Duration,
+    /// How many are made at the same time.
+    pub pool_creations: usize,
 }
 
 /// How much of a session's past is kept, so that cells can be undone.
@@ -306,6 +332,8 @@ pub enum ConfigError {
         "there is no environment \"{name}\"; known: {known}. Describe it in the configuration file or build it with \"cellblock env build {name} --packages …\""
     )]
     UnknownEnvironment { name: EnvironmentName, known: String },
+    #[error("the container engine cannot be found")]
+    Engine(#[from] engine::EngineProblem),
     #[error("there is no place for environments: set HOME, XDG_DATA_HOME or CELLBLOCK_DATA_DIR")]
     NoDataDir,
     #[error("the folder {} of the setting {key} cannot be used", path.display())]

@@ -324,3 +324,155 @@ fn why_not(section: &str) -> &'static str {
         _ => ": code has a network of its own",
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::checks::tests::{Case, case};
+    use super::super::{Settings, Undo};
+    use super::*;
+
+    const FILE: &str = "/home/me/.python-docker-mcp/config.yaml";
+
+    fn python_docker() -> Case {
+        case().flag(Key::Profile, "python-docker-mcp")
+    }
+
+    fn told(settings: &Settings, words: &str) -> bool {
+        settings.notices.iter().any(|notice| notice.contains(words))
+    }
+
+    #[test]
+    fn each_profile_brings_its_usual_limits() {
+        let limits = |profile: &str| {
+            let settings = case().flag(Key::Profile, profile).settings();
+            (settings.limits.memory >> 20, settings.limits.cpus, settings.timeout.as_secs(), settings.undo == Undo::Off)
+        };
+        assert_eq!(limits("default"), (2048, 2.0, 120, false));
+        assert_eq!(limits("ipybox"), (2048, 2.0, 120, true));
+        assert_eq!(limits("python-docker-mcp"), (256, 0.5, 30, true));
+        assert_eq!(limits("code-executer"), (2048, 2.0, 120, true));
+        assert_eq!(limits("pyexec"), (512, 0.5, 30, true));
+        assert!(case().flag(Key::Profile, "pyexce").refusal().contains("pyexec"));
+    }
+
+    #[test]
+    fn what_an_operator_says_is_stronger_than_a_profile() {
+        let settings = python_docker().variable("CELLBLOCK_MEMORY", "1G").flag(Key::Timeout, "5s").settings();
+        assert_eq!((settings.limits.memory, settings.timeout), (1 << 30, Duration::from_secs(5)));
+    }
+
+    #[test]
+    fn every_key_of_the_file_is_taken_or_told() {
+        let text = "docker:\n  image: x\n  working_dir: /app\n  memory_limit: 512m\n  cpu_limit: 1.5\n  timeout: 60\n  \
+                    network_disabled: false\n  read_only: false\n  pool_enabled: true\n  pool_size: 4\n  pool_max_age: 1\n  \
+                    max_concurrent_creations: 2\npackage:\n  installer: pip\n  index_url: https://user:hush@index.test/simple\n  \
+                    trusted_hosts: [index.test]\nallowed_modules: [math]\nblocked_modules: []\nfuture: 1\n";
+        let settings = python_docker().file(FILE, text).settings();
+        assert_eq!((settings.limits.memory >> 20, settings.limits.cpus, settings.timeout.as_secs()), (512, 1.5, 60));
+        assert!(settings.network.rules.iter().any(|rule| rule.is_everything()));
+        assert_eq!(settings.pool, 4);
+        assert_eq!(settings.package_index.url.as_deref(), Some("https://user:hush@index.test/simple"));
+        assert_eq!(settings.package_index.trusted_hosts, ["index.test"]);
+        assert_eq!((&settings.allowed_modules[..], settings.blocked_modules.len()), (&["math".to_owned()][..], 0));
+        for words in ["line 2: docker.image", "working_dir", "read_only", "pool_max_age", "creations", "uv", "future"] {
+            assert!(told(&settings, words), "{words}: {:?}", settings.notices);
+        }
+        assert!(!format!("{settings:?}").contains("hush"), "an index may hold a password");
+    }
+
+    #[test]
+    fn without_a_file_the_documented_values_hold() {
+        let settings = python_docker().settings();
+        assert!(settings.network.rules.is_empty(), "closed, as documented");
+        for module in ["math", "numpy", "sklearn"] {
+            assert!(settings.allowed_modules.iter().any(|listed| listed == module), "{module}");
+        }
+        assert!(settings.blocked_modules.iter().any(|blocked| blocked == "os"));
+        assert!(settings.notices.is_empty(), "{:?}", settings.notices);
+    }
+
+    #[test]
+    fn a_named_file_is_read_instead_and_variables_win_over_files() {
+        let named = || {
+            python_docker()
+                .file(FILE, "docker: {memory_limit: 100m}")
+                .file("/here/mine.yaml", "docker: {memory_limit: 200m, pool_enabled: no, pool_size: 9}")
+                .variable("PYTHON_DOCKER_MCP_CONFIG", "mine.yaml")
+        };
+        let settings = named().settings();
+        assert_eq!((settings.limits.memory >> 20, settings.pool), (200, 0));
+        let settings = named()
+            .variable("PYTHON_DOCKER_MCP_MEMORY_LIMIT", "300m")
+            .variable("PYTHON_DOCKER_MCP_CPU_LIMIT", "0.25")
+            .variable("PYTHON_DOCKER_MCP_POOL_SIZE", "3")
+            .variable("PYTHON_DOCKER_MCP_POOL_MAX_AGE", "1")
+            .variable("PYTHON_DOCKER_MCP_MAX_CONCURRENT_CREATIONS", "1")
+            .variable("PYTHON_DOCKER_MCP_DEBUG", "1")
+            .settings();
+        assert_eq!((settings.limits.memory >> 20, settings.limits.cpus, settings.pool), (300, 0.25, 3));
+        assert_eq!(settings.log_filter.as_deref(), Some("debug"));
+        assert!(told(&settings, "POOL_MAX_AGE") && told(&settings, "CONCURRENT_CREATIONS"));
+        let off = named().variable("PYTHON_DOCKER_MCP_POOL_SIZE", "3").variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "0");
+        assert_eq!(off.settings().pool, 0);
+        let missing =
+            python_docker().file(FILE, "docker: {memory_limit: 100m}").variable("PYTHON_DOCKER_MCP_CONFIG", "no");
+        assert_eq!(missing.settings().limits.memory >> 20, 100, "one that is missing is passed over");
+    }
+
+    #[test]
+    fn a_broken_file_is_refused_and_other_profiles_never_look() {
+        for (text, words) in [
+            ("docker: [1", "config.yaml line"),
+            ("docker: 5", "docker"),
+            ("docker: {network_disabled: maybe}", "true or false"),
+            ("docker: {memory_limit: lots}", "memory"),
+            ("package: {index_url: index.test}", "https://"),
+            ("allowed_modules: [\"os; rm\"]", "allowed_modules"),
+        ] {
+            let refusal = python_docker().file(FILE, text).refusal();
+            assert!(refusal.contains(words), "{text}: {refusal}");
+            assert!(case().file(FILE, text).result().is_ok(), "the control: {text}");
+        }
+    }
+
+    #[test]
+    fn a_sandbox_file_says_what_may_be_reached() {
+        let ipybox = |text: &str| {
+            let case = case().flag(Key::Profile, "ipybox").flag(Key::SandboxConfig, "sandbox.json");
+            if text.is_empty() { case } else { case.file("/here/sandbox.json", text) }
+        };
+        let text = r#"{"network": {"allowedDomains": ["example.com", "*.test"], "deniedDomains": ["a.test"], "allowLocalBinding": true},
+                       "filesystem": {"denyRead": [".env"], "allowWrite": ["."]}, "allowPty": true}"#;
+        let settings = ipybox(text).settings();
+        let rules: Vec<String> = settings.network.rules.iter().map(ToString::to_string).collect();
+        assert_eq!(rules.len(), 3, "{rules:?}");
+        for words in ["allowLocalBinding", "denyRead", "allowWrite", "allowPty"] {
+            assert!(told(&settings, words), "{words}: {:?}", settings.notices);
+        }
+        let missing = ipybox("").settings();
+        assert!(missing.network.rules.is_empty() && told(&missing, "does not exist"));
+        for broken in ["[", "[]", r#"{"network": {"allowedDomains": "example.com"}}"#] {
+            assert!(ipybox(broken).result().is_err(), "{broken}");
+        }
+    }
+
+    #[test]
+    fn pictures_are_kept_below_the_working_folder() {
+        let folder = |value: &str| case().flag(Key::Workspace, "/space").flag(Key::ImagesDir, value);
+        assert_eq!(case().settings().images_dir, Path::new("images"));
+        assert_eq!(folder("plots/new").settings().images_dir, Path::new("plots/new"));
+        assert_eq!(folder("/space/plots").settings().images_dir, Path::new("plots"));
+        for outside in ["/elsewhere", "../up", "/space", &"x/".repeat(600)] {
+            assert!(folder(outside).refusal().contains("images_dir"), "{outside}");
+        }
+    }
+
+    #[test]
+    fn levels_of_the_log_may_have_pythons_names() {
+        for (given, level) in [("CRITICAL", "error"), ("WARNING", "warn"), ("INFO", "info")] {
+            assert_eq!(case().flag(Key::LogLevel, given).settings().log_filter.as_deref(), Some(level));
+        }
+    }
+}

@@ -19,7 +19,7 @@ use std::time::{Duration, SystemTime};
 use super::interpreter::{self, Interpreter};
 use super::lockfile::{LOCK_FILE, Lockfile};
 use super::record::{self, FORMAT, Record, Stamp};
-use super::resolve::{self, Wanted};
+use super::resolve::{self, Audience, Wanted};
 use super::{
     ENVIRONMENT_INSIDE, EnvironmentError, EnvironmentName, EnvironmentProgress, EnvironmentSpec, IN_USE_FILE, Progress,
     PythonRequest, TREE, environments_dir, lock, uv, while_doing,
@@ -68,15 +68,17 @@ pub(super) async fn build(
     let lockfile = match given.cloned().or(kept.map(|(lockfile, _)| lockfile)) {
         Some(lockfile) => lockfile.chosen_for(&interpreter.line()),
         None => {
-            let wanted = Wanted::Packages(&spec.requirements());
-            resolve::resolve(wanted, &interpreter, &uv, variables, progress).await?
+            let wanted = Wanted { packages: &spec.requirements(), files: None };
+            let audience = Audience { interpreter: &interpreter, elsewhere: None };
+            resolve::resolve(wanted, audience, &uv, variables, progress).await?
         }
     };
     remove_leftovers(&folder, &spec.name);
     let staging = folder.join(format!(".building-{directory_name}"));
     let tree = staging.join(TREE);
     std::fs::create_dir(&staging).map_err(while_doing("make a folder to build in"))?;
-    install(&lockfile, &staging, &interpreter, &uv, variables, progress).await?;
+    let audience = Audience { interpreter: &interpreter, elsewhere: None };
+    install(&lockfile, &tree, audience, &uv, variables, progress).await?;
     progress(EnvironmentProgress::step("compiling bytecode"));
     turn_to_the_inside(&tree, &interpreter).map_err(while_doing("prepare the environment for the inside"))?;
     compile(&interpreter, &tree, ENVIRONMENT_INSIDE).await?;
@@ -226,17 +228,16 @@ async fn download_python(
 }
 
 /// Makes a virtual environment and puts into it what the lock lists, and nothing else.
-async fn install(
+pub(super) async fn install(
     lockfile: &Lockfile,
-    staging: &Path,
-    interpreter: &Interpreter,
+    tree: &Path,
+    audience: Audience<'_>,
     uv: &Path,
     variables: &BTreeMap<String, String>,
     progress: Progress<'_>,
 ) -> Result<(), EnvironmentError> {
-    let tree = staging.join(TREE);
     let variables = uv::installer_variables(variables);
-    let (tree_text, executable) = (tree.to_string_lossy(), interpreter.executable.to_string_lossy());
+    let (tree_text, executable) = (tree.to_string_lossy(), audience.interpreter.executable.to_string_lossy());
     let venv =
         ["venv", "--relocatable", "--no-project", "--no-python-downloads", "--python", &*executable, &*tree_text];
     uv::run(uv, venv, &variables, &mut |_| {})
@@ -244,12 +245,14 @@ async fn install(
         .map_err(|failure| failure.during("make a virtual environment with uv"))?;
 
     // It may name an index with a password, so only we can read it, and it does not stay.
-    let mut list = tempfile::NamedTempFile::new_in(staging).map_err(while_doing("make a list for the installer"))?;
+    let beside = tree.parent().unwrap_or(Path::new("/"));
+    let mut list = tempfile::NamedTempFile::new_in(beside).map_err(while_doing("make a list for the installer"))?;
     list.write_all(lockfile.for_installer().as_bytes()).map_err(while_doing("write a list for the installer"))?;
     let (python, list_text) = (tree.join("bin/python"), list.path().to_string_lossy());
     let python = python.to_string_lossy();
     // Copies, not links into uv's cache: what happens to the cache later must not change a finished environment.
     let mut install = vec!["pip", "install", "--require-hashes", "--no-build", "--link-mode", "copy"];
+    install.extend(audience.elsewhere.iter().flat_map(|elsewhere| elsewhere.arguments()));
     install.extend(["--python", &*python, "--requirements", &*list_text]);
     let mut following = uv::Following::default();
     let mut tell = |line: &str| {
@@ -282,7 +285,7 @@ fn turn_to_the_inside(tree: &Path, interpreter: &Interpreter) -> io::Result<()> 
     std::fs::write(tree.join("pyvenv.cfg"), pyvenv_cfg(&interpreter.inside(home), &interpreter.version))
 }
 
-fn pyvenv_cfg(home: &Path, version: &str) -> String {
+pub(super) fn pyvenv_cfg(home: &Path, version: &str) -> String {
     format!(
         "home = {}\nimplementation = CPython\nversion_info = {version}\ninclude-system-site-packages = false\n",
         home.display()

@@ -120,7 +120,7 @@ impl Lockfile {
     }
 
     /// Names the content. Comments and order do not matter, every hash does.
-    pub(super) fn digest(&self) -> String {
+    pub fn digest(&self) -> String {
         record::short_hash(self.body().as_bytes())
     }
 

@@ -14,11 +14,12 @@
 //!
 //! `spec` says what is wanted, `inputs` are files that say it, `matching` says it for the dependencies of a session. `interpreter` finds
 //! Python, `resolve` chooses exact versions, `lockfile` writes them down with their hashes, `uv` installs, `build` puts it together,
-//! `record` remembers.
+//! `record` remembers. `elsewhere` does the same for the Python of an image, which is not on this machine.
 //!
 //! This room never runs code of an installed package.
 
 mod build;
+mod elsewhere;
 mod inputs;
 mod interpreter;
 mod lock;
@@ -29,6 +30,7 @@ mod record;
 mod resolve;
 pub mod runner_files;
 pub mod spec;
+pub mod supplies;
 mod uv;
 mod versions;
 
@@ -36,6 +38,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
+pub use elsewhere::{Contents, Elsewhere, Platform, install_elsewhere, lock_elsewhere};
 pub use inputs::Input;
 pub use lockfile::{Lockfile, LockfileError};
 pub use matching::{DependencyError, matching};
@@ -210,8 +213,9 @@ async fn resolve_with(
     progress(EnvironmentProgress::step("looking for Python"));
     let (interpreter, uv) = build::find_tools(&python, data_dir, variables, progress).await?;
     input.check_python(&interpreter.version)?;
-    let wanted = resolve::Wanted::Files(input);
-    Ok((resolve::resolve(wanted, &interpreter, &uv, variables, progress).await?, python))
+    let wanted = resolve::Wanted { packages: &["ipython".to_owned()], files: Some(input) };
+    let audience = resolve::Audience { interpreter: &interpreter, elsewhere: None };
+    Ok((resolve::resolve(wanted, audience, &uv, variables, progress).await?, python))
 }
 
 async fn ensure_with(

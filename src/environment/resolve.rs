@@ -6,52 +6,60 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+use super::elsewhere::Elsewhere;
 use super::inputs::Input;
 use super::interpreter::Interpreter;
 use super::lockfile::{Hashes, Lockfile};
 use super::{EnvironmentError, EnvironmentProgress, Progress, uv, while_doing};
 
-/// What is to be resolved.
+/// What is to be resolved: packages, and what files ask for. IPython, which the runner needs, must be among them.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Wanted<'a> {
-    Packages(&'a [String]),
-    /// Files, and IPython, which the runner needs.
-    Files(&'a Input),
+pub(super) struct Wanted<'a> {
+    pub(super) packages: &'a [String],
+    pub(super) files: Option<&'a Input>,
+}
+
+/// The Python that versions are chosen for: the one at hand, or one elsewhere with the help of the one at hand.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Audience<'a> {
+    pub(super) interpreter: &'a Interpreter,
+    pub(super) elsewhere: Option<&'a Elsewhere>,
+}
+
+impl Audience<'_> {
+    /// Returns the line of the version that packages are for, such as `3.12`.
+    fn line(self) -> String {
+        self.elsewhere.map_or_else(|| self.interpreter.line(), Elsewhere::line)
+    }
 }
 
 /// Chooses a version of everything that is wanted and of everything that it needs.
 pub(super) async fn resolve(
     wanted: Wanted<'_>,
-    interpreter: &Interpreter,
+    audience: Audience<'_>,
     uv: &Path,
     variables: &BTreeMap<String, String>,
     progress: Progress<'_>,
 ) -> Result<Lockfile, EnvironmentError> {
     progress(EnvironmentProgress::step("resolving packages"));
-    let hashes = match wanted {
-        Wanted::Packages(_) => Hashes::new(),
-        Wanted::Files(input) => input.hashes()?,
-    };
+    let hashes = wanted.files.map_or_else(|| Ok(Hashes::new()), Input::hashes)?;
     let workshop = tempfile::tempdir().map_err(while_doing("make a folder to resolve in"))?;
     let (list, output) = (workshop.path().join("requirements.in"), workshop.path().join("resolved"));
-    let listed = match wanted {
-        Wanted::Packages(packages) => packages.join("\n"),
-        Wanted::Files(_) => "ipython".to_owned(),
-    };
-    std::fs::write(&list, listed + "\n").map_err(while_doing("write the requirements"))?;
-    uv::run(uv, arguments(wanted, interpreter, list, &output), &uv::installer_variables(variables), &mut |_| {})
+    std::fs::write(&list, wanted.packages.join("\n") + "\n").map_err(while_doing("write the requirements"))?;
+    uv::run(uv, arguments(wanted, audience, list, &output), &uv::installer_variables(variables), &mut |_| {})
         .await
         .map_err(|failure| failure.during("resolve the packages with uv"))?;
     let resolved = std::fs::read_to_string(&output).map_err(while_doing("read what uv resolved"))?;
-    Ok(Lockfile::parse(&resolved)?.chosen_for(&interpreter.line()).narrowed(&hashes)?)
+    Ok(Lockfile::parse(&resolved)?.chosen_for(&audience.line()).narrowed(&hashes)?)
 }
 
-fn arguments(wanted: Wanted<'_>, interpreter: &Interpreter, list: PathBuf, output: &Path) -> Vec<OsString> {
+fn arguments(wanted: Wanted<'_>, audience: Audience<'_>, list: PathBuf, output: &Path) -> Vec<OsString> {
     let fixed = ["pip", "compile", "--quiet", "--no-build", "--generate-hashes", "--no-header", "--no-annotate"];
     let mut arguments: Vec<OsString> = fixed.iter().map(OsString::from).collect();
-    arguments.extend(["--python".into(), interpreter.executable.clone().into_os_string()]);
+    arguments.extend(["--python".into(), audience.interpreter.executable.clone().into_os_string()]);
+    arguments.extend(audience.elsewhere.iter().flat_map(|elsewhere| elsewhere.arguments()).map(OsString::from));
     arguments.extend(["--output-file".into(), output.into()]);
-    if let Wanted::Files(input) = wanted {
+    if let Some(input) = wanted.files {
         // A file may name indexes of its own, and the installation needs them as well.
         arguments.extend(["--emit-index-url".into(), "--emit-find-links".into()]);
         for extra in input.extras() {

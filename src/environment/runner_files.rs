@@ -17,7 +17,7 @@ macro_rules! embedded {
 }
 
 /// Every file of the runner: name and text.
-const FILES: &[(&str, &str)] = embedded![
+pub(super) const FILES: &[(&str, &str)] = embedded![
     "__init__.py",
     "__main__.py",
     "asking.py",
@@ -27,10 +27,13 @@ const FILES: &[(&str, &str)] = embedded![
     "channel.py",
     "commands.py",
     "descriptors.py",
+    "family.py",
+    "fences.py",
     "files.py",
     "folders.py",
     "frames.py",
     "harmless.py",
+    "imports.py",
     "interrupts.py",
     "lanes.py",
     "luggage.py",
@@ -46,6 +49,10 @@ const FILES: &[(&str, &str)] = embedded![
     "reseed.py",
     "serve.py",
     "shell.py",
+    "state.py",
+    "strands.py",
+    "supervisor.py",
+    "tool_files.py",
     "tool_models.py",
     "tool_modules.py",
     "tool_values.py",

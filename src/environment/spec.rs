@@ -104,10 +104,15 @@ impl EnvironmentSpec {
     /// Returns what must be installed: the packages as written, and IPython, which the runner needs.
     pub fn requirements(&self) -> Vec<String> {
         let mut requirements = self.packages.clone();
-        if !requirements.iter().any(|requirement| project_name(requirement) == "ipython") {
-            requirements.push("ipython".to_owned());
-        }
+        add_missing(&mut requirements, "ipython");
         requirements
+    }
+}
+
+/// Adds a package unless some requirement names it already.
+pub(crate) fn add_missing(requirements: &mut Vec<String>, package: &str) {
+    if !requirements.iter().any(|requirement| project_name(requirement) == package) {
+        requirements.push(package.to_owned());
     }
 }
 

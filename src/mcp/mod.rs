@@ -1,15 +1,17 @@
 //! MCP: how clients reach sessions.
 //!
 //! ```text
-//! transport (stdio, http) → handler → toolbox → tools  names and schemas; arguments: what was written, checked
-//!      wire: strict reading              │   → calls   → render: outcomes as text, images and structured content; compare: many of them
-//!                                       │   → tasks, desk: what takes longer than a caller waits
-//!                                       │   → asking, resuming: what a person must allow first
-//!                                       │   → resources, progress, host_files
-//!                                       └→ sessions, through session::SessionAccess
+//! transport (stdio, http) → handler → toolbox: the tools of a profile
+//!      wire: strict reading              │ tools: names and schemas; arguments: what was written, checked
+//!                                        │   → calls → render: outcomes as text, images and structured content; compare: many of them
+//!                                        │           → tasks, desk: what takes longer than a caller waits
+//!                                        │           → asking, resuming: what a person must allow first
+//!                                        │           → resources, progress, host_files
+//!                                        │ profiles: the tools of other servers
+//!                                        └→ sessions, through session::SessionAccess
 //! ```
 //!
-//! A transport carries messages, `handler` decides what each one means, `calls` carries tool calls out; the other files are pure.
+//! A transport carries messages, `handler` decides what each one means, `calls` and `profiles` carry tool calls out; the other files are pure.
 //! Both protocol eras are served: 2026-07-28, where every request stands alone, and the older ones that begin with
 //! `initialize`.
 //!

@@ -3,6 +3,9 @@
 //! All reading and writing is non-blocking by the call itself, never by a flag on the descriptor alone: a pipe's read end may be shared
 //! with code inside, which could clear such a flag and hold a thread of ours for ever.
 //!
+//! Where bytes are carried to us from elsewhere, the lanes may be a little out of step (`skew`). Then a lane that must be looked at is waited for so long before it
+//! counts as dry; whoever forges markers holds up nothing but the own text.
+//!
 //! `next` may be dropped at any await: what was read stays in the connection.
 
 use std::collections::VecDeque;
@@ -94,6 +97,19 @@ pub struct Connection {
     /// Runs while a frame is unfinished, anew with every byte of it.
     patience: Option<Pin<Box<Sleep>>>,
     carried: Carried,
+    /// How long after each other lanes may bring what was written one after the other.
+    skew: Duration,
+    /// What the lane that is needed has not brought yet.
+    late: Late,
+}
+
+/// Whether a lane is waited for that another one is ahead of.
+enum Late {
+    No,
+    /// Until then.
+    Awaited(Pin<Box<Sleep>>),
+    /// It was waited for long enough.
+    GivenUp,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -107,8 +123,9 @@ enum Ending {
 }
 
 impl Connection {
-    /// Takes over the channel of a new interpreter and waits for its greeting. The caller bounds the time.
-    pub async fn open(channel: UnixStream) -> Result<Connection, ConnectionError> {
+    /// Takes over the channel of a new interpreter and waits for its greeting. The caller bounds the time. `skew` is zero when the interpreter itself writes into
+    /// the channel and the pipes.
+    pub async fn open(channel: UnixStream, skew: Duration) -> Result<Connection, ConnectionError> {
         let mut connection = Connection {
             channel,
             decoder: Decoder::default(),
@@ -123,6 +140,8 @@ impl Connection {
             ending: Ending::Open,
             patience: None,
             carried: Carried::default(),
+            skew,
+            late: Late::No,
         };
         match connection.next().await? {
             Event::Claim(Claim::Hello { version: VERSION, marker, carried, .. }) => {
@@ -208,9 +227,17 @@ impl Connection {
                 progress |= self.poll_pipe(pipe, context).is_ready();
             }
             self.poll_retired(context);
-            if !progress {
-                return self.poll_patience(context);
+            if progress {
+                self.late = Late::No;
+                continue;
             }
+            if let Late::Awaited(until) = &mut self.late
+                && until.as_mut().poll(context).is_ready()
+            {
+                self.late = Late::GivenUp;
+                continue;
+            }
+            return self.poll_patience(context);
         }
     }
 
@@ -233,6 +260,9 @@ impl Connection {
             match self.merger.need() {
                 Some(Need::Pipe(pipe)) => {
                     if self.read_pipe_now(pipe) == 0 {
+                        if self.pipes[pipe as usize].is_some() && self.waits_for_late() {
+                            return Ok(None);
+                        }
                         self.merger.dry(Need::Pipe(pipe));
                     }
                     continue;
@@ -242,6 +272,9 @@ impl Connection {
                         return Ok(Some(event));
                     }
                     if self.pending.is_none() && !self.read_channel_now()? {
+                        if self.waits_for_late() {
+                            return Ok(None);
+                        }
                         self.merger.dry(Need::Channel);
                     }
                     continue;
@@ -277,6 +310,21 @@ impl Connection {
                     }
                 }
             }
+        }
+    }
+
+    /// Tells whether a lane that brought nothing now may still bring something.
+    fn waits_for_late(&mut self) -> bool {
+        if self.skew.is_zero() || self.ending != Ending::Open {
+            return false;
+        }
+        match self.late {
+            Late::No => {
+                self.late = Late::Awaited(Box::pin(tokio::time::sleep(self.skew)));
+                true
+            }
+            Late::Awaited(_) => true,
+            Late::GivenUp => false,
         }
     }
 
@@ -616,7 +664,7 @@ mod tests {
         let (out, out_writer) = io::pipe().unwrap();
         let (err, err_writer) = io::pipe().unwrap();
         send_with(&channel, json!({"type": "hello", "version": 2, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
-        (Connection::open(host).await.unwrap(), Inside { channel, pipes: [out_writer, err_writer] })
+        (Connection::open(host, Duration::ZERO).await.unwrap(), Inside { channel, pipes: [out_writer, err_writer] })
     }
 
     fn text(pipe: Pipe, text: &str) -> Event {
@@ -702,7 +750,7 @@ mod tests {
         let (out, _out_writer) = io::pipe().unwrap();
         let (err, _err_writer) = io::pipe().unwrap();
         send_with(&channel, json!({"type": "hello", "version": 2, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
-        let mut connection = Connection::open(host).await.unwrap();
+        let mut connection = Connection::open(host, Duration::ZERO).await.unwrap();
         rustix::fs::fcntl_setfl(&out, rustix::fs::OFlags::empty()).unwrap();
         // On older kernels the pipe would have to be opened again first, which happens at the first read.
         assert_eq!(connection.read_pipe_now(Pipe::Out), 0);
@@ -754,7 +802,7 @@ mod tests {
             let mut bytes = Vec::new();
             frame::encode(&header, b"", &mut bytes);
             channel.write_all(&bytes).await.unwrap();
-            let Err(error) = Connection::open(host).await else { panic!("{header} was accepted") };
+            let Err(error) = Connection::open(host, Duration::ZERO).await else { panic!("{header} was accepted") };
             assert!(error.to_string().contains(expected), "{error}");
         }
     }

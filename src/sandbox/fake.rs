@@ -610,7 +610,10 @@ fn start(files: &Path, birth: Birth, used: Arc<Mutex<Duration>>) -> Result<(Inte
         drop(script);
         exit_sender.send_replace(Some(exit));
     });
-    Ok((Interpreter { channel: host, process: Box::new(process.clone()), beginning: None }, process))
+    Ok((
+        Interpreter { channel: host, skew: Duration::ZERO, process: Box::new(process.clone()), beginning: None },
+        process,
+    ))
 }
 
 fn frame(header: &Value, payload: &[u8]) -> Vec<u8> {

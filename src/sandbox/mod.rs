@@ -6,9 +6,11 @@
 //!
 //! A sandbox that has run a user's code is destroyed, never handed to another session.
 
+pub mod container;
 pub mod fake;
 pub mod isolation;
 pub mod native;
+mod way_out;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -24,6 +26,7 @@ use tokio::sync::{oneshot, watch};
 
 pub use isolation::{Isolation, Layer, LayerKind};
 pub use native::WORK_FOLDER;
+pub use way_out::Network;
 
 /// Makes sandboxes.
 #[async_trait]
@@ -109,8 +112,8 @@ pub trait Sandbox: Send + Sync {
     /// Changes what can be reached from inside, at once, also for connections that are open. What the backend was not made for stays closed.
     fn set_rules(&self, rules: Rules);
 
-    /// Says who decides about names that no rule lists, while connections to them wait. Nobody, at first.
-    fn set_asker(&self, asker: Option<Arc<dyn Asker>>);
+    /// Says who decides about names that no rule lists, while connections to them wait. Nobody at first, and nobody ever where a backend has no gateway.
+    fn set_asker(&self, _asker: Option<Arc<dyn Asker>>) {}
 
     /// Returns the connections that were refused since this was last asked.
     fn take_blocked(&self) -> Vec<Blocked>;
@@ -145,6 +148,8 @@ pub enum CheckpointError {
 pub struct Interpreter {
     /// Frames travel here; see `runner/PROTOCOL.md`. The gate is open; the `hello` frame has not been read yet.
     pub channel: UnixStream,
+    /// How long after each other the channel and the pipes may bring what was written one after the other. Zero when the interpreter itself writes into them.
+    pub skew: Duration,
     pub process: Box<dyn Process>,
     /// A checkpoint of the state in which it begins, files included, if there is one.
     pub beginning: Option<CheckpointId>,

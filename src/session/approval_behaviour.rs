@@ -432,3 +432,65 @@ async fn packages_are_asked_for_in_a_cell_and_in_a_call() {
     install(&["numpy>=2"], Asking::Nobody, None).await.unwrap();
     setting.unasked("a", r#"ask {"what": "install", "requirements": ["NumPy"]}"#).await;
 }
+
+fn with_policy(defaults: Defaults) -> Approvals {
+    Approvals { policy: Arc::new(Policy::new(defaults)), ..Approvals::default() }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_command_waits_for_a_person_and_runs_from_the_words_that_were_shown() {
+    let approvals = with_policy(Defaults { shell: Effect::Ask, ..Defaults::default() });
+    let (setting, _) = house_with(SessionSettings { approvals, ..without_undo() });
+    let underway = setting.asks("a", "run echo out").await;
+    assert_eq!((underway.asks[0].kind.as_str(), underway.asks[0].text.as_str()), ("shell", "!\n   | echo out"));
+    assert_eq!(underway.asks[0].covers, "exactly this command");
+    assert!(setting.backend.launched().is_empty());
+    setting.decide(&underway, &[Answer::Session]).await;
+    assert!(text(&setting.ended(&underway).await).starts_with("out\n"));
+    assert_eq!(setting.backend.launched(), [["/bin/bash", "-c", "echo out"]]);
+    setting.unasked("a", "run echo out").await;
+    let other = setting.asks("a", "run echo other").await;
+    setting.decide(&other, &[Answer::Deny]).await;
+    let told: Value = serde_json::from_str(text(&setting.ended(&other).await).lines().next_back().unwrap()).unwrap();
+    assert_eq!(told["reason"], "denied");
+    assert_eq!(setting.backend.launched().len(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_connection_is_held_until_somebody_has_decided() {
+    let approvals = with_policy(Defaults { domains: Effect::Ask, ..Defaults::default() });
+    let (setting, _) = house_with(SessionSettings { approvals, ..without_undo() });
+    setting.unasked("a", "print ready").await;
+    let connect = || {
+        let backend = setting.backend.clone();
+        tokio::spawn(async move { backend.connect("api.example.com", 443).await })
+    };
+    assert!(!connect().await.unwrap(), "nobody can be asked while no cell runs");
+    let sessions = setting.sessions.clone();
+    let request = ExecuteRequest { timeout: 5 * SECOND, ..cell("sleep 4") };
+    let running = tokio::spawn(async move {
+        sessions.begin(&owner(), &id("a"), request, Some(1000 * SECOND), CancellationToken::new(), nobody()).await
+    });
+    setting.wait_until(|info| info.state == "running").await;
+    let (one, two) = (connect(), connect());
+    let Executed::Underway(underway) = running.await.unwrap().unwrap() else { panic!("nothing was asked") };
+    let [asked] = underway.asks.as_slice() else { panic!("two to the same place are one: {:?}", underway.asks) };
+    assert_eq!((asked.kind.as_str(), asked.text.as_str()), ("domain", "connect to api.example.com at port 443"));
+    setting.decide(&underway, &[Answer::Session]).await;
+    assert!(one.await.unwrap() && two.await.unwrap());
+    setting.ended(&underway).await;
+    assert!(connect().await.unwrap(), "it was allowed for the session, and needs no cell");
+    assert!(!setting.backend.connect("other.example.com", 443).await);
+    setting.sessions.reset(&owner(), &id("a")).await.unwrap();
+    assert!(setting.backend.connect("api.example.com", 443).await, "a reset keeps it");
+    let rules = crate::sandbox::Rules::none();
+    setting.sessions.narrow(&owner(), &id("a"), rules).await.unwrap();
+    assert!(!setting.backend.connect("api.example.com", 443).await, "whoever narrows the network means it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_an_asker_names_are_as_closed_as_ever() {
+    let (setting, _) = house();
+    setting.unasked("a", "print ready").await;
+    assert!(!setting.backend.connect("api.example.com", 443).await);
+}

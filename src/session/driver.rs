@@ -461,7 +461,7 @@ async fn restart(mut sandbox: Box<dyn Sandbox>) -> Finished {
 }
 
 async fn greet(interpreter: Interpreter) -> Result<Box<Live>, LaunchError> {
-    match tokio::time::timeout(GREETING_PATIENCE, Connection::open(interpreter.channel)).await {
+    match tokio::time::timeout(GREETING_PATIENCE, Connection::open(interpreter.channel, interpreter.skew)).await {
         Ok(Ok(connection)) => Ok(Box::new(Live {
             process: interpreter.process,
             connection: Ok(connection),

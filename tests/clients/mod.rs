@@ -36,7 +36,7 @@ fn the_typescript_client_of_the_second_generation_works_in_both_eras() {
 }
 
 fn python(script: &str, requirement: &str) {
-    let Some(python) = installed(script, requirement) else {
+    let Some(python) = installed(script.trim_end_matches(".py"), &[requirement]) else {
         return skipped("a package index");
     };
     tell(|| {
@@ -79,9 +79,9 @@ fn scripts() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients")
 }
 
-/// Returns the interpreter of an environment with the client in it, made once, or nothing when no index answers.
-fn installed(script: &str, requirement: &str) -> Option<PathBuf> {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("client-{}", script.trim_end_matches(".py")));
+/// Returns the interpreter of an environment with what is required in it, made once, or nothing when no index answers.
+pub(crate) fn installed(name: &str, requirements: &[&str]) -> Option<PathBuf> {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("client-{name}"));
     let (python, complete) = (folder.join("bin/python"), folder.join("complete"));
     if complete.exists() {
         return Some(python);
@@ -95,7 +95,8 @@ fn installed(script: &str, requirement: &str) -> Option<PathBuf> {
     let (status, _, errors) =
         run(&["venv", "--quiet", "--clear", "--python", host_python("minimal").to_str()?, folder.to_str()?]);
     assert_eq!(status, Some(0), "{errors}");
-    let (status, _, _) = run(&["pip", "install", "--quiet", "--python", python.to_str()?, requirement]);
+    let install = ["pip", "install", "--quiet", "--python", python.to_str()?];
+    let (status, _, _) = run(&[&install[..], requirements].concat());
     if status != Some(0) {
         return None;
     }

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
 use cellblock::runner_client::{Claim, Connection, Event};
-use cellblock::sandbox::native::Network;
+use cellblock::sandbox::Network;
 use cellblock::sandbox::{Process, Rules, Sandbox};
 use cellblock_egress::gateway::Limits;
 use serde_json::json;
@@ -55,7 +55,7 @@ struct Bare {
 impl Bare {
     async fn launch(native: &Native) -> Bare {
         let (sandbox, interpreter) = native.backend.launch().await.unwrap();
-        let connection = Connection::open(interpreter.channel).await.unwrap();
+        let connection = Connection::open(interpreter.channel, interpreter.skew).await.unwrap();
         Bare { sandbox, _process: interpreter.process, connection }
     }
 

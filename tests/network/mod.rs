@@ -20,8 +20,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
+use cellblock::sandbox::Network;
 use cellblock::sandbox::Rules;
-use cellblock::sandbox::native::Network;
 use cellblock::session::Outcome;
 use cellblock_egress::gateway::Limits;
 use cellblock_egress::name::HostName;

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cellblock::sandbox::native::Network;
+use cellblock::sandbox::Network;
 use cellblock_egress::gateway::Limits;
 
 use super::{CONNECT, HERE, Names, Web, blocked, listed, names, network};

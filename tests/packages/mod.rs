@@ -4,7 +4,7 @@
 //! `index` is the package index, `workshop` the stand-in for the sandbox. What a sandbox adds is in `sessions`, what the operator does in `program`.
 
 mod git;
-mod index;
+pub(crate) mod index;
 mod program;
 mod proxy;
 mod sessions;

@@ -294,14 +294,12 @@ fn refusal(refused: Refused) -> String {
 
 /// Writes what code gave: its output, or why it failed and then its output.
 fn result(outcome: &Outcome, anew: Option<&str>) -> CallToolResult {
-    let note =
-        anew.map(|why| format!("(Python was started anew, because {why}. Variables of earlier calls are gone.)\n"));
-    let note = note.unwrap_or_default();
+    let note = anew.map(|note| format!("{note}\n")).unwrap_or_default();
     let why = match &outcome.status {
         Status::Completed => None,
         Status::Raised(error) => {
-            let told = telling::text_of(outcome, |stream| stream == Stream::Traceback);
-            Some(if told.trim().is_empty() { render::summary(error) } else { told.trim_end().to_owned() })
+            let traceback = telling::text_of(outcome, |stream| stream == Stream::Traceback);
+            Some(format!("{}\n{}", render::summary(error), traceback.trim_end()).trim_end().to_owned())
         }
         other => telling::ending(other, WAY_BACK),
     };
@@ -351,4 +349,47 @@ fn tools() -> Vec<Tool> {
             schema(json!({"name": name}), &["name"]),
         ),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::examples::{outcome, picture, raised, text, told};
+    use super::*;
+
+    #[test]
+    fn code_that_ends_well_is_told_by_its_output() {
+        let parts = vec![text(Stream::Stdout, "a\n"), text(Stream::Stderr, "b\n"), text(Stream::Value, "3"), picture()];
+        let (failed, blocks) = told(&result(&outcome(Status::Completed, parts), None));
+        assert_eq!((failed, blocks), (false, vec!["a\nb\n3".to_owned(), "<picture>".to_owned()]));
+        let (failed, blocks) = told(&result(&outcome(Status::Completed, vec![]), None));
+        assert_eq!((failed, blocks), (false, vec![String::new()]));
+    }
+
+    #[test]
+    fn code_that_fails_is_told_by_the_error_and_then_its_output() {
+        let parts = vec![text(Stream::Stdout, "a\n"), text(Stream::Traceback, "trace\n")];
+        let (failed, blocks) = told(&result(&outcome(Status::Raised(raised()), parts), Some("(anew)")));
+        assert!(failed);
+        assert_eq!(blocks, ["Error: (anew)\nValueError: bad\ntrace\n\nOutput before the error:\na"]);
+    }
+
+    #[test]
+    fn the_prompt_holds_the_expression_and_refuses_to_go_without() {
+        let toolbox = CodeExecuter::new(&McpSettings::default(), Modules::default());
+        let arguments = |value: Value| value.as_object().cloned().unwrap();
+        let given = arguments(json!({"expression": "2 ** 10"}));
+        let prompt = json!(toolbox.prompt("math_evaluation", Some(&given)).unwrap());
+        assert!(prompt["messages"][0]["content"]["text"].as_str().unwrap().contains("2 ** 10"));
+        let long = arguments(json!({"expression": "1".repeat(10_001)}));
+        for (name, given) in [("math_evaluation", None), ("math_evaluation", Some(&long)), ("other", Some(&given))] {
+            assert!(toolbox.prompt(name, given).is_err());
+        }
+    }
+
+    #[test]
+    fn calls_are_dangerous_only_where_modules_are() {
+        let blocked = Modules { blocked: vec!["os".to_owned()], ..Modules::default() };
+        assert_eq!(CodeExecuter::new(&McpSettings::default(), blocked).modules.calls, ["eval", "exec"]);
+        assert!(CodeExecuter::new(&McpSettings::default(), Modules::default()).modules.is_empty());
+    }
 }

@@ -12,7 +12,7 @@ use async_trait::async_trait;
 use rmcp::RoleServer;
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, JsonObject, Tool};
 use rmcp::service::RequestContext;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::super::arguments::{LARGEST_CODE, LONGEST_PATH, MOST_OUTPUT_CHARS, Source};
 use super::super::calls::or_cancelled;
@@ -25,10 +25,14 @@ use crate::auth::Scope;
 use crate::runner_client::Trouble;
 use crate::session::{InsidePath, Outcome, Principal, Refused, SessionId, Status};
 
+/// Bytes of a server's name. What it may say is checked by whoever registers it.
+const LONGEST_SERVER_NAME: usize = 200;
+
 const WAY_BACK: &str = "Call `reset` to start Python anew.";
 
 const EXECUTE: Entry = Entry { name: "execute_ipython_cell", scope: Scope::Execute, extent: Extent::FirstStep };
 const INSTALL: Entry = Entry { name: "install_package", scope: Scope::Install, extent: Extent::FirstStep };
+const REGISTER: Entry = Entry { name: "register_mcp_server", scope: Scope::Register, extent: Extent::Whole };
 const RESET: Entry = Entry { name: "reset", scope: Scope::Execute, extent: Extent::FirstStepSoon };
 const UPLOAD: Entry = Entry { name: "upload_file", scope: Scope::Execute, extent: Extent::Whole };
 const DOWNLOAD: Entry = Entry { name: "download_file", scope: Scope::Read, extent: Extent::Whole };
@@ -77,6 +81,7 @@ impl Ipybox {
                     Err(error) => Err(Failure(telling::with_causes(&*error))),
                 }
             }
+            "register_mcp_server" => register(visit, written).await,
             "upload_file" => transfer(visit, written, Direction::Upload).await,
             _ => transfer(visit, written, Direction::Download).await,
         }
@@ -134,7 +139,7 @@ impl Toolbox for Ipybox {
 
     fn find(&self, name: &str) -> Option<Entry> {
         let listed = self.tools.iter().any(|tool| tool.name == name);
-        [EXECUTE, INSTALL, RESET, UPLOAD, DOWNLOAD].into_iter().find(|entry| listed && entry.name == name)
+        [REGISTER, INSTALL, EXECUTE, RESET, UPLOAD, DOWNLOAD].into_iter().find(|entry| listed && entry.name == name)
     }
 
     async fn call(
@@ -181,9 +186,9 @@ fn failure(outcome: &Outcome, most: usize) -> Option<Failure> {
             let traceback = error.traceback.trim_end();
             cut(&format!("{}\n{traceback}", render::summary(error)), most)
         }
-        Status::TimedOut { limit, .. } => {
-            let ending = telling::ending(&outcome.status, WAY_BACK).unwrap_or_default();
-            format!("Code execution exceeded timeout of {:.2}s. {ending}", limit.as_secs_f64())
+        Status::TimedOut { limit, state } => {
+            let after = telling::kept_or_lost(*state, WAY_BACK);
+            format!("Code execution exceeded timeout of {:.2}s. {after}", limit.as_secs_f64())
         }
         other => telling::ending(other, WAY_BACK)?,
     };
@@ -204,6 +209,21 @@ fn random_name() -> String {
     let mut bytes = [0; 4];
     rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()).expect("the kernel has random bytes");
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Registers another MCP server and names its tools, as modules below `mcptools`, one block each.
+async fn register(visit: Visit<'_>, mut written: Written) -> Result<CallToolResult, Failure> {
+    let name = written.take("server_name").text(LONGEST_SERVER_NAME, 1).map_err(Failure::of)?;
+    let params = match written.take_leniently("server_params").value {
+        Some(params @ Value::Object(_)) => params,
+        _ => return Err(Failure("server_params must be an object with a \"command\" or a \"url\"".to_owned())),
+    };
+    let registered = visit.server.shared.sessions.register_server(visit.owner, &name, params);
+    let report = or_cancelled(visit.context, registered).await.map_err(|error| match error.downcast::<Refused>() {
+        Ok(refused) => Failure::from(*refused),
+        Err(error) => Failure(telling::with_causes(&*error)),
+    })?;
+    Ok(CallToolResult::success(report.tools.iter().map(|tool| ContentBlock::text(tool.module.as_str())).collect()))
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -306,6 +326,21 @@ fn tools(settings: &McpSettings) -> Vec<Tool> {
         "Starts Python anew. Variables, imports and definitions are lost; files and installed packages are kept.",
         schema(json!({}), &[]),
     );
+    let register = Tool::new(
+        REGISTER.name,
+        "Connects to another MCP server and makes its tools callable from code: `from mcptools.<server_name> import <tool>`, then \
+         `<tool>.run(<tool>.Params(...))`. Returns the names of the tools.",
+        schema(
+            json!({
+                "server_name": {"type": "string", "description": "Name of the package; a Python identifier."},
+                "server_params": {
+                    "type": "object", "additionalProperties": true,
+                    "description": "`command`, `args`, `env`, or `url`, `headers`; `type` if the address does not tell it.",
+                },
+            }),
+            &["server_name", "server_params"],
+        ),
+    );
     let path = |description: &str| json!({"type": "string", "description": description});
     let upload = Tool::new(
         UPLOAD.name,
@@ -329,10 +364,82 @@ fn tools(settings: &McpSettings) -> Vec<Tool> {
             &["relpath", "local_path"],
         ),
     );
-    let mut tools = vec![install, execute, reset];
+    let mut tools = vec![register, install, execute, reset];
     // Whoever calls over a network has no path on this machine.
     if settings.front == Front::Stdio {
         tools.extend([upload, download]);
     }
     tools
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::examples::{outcome, raised, text};
+    use super::*;
+    use crate::session::{StateAfter, Stream};
+
+    fn failure_of(status: Status, printed: &str, most: usize) -> String {
+        let parts = vec![text(Stream::Stdout, printed), text(Stream::Traceback, "not this one")];
+        failure(&outcome(status, parts), most).unwrap().0
+    }
+
+    #[test]
+    fn a_text_is_cut_after_exactly_so_many_characters() {
+        assert_eq!(cut("äöü", 3), "äöü");
+        assert_eq!(cut("äöü", 2), "äö\n\n[Output truncated: exceeded 2 character limit]");
+    }
+
+    #[test]
+    fn a_failure_has_name_message_and_traceback_and_then_what_was_printed() {
+        let told = failure_of(Status::Raised(raised()), "before\n", 100);
+        let expected = "ValueError: bad\nTraceback\n  line 1\nValueError: bad\n\nOutput before the error:\nbefore";
+        assert_eq!(told, expected);
+        assert!(!failure_of(Status::Raised(raised()), "", 100).contains("Output before"));
+    }
+
+    #[test]
+    fn errors_are_limited_too() {
+        let told = failure_of(Status::Raised(raised()), &"x".repeat(50), 10);
+        assert_eq!(told.matches("[Output truncated: exceeded 10 character limit]").count(), 2, "{told}");
+    }
+
+    #[test]
+    fn a_time_out_tells_its_value() {
+        let status = Status::TimedOut { limit: Duration::from_millis(1500), state: StateAfter::Kept };
+        let told = failure_of(status, "", 100);
+        assert!(told.starts_with("Code execution exceeded timeout of 1.50s. Variables and files are kept"), "{told}");
+    }
+
+    #[test]
+    fn a_path_may_be_written_carelessly_and_must_stay_inside() {
+        assert_eq!(tidied("./a//b/./c"), "a/b/c");
+        for outside in ["/etc/passwd", "../a", "a/../../b"] {
+            assert!(tidied(outside).parse::<InsidePath>().is_err(), "{outside}");
+        }
+    }
+
+    #[test]
+    fn whoever_calls_over_a_network_has_no_tools_for_local_files() {
+        let names = |front| {
+            let settings = McpSettings { front, ..McpSettings::default() };
+            let toolbox = Ipybox::new(&settings, "images".parse().unwrap(), None);
+            let found = toolbox.find("upload_file").is_some();
+            (toolbox.tools().iter().map(|tool| tool.name.to_string()).collect::<Vec<_>>(), found)
+        };
+        let (all, found) = names(Front::Stdio);
+        let before = ["register_mcp_server", "install_package", "execute_ipython_cell", "reset"];
+        assert_eq!(
+            (&all[..4], &all[4..]),
+            (&before.map(str::to_owned)[..], &["upload_file", "download_file"].map(str::to_owned)[..])
+        );
+        assert!(found);
+        assert_eq!(names(Front::Http), (all[..4].to_vec(), false));
+    }
+
+    #[test]
+    fn names_of_pictures_are_eight_digits_and_come_once() {
+        let names: std::collections::HashSet<String> = (0..100).map(|_| random_name()).collect();
+        assert_eq!(names.len(), 100);
+        assert!(names.iter().all(|name| name.len() == 8 && name.chars().all(|letter| letter.is_ascii_hexdigit())));
+    }
 }

@@ -14,6 +14,8 @@
 //! sandbox, which modules code wants to import.
 
 mod code_executer;
+#[cfg(test)]
+mod examples;
 mod ipybox;
 mod modules;
 mod pyexec;
@@ -120,8 +122,13 @@ struct Visit<'a> {
 /// How a cell went, and what its reader must know before.
 struct Ran {
     outcome: Outcome,
-    /// Why Python had to be started anew for it.
+    /// Says that Python had to be started anew for it, and why.
     anew: Option<String>,
+}
+
+/// Says that Python was started anew, so that nobody looks for variables in vain.
+fn started_anew(why: &str) -> String {
+    format!("(Python was started anew, because {why}.)")
 }
 
 impl Visit<'_> {
@@ -151,7 +158,7 @@ impl Visit<'_> {
             Err(Refused::Ended { why, .. }) => {
                 self.server.shared.sessions.reset(self.owner, session).await?;
                 let outcome = self.run(session, code.to_owned(), timeout, max_output_chars).await?;
-                Ok(Ran { outcome, anew: Some(why) })
+                Ok(Ran { outcome, anew: Some(started_anew(&why)) })
             }
             ran => ran.map(|outcome| Ran { outcome, anew: None }),
         }
@@ -178,6 +185,3 @@ fn schema(properties: Value, required: &[&str]) -> Arc<JsonObject> {
     }
     Arc::new(schema)
 }
-
-#[cfg(test)]
-mod tests;

@@ -1,4 +1,4 @@
-//! Modules that code may import: a policy for honest mistakes, checked on parsed code inside the sandbox.
+//! Modules that code may import: a policy for honest mistakes, checked on parsed code inside the sandbox, by `imports` of the runner.
 //!
 //! It protects nothing. The sandbox does that, whatever is imported; the lists tell code early and clearly what an operator does not want it
 //! to use. Text that only looks like an import (in a comment or a string) is left alone, and packages that were installed into the session
@@ -10,8 +10,6 @@ use serde_json::{Value, json};
 
 use super::Visit;
 use crate::session::{Outcome, Part, Refused, SessionId, Status, Stream};
-
-const CHECK: &str = include_str!("modules.py");
 
 /// How long the check may take. It reads the code once.
 const CHECK_TIME: Duration = Duration::from_secs(10);
@@ -67,28 +65,22 @@ impl Modules {
 
     fn cell(&self, code: &str, word: &str) -> String {
         let Modules { allowed, blocked, calls, installed } = self;
-        inside(
-            CHECK,
-            &json!({
-                "code": code, "allowed": allowed, "blocked": blocked, "calls": calls, "packages": installed, "word": word,
-            }),
-        )
+        let request = json!({
+            "code": code, "allowed": allowed, "blocked": blocked, "calls": calls, "packages": installed, "word": word,
+        });
+        runners_own("imports", "check", &[], &request)
     }
 }
 
-/// Returns a cell that runs one of our programs with a request, in names of its own.
-pub(super) fn inside(program: &str, request: &Value) -> String {
+/// Returns a cell that calls a function of the runner with a request. No name of the session is used on the way.
+pub(super) fn runners_own(module: &str, function: &str, arguments: &[&str], request: &Value) -> String {
     // A text in JSON is a text in Python too.
-    let text = |text: &str| Value::from(text).to_string();
-    format!(
-        "__import__('builtins').exec(__import__('builtins').compile({}, '<cellblock>', 'exec'), {{'__name__': 'cellblock', \
-         'namespace': __import__('builtins').globals(), 'request': __import__('json').loads({})}})",
-        text(program),
-        text(&request.to_string())
-    )
+    let request = Value::from(request.to_string()).to_string();
+    let arguments = arguments.iter().map(|argument| (*argument).to_owned()).chain([request]).collect::<Vec<_>>();
+    format!("__import__('cellblock_runner.{module}', fromlist=['']).{function}({})", arguments.join(", "))
 }
 
-/// Finds the answer of one of our programs: the line that begins with the word that only it was told.
+/// Finds the answer of a function of the runner: the line that begins with the word that only it was told.
 pub(super) fn answer(outcome: &Outcome, word: &str) -> Option<Value> {
     let told = outcome.output.parts.iter().filter_map(|part| match part {
         Part::Text { stream: Stream::Stdout, text } => Some(text.as_str()),
@@ -113,5 +105,49 @@ fn verdict(outcome: &Outcome, word: &str) -> Option<Problem> {
         (_, Status::Raised(error)) => Some(Problem::Unchecked(super::super::render::summary(error))),
         (_, Status::TimedOut { .. }) => unchecked("that took too long"),
         _ => unchecked("Python gave no answer"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::examples::{outcome, raised, text};
+    use super::*;
+
+    fn judged(status: Status, printed: &str) -> Option<Problem> {
+        verdict(&outcome(status, vec![text(Stream::Stdout, printed)]), "word")
+    }
+
+    #[test]
+    fn an_answer_is_the_line_that_begins_with_the_word() {
+        assert_eq!(judged(Status::Completed, "noise\nwordnull\n"), None);
+        let blocked = judged(Status::Completed, "noise[\"blocked\", \"x\"]\nword[\"blocked\", \"os\"]\n");
+        assert_eq!(blocked, Some(Problem::Blocked("os".to_owned())));
+        let problem = |answer: &str| judged(Status::Completed, &format!("word{answer}\n")).unwrap().to_string();
+        assert_eq!(problem("[\"blocked\", \"os\"]"), "Import 'os' is blocked for security reasons");
+        assert_eq!(problem("[\"not listed\", \"abc\"]"), "Import 'abc' is not in the allowed list");
+        assert_eq!(problem("[\"call\", \"eval\"]"), "Calling 'eval' is blocked for security reasons");
+        assert!(problem("[\"command\", \"\"]").starts_with("Shell commands"));
+    }
+
+    #[test]
+    fn code_that_was_not_checked_does_not_run() {
+        let limit = Duration::from_secs(1);
+        for (status, printed) in [
+            (Status::Completed, ""),
+            (Status::Completed, "word[\"what\"]"),
+            (Status::Completed, "word{broken"),
+            (Status::Raised(raised()), ""),
+            (Status::TimedOut { limit, state: crate::session::StateAfter::Kept }, ""),
+        ] {
+            assert!(matches!(judged(status, printed), Some(Problem::Unchecked(_))), "{printed}");
+        }
+    }
+
+    #[test]
+    fn a_request_is_one_line_of_python() {
+        let cell = runners_own("state", "tell", &["names"], &json!({"code": "\"x\"\n"}));
+        let expected =
+            r#"__import__('cellblock_runner.state', fromlist=['']).tell(names, "{\"code\":\"\\\"x\\\"\\n\"}")"#;
+        assert_eq!(cell, expected);
     }
 }

@@ -86,8 +86,8 @@ impl Toolbox for Pyexec {
 /// Writes what a cell gave as blocks in its order.
 fn result(outcome: &Outcome, anew: Option<&str>) -> CallToolResult {
     let mut blocks = Blocks::default();
-    if let Some(why) = anew {
-        blocks.line(&format!("(Python was started anew, because {why}. Variables of earlier calls are gone.)"));
+    if let Some(anew) = anew {
+        blocks.line(anew);
     }
     for part in &outcome.output.parts {
         match part {
@@ -102,9 +102,9 @@ fn result(outcome: &Outcome, anew: Option<&str>) -> CallToolResult {
     match &outcome.status {
         Status::Completed => {}
         Status::Raised(error) => blocks.line(&format!("ERROR: {}", render::summary(error))),
-        Status::TimedOut { limit, .. } => {
-            let ending = telling::ending(&outcome.status, WAY_BACK).unwrap_or_default();
-            blocks.line(&format!("✗ Execution timed out after {} seconds. {ending}", limit.as_secs_f64()));
+        Status::TimedOut { limit, state } => {
+            let after = telling::kept_or_lost(*state, WAY_BACK);
+            blocks.line(&format!("✗ Execution timed out after {} seconds. {after}", limit.as_secs_f64()));
         }
         other => blocks.line(&format!("✗ Error: {}", telling::ending(other, WAY_BACK).unwrap_or_default())),
     }
@@ -177,4 +177,61 @@ fn tool() -> Tool {
             &["code"],
         ),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::examples::{outcome, picture, raised, text, told};
+    use super::*;
+    use crate::session::StateAfter;
+
+    #[test]
+    fn text_and_pictures_keep_their_order() {
+        let parts = vec![
+            text(Stream::Stdout, "one\n"),
+            picture(),
+            text(Stream::Stdout, "two\n"),
+            picture(),
+            picture(),
+            text(Stream::Value, "3"),
+        ];
+        let (failed, blocks) = told(&result(&outcome(Status::Completed, parts), None));
+        assert!(!failed);
+        assert_eq!(blocks, ["one", "<picture>", "two", "<picture>", "<picture>", "3"]);
+    }
+
+    #[test]
+    fn standard_error_is_marked_where_it_begins() {
+        let parts = vec![
+            text(Stream::Stdout, "out"),
+            text(Stream::Stderr, "first\n"),
+            text(Stream::Stderr, "second"),
+            text(Stream::Stdout, "out again"),
+        ];
+        let (_, blocks) = told(&result(&outcome(Status::Completed, parts), None));
+        assert_eq!(blocks, ["out\nERROR: first\nsecond\nout again"]);
+    }
+
+    #[test]
+    fn nothing_at_all_reads_as_success() {
+        let (failed, blocks) = told(&result(&outcome(Status::Completed, vec![]), None));
+        assert_eq!((failed, &blocks[..]), (false, &["✓ Execution successful (no output)".to_owned()][..]));
+    }
+
+    #[test]
+    fn failures_end_with_their_reason_and_are_errors() {
+        let parts = || vec![text(Stream::Stdout, "before\n"), text(Stream::Traceback, "trace\n")];
+        let (failed, blocks) = told(&result(&outcome(Status::Raised(raised()), parts()), None));
+        assert_eq!((failed, &blocks[0][..]), (true, "before\ntrace\nERROR: ValueError: bad"));
+        let status = Status::TimedOut { limit: Duration::from_secs(30), state: StateAfter::Kept };
+        let (failed, blocks) = told(&result(&outcome(status, vec![]), None));
+        assert!(failed && blocks[0].starts_with("✗ Execution timed out after 30 seconds. Variables"), "{blocks:?}");
+    }
+
+    #[test]
+    fn a_python_that_was_started_anew_is_told_first() {
+        let parts = vec![text(Stream::Stdout, "1\n")];
+        let (_, blocks) = told(&result(&outcome(Status::Completed, parts), Some("(anew)")));
+        assert_eq!(blocks, ["(anew)\n1"]);
+    }
 }

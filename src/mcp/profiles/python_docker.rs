@@ -22,12 +22,10 @@ use super::super::arguments::{LARGEST_CODE, LONGEST_PATH};
 use super::super::toolbox::{Entry, Introduction, Toolbox};
 use super::super::turns::Extent;
 use super::super::{McpSettings, Server, render};
-use super::modules::{Modules, Problem, answer, inside};
-use super::{Ran, Visit, Written, failed, said, schema, telling};
+use super::modules::{Modules, Problem, answer, runners_own};
+use super::{Ran, Visit, Written, failed, said, schema, started_anew, telling};
 use crate::auth::Scope;
 use crate::session::{Outcome, Principal, Refused, SessionAccess, SessionId, StateAfter, Status, Stream};
-
-const STATE: &str = include_str!("state.py");
 
 /// How long the names of a run may take to be told. Their own `__str__` may be asked.
 const STATE_TIME: Duration = Duration::from_secs(10);
@@ -113,7 +111,7 @@ impl PythonDocker {
         let checked = match self.check(visit, session, code, "").await {
             Err(Refused::Ended { why, .. }) => {
                 visit.server.shared.sessions.reset(visit.owner, session).await?;
-                anew = Some(why);
+                anew = Some(started_anew(&why));
                 self.check(visit, session, code, "").await?
             }
             checked => checked?,
@@ -180,7 +178,8 @@ impl PythonDocker {
                 "given": given, "longest_text": LONGEST_TEXT, "most_characters": MOST_STATE, "word": word.as_str(),
             });
             // Twice the size leaves room for what threads of the cell still print.
-            let asked = visit.run(session, inside(STATE, &request), STATE_TIME, 2 * MOST_STATE).await;
+            let cell = runners_own("state", "tell", &["__import__('builtins').globals()"], &request);
+            let asked = visit.run(session, cell, STATE_TIME, 2 * MOST_STATE).await;
             if let Ok(asked) = asked
                 && let Some(Value::Object(state)) = answer(&asked, word.as_str())
             {
@@ -314,8 +313,8 @@ fn error_of(outcome: &Outcome, way_back: &str) -> Option<String> {
 fn result(outcome: &Outcome, anew: Option<String>, before: &str, state: &JsonObject, way_back: &str) -> CallToolResult {
     let output = telling::text_of(outcome, |stream| stream != Stream::Value);
     let mut text = format!("{before}Execution Result:\n\n");
-    if let Some(why) = anew {
-        text.push_str(&format!("(Python was started anew, because {why}. Variables of earlier calls are gone.)\n"));
+    if let Some(anew) = anew {
+        text.push_str(&format!("{anew}\n"));
     }
     text.push_str(output.trim_end());
     if let Some(error) = error_of(outcome, way_back) {
@@ -374,4 +373,63 @@ fn tools() -> Vec<Tool> {
             schema(json!({"session_id": id("The session.")}), &["session_id"]),
         ),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::examples::{outcome, picture, raised, text, told};
+    use super::*;
+
+    fn state() -> JsonObject {
+        json!({"x": 1}).as_object().cloned().unwrap()
+    }
+
+    #[test]
+    fn a_result_is_output_then_error_then_state() {
+        let parts = vec![text(Stream::Stdout, "a\n"), text(Stream::Value, "hidden"), picture()];
+        let (failed, blocks) = told(&result(&outcome(Status::Completed, parts), None, "", &state(), ""));
+        assert!(!failed);
+        assert_eq!(blocks, ["Execution Result:\n\na\n\nState: {\"x\":1}", "<picture>"]);
+        let parts = vec![text(Stream::Stdout, "error: none\n"), text(Stream::Traceback, "trace\n")];
+        let (failed, blocks) =
+            told(&result(&outcome(Status::Raised(raised()), parts), None, "Session ID: s\n\n", &state(), ""));
+        let expected = "Session ID: s\n\nExecution Result:\n\nerror: none\ntrace\n\n\
+                        Error: Python execution error: ValueError: bad\n\nState: {\"x\":1}";
+        assert_eq!((failed, &blocks[0][..]), (true, expected));
+    }
+
+    #[test]
+    fn a_time_out_tells_its_value_and_what_is_lost() {
+        let limit = Duration::from_secs(30);
+        let error = |state| error_of(&outcome(Status::TimedOut { limit, state }, vec![]), "Begin again.").unwrap();
+        assert_eq!(error(StateAfter::Kept), "Execution timed out after 30 seconds");
+        let lost = "Execution timed out after 30 seconds. Variables are gone; files are kept. Begin again.";
+        assert_eq!(error(StateAfter::Lost), lost);
+    }
+
+    #[test]
+    fn missing_arguments_are_told_in_the_words_of_that_server() {
+        let tools = tools();
+        let written = |arguments: Value| {
+            Written::new("execute-transient", &tools, arguments.as_object().cloned().unwrap()).unwrap()
+        };
+        for missing in [json!({}), json!({"code": null}), json!({"code": ""})] {
+            assert_eq!(needed(&mut written(missing), "code", "Missing code").err().unwrap().0, "Missing code");
+        }
+        assert_eq!(needed(&mut written(json!({"code": "1"})), "code", "Missing code").ok().unwrap(), "1"); // control
+    }
+
+    #[test]
+    fn session_ids_are_names_and_no_paths() {
+        let tools = tools();
+        let read = |id: Value| {
+            let arguments = json!({"session_id": id}).as_object().cloned().unwrap();
+            session(&mut Written::new("cleanup-session", &tools, arguments).unwrap()).map_err(|failure| failure.0)
+        };
+        assert_eq!(read(json!("a-1")).unwrap().unwrap().as_str(), "a-1");
+        assert_eq!(read(json!("")), Ok(None));
+        for bad in [json!("../x"), json!("a/b"), json!("a\n"), json!(5), json!("x".repeat(65))] {
+            assert!(read(bad.clone()).is_err(), "{bad}");
+        }
+    }
 }

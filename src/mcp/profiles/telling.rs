@@ -44,10 +44,8 @@ pub(super) fn image_block(image: &Image) -> ContentBlock {
 
 /// Says why a cell did not end well, what is lost, and with `way_back` what to do about it; nothing when it ended well or raised.
 pub(super) fn ending(status: &Status, way_back: &str) -> Option<String> {
-    let lost = || format!("Variables and imports are gone; files in the working folder are kept. {way_back}");
-    let kept = "Variables and files are kept, with what the code had done until then.";
-    let ignored = || format!("The code ignored the interrupt, so Python was killed. {}", lost());
-    let after = |state: StateAfter| if state == StateAfter::Kept { kept.to_owned() } else { ignored() };
+    let lost = || lost(way_back);
+    let after = |state: StateAfter| kept_or_lost(state, way_back);
     let text = match status {
         Status::Completed | Status::Raised(_) => return None,
         Status::TimedOut { limit, state } => {
@@ -70,13 +68,30 @@ pub(super) fn ending(status: &Status, way_back: &str) -> Option<String> {
     Some(text.trim_end().to_owned())
 }
 
+/// Says what became of the variables after code was stopped.
+pub(super) fn kept_or_lost(state: StateAfter, way_back: &str) -> String {
+    match state {
+        StateAfter::Kept => "Variables and files are kept, with what the code had done until then.".to_owned(),
+        StateAfter::Lost => format!("The code ignored the interrupt, so Python was killed. {}", lost(way_back)),
+    }
+}
+
+fn lost(way_back: &str) -> String {
+    format!("Variables and imports are gone; files in the working folder are kept. {way_back}").trim_end().to_owned()
+}
+
 /// Says why a session refuses, without naming tools that a profile does not have.
 pub(super) fn refusal(refused: &Refused, way_back: &str) -> String {
     match refused {
         Refused::Unknown { id } => format!("there is no session `{id}`"),
         Refused::Ended { why, .. } => format!("the session ended because {why}. {way_back}").trim_end().to_owned(),
-        Refused::TooManySessions { limit, .. } => {
-            format!("no new session was created, because {limit} sessions exist and no more are allowed")
+        Refused::TooManySessions { limit, oldest_idle } => {
+            let names: Vec<&str> = oldest_idle.iter().map(|id| id.as_str()).collect();
+            let idle = match &names[..] {
+                [] => "none of them is idle".to_owned(),
+                names => format!("idle the longest: {}", names.join(", ")),
+            };
+            format!("no new session was created, because {limit} exist and no more are allowed; end one ({idle})")
         }
         other => with_causes(other),
     }
@@ -111,5 +126,71 @@ pub(super) fn before_the_error(printed: &str) -> String {
     match printed.trim() {
         "" => String::new(),
         printed => format!("\n\nOutput before the error:\n{printed}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::examples::{outcome, raised, text};
+    use super::*;
+
+    #[test]
+    fn text_is_of_the_wanted_streams_and_cuts_have_lines_of_their_own() {
+        let parts = vec![
+            text(Stream::Stdout, "a"),
+            Part::Cut { chars: 7, lines: 0 },
+            text(Stream::Stderr, "b\n"),
+            text(Stream::Traceback, "c\n"),
+        ];
+        let outcome = outcome(Status::Raised(raised()), parts);
+        assert_eq!(printed(&outcome), "a\n[… 7 characters cut here …]\nb\n");
+        assert_eq!(text_of(&outcome, |stream| stream == Stream::Traceback), "[… 7 characters cut here …]\nc\n");
+    }
+
+    #[test]
+    fn an_ending_says_what_is_lost_and_what_to_do() {
+        let limit = Duration::from_secs(2);
+        for (status, words) in [
+            (Status::TimedOut { limit, state: StateAfter::Kept }, &["longer than 2 s", "are kept"][..]),
+            (Status::TimedOut { limit, state: StateAfter::Lost }, &["ignored", "gone", "Begin again."]),
+            (Status::Died { exit: Exit::Code(3) }, &["exit code 3", "gone", "Begin again."]),
+            (Status::Died { exit: Exit::OutOfMemory { limit: 1 << 28 } }, &["256 MiB", "Begin again."]),
+            (Status::Nonsense { what: "noise".to_owned() }, &["noise", "Begin again."]),
+            (Status::Closed, &["closed", "gone"]),
+            (Status::Reset, &["reset", "gone"]),
+            (Status::Cancelled { state: StateAfter::Kept }, &["cancelled", "kept"]),
+        ] {
+            let text = ending(&status, "Begin again.").unwrap();
+            assert!(words.iter().all(|word| text.contains(word)), "{text}");
+        }
+        assert_eq!(ending(&Status::Completed, ""), None);
+        assert_eq!(ending(&Status::Raised(raised()), ""), None);
+    }
+
+    #[test]
+    fn no_refusal_names_a_tool_of_the_default_profile() {
+        let id: crate::session::SessionId = "a".parse().unwrap();
+        for refused in [
+            Refused::Unknown { id: id.clone() },
+            Refused::Ended { id: id.clone(), why: "it expired".to_owned(), undo: true },
+            Refused::TooManySessions { limit: 3, oldest_idle: vec![id.clone()] },
+            Refused::TooManySessions { limit: 3, oldest_idle: vec![] },
+        ] {
+            let text = refusal(&refused, "");
+            for tool in ["list_sessions", "close_session", "undo", "`reset`"] {
+                assert!(!text.contains(tool), "{text}");
+            }
+        }
+        let full = Refused::TooManySessions { limit: 3, oldest_idle: vec![id] };
+        assert!(refusal(&full, "").ends_with("end one (idle the longest: a)"));
+    }
+
+    #[test]
+    fn a_head_is_counted_in_characters() {
+        assert_eq!(head("äöü", 3), ("äöü", true));
+        assert_eq!(head("äöü", 2), ("äö", false));
+        assert_eq!(head("", 1), ("", true));
     }
 }

@@ -15,9 +15,8 @@ use cellblock_jail::{probe, root};
 use super::instance::Instance;
 use super::sandbox::NativeSandbox;
 use super::warden::{Slots, Warden};
-use super::way_out::Network;
 use super::{NativeSettings, STEP_LIMIT, WarmEnvironment};
-use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind, Sandbox};
+use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind, Network, Sandbox};
 
 /// Descriptors a session may have open at once.
 const OPEN_FILES: u64 = 4_096;

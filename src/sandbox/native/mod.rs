@@ -10,7 +10,6 @@ mod jail;
 mod pool;
 mod sandbox;
 mod warden;
-mod way_out;
 
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -31,8 +30,7 @@ use self::jail::Jail;
 pub use self::jail::trial;
 use self::pool::{Lack, Pool};
 use self::sandbox::{Fresh, NativeSandbox};
-pub use self::way_out::Network;
-use super::{Backend, Interpreter, LaunchError, LayerKind, Preparation, Sandbox, SandboxLimits};
+use super::{Backend, Interpreter, LaunchError, LayerKind, Network, Preparation, Sandbox, SandboxLimits};
 
 /// The working folder inside, for whoever describes a sandbox to a caller.
 pub const WORK_FOLDER: &str = root::WORK;

@@ -347,7 +347,10 @@ impl Driver {
             (Subject::Tool { server, tool, arguments }, Wanted::Call { ask, size }) => {
                 self.line_up_call(ask, ToolCall { server, tool, arguments }, size);
             }
-            (_, Wanted::Command(wanted)) => self.run_command(*wanted),
+            (_, Wanted::Command(wanted)) => {
+                let CommandWanted { ask, command, outlets } = *wanted;
+                self.run_command(ask, command, outlets);
+            }
             (_, Wanted::Connections(replies)) => answer_all(replies, true),
             // Each kind of wish is made with its own kind of subject, a few lines from where it is considered.
             (_, Wanted::Install { ask, .. } | Wanted::Call { ask, .. }) => {

@@ -26,9 +26,8 @@ const GRACE: Duration = Duration::from_millis(300);
 /// A command that waits to be allowed, with all that it needs to run. What was shown is its text; what runs is the same value.
 pub(super) struct CommandWanted {
     pub(super) ask: u64,
-    command: ShellCommand,
-    launcher: Arc<dyn Launcher>,
-    outlets: Outlets,
+    pub(super) command: ShellCommand,
+    pub(super) outlets: Outlets,
 }
 
 impl CommandWanted {
@@ -41,33 +40,34 @@ impl CommandWanted {
 impl Driver {
     /// Takes a command that the running cell wants to have run.
     pub(super) fn asked_to_run(&mut self, ask: u64, claimed: ClaimedCommand) {
-        if self.questions.commands() >= MOST_COMMANDS {
-            return self.refuse_command(ask, "budget", "too many commands are under way in this session");
-        }
         let Some(outlets) = claimed.outlets.clone().filter(only_take) else {
             return self.refuse_command(ask, "invalid", "the command came without pipes that it could write to");
         };
-        let command = match ShellCommand::new(claimed) {
-            Ok(command) => command,
-            Err(unfit) => return self.refuse_command(ask, "invalid", &unfit.to_string()),
-        };
-        let Some(launcher) = self.sandbox.as_ref().map(|sandbox| sandbox.launcher()) else {
-            return self.refuse_command(ask, "unavailable", "the sandbox is being copied; try again");
-        };
-        debug!(session = self.id.as_str(), "code asks for a command");
+        match ShellCommand::new(claimed) {
+            Ok(command) => self.consider_command(ask, command, outlets),
+            Err(unfit) => self.refuse_command(ask, "invalid", &unfit.to_string()),
+        }
+    }
+
+    /// Decides about a command by its `kind` and `text`. What is then run is the value itself.
+    fn consider_command(&mut self, ask: u64, command: ShellCommand, outlets: Outlets) {
         let subject = Subject::Shell { command: command.text(), kind: command.kind() };
-        self.consider(subject, Wanted::Command(Box::new(CommandWanted { ask, command, launcher, outlets })));
+        self.consider(subject, Wanted::Command(Box::new(CommandWanted { ask, command, outlets })));
     }
 
     /// Runs a command that may run.
-    pub(super) fn run_command(&mut self, wanted: CommandWanted) {
-        let CommandWanted { ask, command, launcher, outlets } = wanted;
+    pub(super) fn run_command(&mut self, ask: u64, command: ShellCommand, outlets: Outlets) {
         if self.questions.commands() >= MOST_COMMANDS {
             return self.refuse_command(ask, "budget", "too many commands are under way in this session");
         }
+        let Some(launcher) = self.sandbox.as_ref().map(|sandbox| sandbox.launcher()) else {
+            return self.refuse_command(ask, "unavailable", "the sandbox is not there to run commands");
+        };
+        debug!(session = self.id.as_str(), "code runs a command");
         self.questions.run(ask, async move { run(ask, &command, launcher, outlets).await });
     }
 
+    /// Answers that a command was not run. The text is for whoever reads the traceback.
     pub(super) fn refuse_command(&mut self, ask: u64, reason: &str, text: &str) {
         self.questions.answer_at_once(ask, refusal(ask, reason, text));
     }

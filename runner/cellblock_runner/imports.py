@@ -1,0 +1,97 @@
+"""Imports: which modules a cell wants, and whether it may.
+
+`check` is asked before a cell, on the text of the cell, by servers that have lists of modules. Its answer is one line on
+descriptor 1, because earlier cells may have put something else in the place of `sys.stdout`.
+
+This is advice to whoever wrote the code, not a wall: code that wants to import something finds a way, and then stands before
+the sandbox like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+_IMPORTERS = ("__import__", "import_module")
+# What an answer says is wrong, and the name of it.
+Problem = tuple[str, str]
+
+
+def check(request: str) -> None:
+    """Says what is wrong with a cell, or null. `request` is JSON: the text, the lists, and the word that begins the answer."""
+    wanted = json.loads(request)
+    tree = _parse(wanted["code"])
+    answer = json.dumps(problem(tree, wanted) if tree is not None else None)
+    os.write(1, f"\n{wanted['word']}{answer}\n".encode())
+
+
+def problem(tree: ast.AST, request: dict[str, Any]) -> Problem | None:
+    """Returns what is wrong with a cell, if something is."""
+    allowed, blocked = request["allowed"], request["blocked"]
+    for name in _imported(tree):
+        module = name.partition(".")[0]
+        if module in blocked or name in blocked:
+            return "blocked", module
+        if allowed and module not in allowed and name not in allowed and not _brought_along(module, request["packages"]):
+            return "not listed", module
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in request["calls"]:
+            return "call", node.func.id
+        # What magics and shell commands become.
+        if isinstance(node, ast.Name) and node.id == "get_ipython" and ("subprocess" in blocked or allowed):
+            return "command", ""
+    return None
+
+
+def _parse(code: str) -> ast.AST | None:
+    """Returns the tree of a cell, or nothing when it is no Python; the cell itself will say so."""
+    for transform in (str, _as_python):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return ast.parse(transform(code))
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            pass
+    return None
+
+
+def _as_python(code: str) -> str:
+    """Returns a cell as plain Python: magics and shell commands become calls."""
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    return TransformerManager().transform_cell(code)
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    """Yields the modules that a cell names in imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module
+        elif isinstance(node, ast.Call) and node.args and _last_name(node.func) in _IMPORTERS:
+            first = node.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield first.value
+
+
+def _last_name(function: ast.expr) -> str:
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+
+
+def _brought_along(module: str, packages: str) -> bool:
+    """Tells whether a module was installed into this session, or is a file of its own folder."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError, AttributeError):
+        return False
+    if spec is None:
+        return False
+    places = [*(spec.submodule_search_locations or []), spec.origin or ""]
+    homes = tuple(f"{home.rstrip('/')}/" for home in (packages, os.getcwd()))
+    return any(place.startswith(homes) for place in places)

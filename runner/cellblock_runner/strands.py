@@ -1,0 +1,84 @@
+"""Strands: many streams over one, for sessions in a container. Pure: no descriptor, no state beyond a buffer.
+
+In a container the supervisor and the host share a single stream of bytes, the standard streams of the container's first process. Messages
+travel on it in both directions:
+
+    1 byte    kind
+    4 bytes   big-endian: number of an interpreter, a member or a strand
+    4 bytes   big-endian: length of the rest
+    rest      bytes of a strand, or a JSON object
+
+Each strand has a credit: so many bytes may be under way before the reader says that it has taken some. So one that nobody reads
+stops itself, and never another. `PROTOCOL.md` lists the kinds ("Containers").
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+# The most bytes after the head of a message. Data is cut into pieces far below; only the plan of a session comes near it.
+LARGEST_MESSAGE = 1024 * 1024
+# Pieces of this size keep a busy strand from holding up the others.
+PIECE = 32 * 1024
+
+# Credit of a strand at its beginning.
+CHANNEL_CREDIT = 256 * 1024
+PIPE_CREDIT = 64 * 1024
+
+_head = struct.Struct(">cII")
+_amount = struct.Struct(">I")
+_two = struct.Struct(">II")
+
+
+class BrokenStream(ValueError):
+    """The other side sent bytes that are no message."""
+
+
+def encode(kind: bytes, number: int, rest: bytes = b"") -> bytes:
+    return _head.pack(kind, number, len(rest)) + rest
+
+
+def encode_json(kind: bytes, number: int, thing: dict[str, Any]) -> bytes:
+    return encode(kind, number, json.dumps(thing).encode())
+
+
+def amount(rest: bytes) -> int:
+    """Reads the credit that a message gives."""
+    if len(rest) != _amount.size:
+        raise BrokenStream("a credit has four bytes")
+    return int(_amount.unpack(rest)[0])
+
+
+def encode_amount(kind: bytes, number: int, value: int) -> bytes:
+    return encode(kind, number, _amount.pack(value))
+
+
+def encode_pipes(kind: bytes, number: int, out: int, err: int, rest: bytes) -> bytes:
+    """Announces two new strands together with the bytes that they came with."""
+    return encode(kind, number, _two.pack(out, err) + rest)
+
+
+class Decoder:
+    """Cuts a stream of bytes into messages, however they arrive."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next(self) -> tuple[bytes, int, bytes] | None:
+        buffer = self._buffer
+        if len(buffer) < _head.size:
+            return None
+        kind, number, length = _head.unpack_from(buffer)
+        if length > LARGEST_MESSAGE:
+            raise BrokenStream(f"a message cannot have {length} bytes")
+        end = _head.size + length
+        if len(buffer) < end:
+            return None
+        rest = bytes(buffer[_head.size : end])
+        del buffer[:end]
+        return kind, number, rest

@@ -1,0 +1,751 @@
+"""The supervisor: the first process of a container. It joins the one stream to the host with everything in here.
+
+It never runs a user's byte and imports nothing that a user could have written. The warm process and the sessions are its descendants
+(`family`); it carries their frames and texts over one stream (`strands`), passes signals on, finds and ends what a session left
+behind, and tells how processes ended. When the stream ends, it ends, and with the first process everything in the container.
+
+The host believes it as little as it can: whether the container lives, what it uses and why it ended the engine tells.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import select
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any, NamedTuple, NoReturn
+
+from . import family, fences, strands
+
+_IN, _OUT = 0, 1
+_READ = 64 * 1024
+_LARGEST_REPORT = 4096
+
+# How long what an ended interpreter wrote may wait for a host that does not read.
+_LAST_WORDS = 1.0
+# How long ending the processes of a session may take before it is given up, and with it the container.
+_SWEEPING = 3.0
+# Pipes of earlier cells that are still emptied, so that processes left behind neither block nor die.
+_MOST_RETIRED = 16
+# Checkpoints go first when memory runs out.
+_OF_CHECKPOINTS = 900
+
+# Strands of pipes have numbers above those of interpreters, which the host chooses.
+_FIRST_PIPE = 1 << 31
+
+_credentials = struct.Struct("3i")
+
+
+class Pipe:
+    """What one of an interpreter's pipes has sent, and may send."""
+
+    def __init__(self, strand: int, descriptor: int, owner: Interpreter) -> None:
+        self.strand, self.descriptor, self.owner = strand, descriptor, owner
+        self.credit = strands.PIPE_CREDIT
+        self.retired = False
+
+
+class Interpreter:
+    """One interpreter and its channel."""
+
+    def __init__(self, number: int, member: Member, channel: socket.socket, copies: socket.socket) -> None:
+        self.number, self.member = number, member
+        self.channel: socket.socket | None = channel
+        self.copies = copies
+        self.process: int | None = None
+        self.credit = strands.CHANNEL_CREDIT
+        self.incoming = bytearray()
+        self.pipes: list[Pipe] = []
+        self.status: int | None = None
+        # When what it wrote is no longer waited for.
+        self.patience: float | None = None
+
+
+class Checkpoint(NamedTuple):
+    process: int
+    orders: socket.socket
+
+
+class Member:
+    """One session of the family: its stewards, its interpreter, its checkpoints."""
+
+    def __init__(self, number: int, folder: str | None) -> None:
+        self.number = number
+        # A folder that goes with it.
+        self.folder = folder
+        self.stewards: dict[int, socket.socket] = {}
+        self.interpreter: Interpreter | None = None
+        self.checkpoints: dict[int, Checkpoint] = {}
+        # The checkpoint that the host has asked for and the request that asked, until the copy introduces itself.
+        self.expected: tuple[int, int] | None = None
+
+
+class Supervisor:
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self._plan = plan
+        self._selector = selectors.DefaultSelector()
+        self._decoder = strands.Decoder()
+        self._outgoing: list[bytes] = []
+        self._members: dict[int, Member] = {}
+        self._interpreters: dict[int, Interpreter] = {}
+        self._pipes: dict[int, Pipe] = {}
+        self._next_pipe = _FIRST_PIPE
+        # Stewards that were asked for and have not reported yet.
+        self._unborn = 0
+        # Ends that were told before the process was known.
+        self._early: dict[int, int] = {}
+        self._warm: int = 0
+        self._orders: socket.socket | None = None
+
+    def run(self) -> NoReturn:
+        os.set_blocking(_IN, False)
+        self._selector.register(_IN, selectors.EVENT_READ, self._hear_host)
+        wake_reader, wake_writer = os.pipe()
+        for end in (wake_reader, wake_writer):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wake_writer)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+            signal.signal(ignored, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        self._selector.register(wake_reader, selectors.EVENT_READ, lambda: self._bury(wake_reader))
+        self._start_warm()
+        while True:
+            waiting = [each.patience for each in self._interpreters.values() if each.patience is not None]
+            pause = max(0.0, min(waiting) - time.monotonic()) if waiting else None
+            for key, _ in self._selector.select(pause):
+                key.data()
+            for interpreter in list(self._interpreters.values()):
+                if interpreter.patience is not None:
+                    self._finish(interpreter)
+            self._flush()
+
+    # To and from the host.
+
+    def _say(self, message: bytes) -> None:
+        self._outgoing.append(message)
+
+    def _answer(self, ask: int, why: str | None = None) -> None:
+        self._say(strands.encode_json(b"a", ask, {"ok": why is None, "why": why}))
+
+    def _flush(self) -> None:
+        data = memoryview(b"".join(self._outgoing))
+        self._outgoing.clear()
+        while data:
+            try:
+                data = data[os.write(_OUT, data) :]
+            except BlockingIOError:
+                select.select((), (_OUT,), ())
+            except OSError:
+                os._exit(0)  # Nobody listens any more.
+
+    def _hear_host(self) -> None:
+        try:
+            data = os.read(_IN, _READ)
+        except BlockingIOError:
+            return
+        if not data:
+            os._exit(0)  # The host has gone.
+        self._decoder.feed(data)
+        while (message := self._decoder.next()) is not None:
+            self._obey(*message)
+
+    def _obey(self, kind: bytes, number: int, rest: bytes) -> None:
+        if kind == b"d":
+            interpreter = self._interpreters.get(number)
+            if interpreter is not None and interpreter.channel is not None:
+                interpreter.incoming += rest
+                self._push(interpreter)
+        elif kind == b"w":
+            self._give_credit(number, strands.amount(rest))
+        elif kind == b"i":
+            self._signal(number, signal.SIGINT)
+        elif kind == b"k":
+            self._kill(number)
+        elif kind == b"h":
+            self._hang_up(number)
+        else:
+            self._carry_out(kind, number, json.loads(rest))
+
+    def _carry_out(self, kind: bytes, number: int, order: dict[str, Any]) -> None:
+        ask = order["ask"]
+        try:
+            if kind == b"b":
+                self._begin(number, order)
+            elif kind == b"c":
+                self._members[number].expected = (order["checkpoint"], ask)
+            elif kind == b"u":
+                self._undo(number, order)
+            elif kind == b"f":
+                self._fork(number, order)
+            elif kind == b"o":
+                self._forget(number, order["checkpoint"])
+                self._answer(ask)
+            elif kind == b"x":
+                self._end_member(number)
+                self._answer(ask)
+            else:
+                self._answer(ask, "the supervisor does not know this order")
+        except (OSError, KeyError) as cause:
+            self._answer(ask, f"{type(cause).__name__}: {cause}")
+
+    def _give_credit(self, strand: int, amount: int) -> None:
+        pipe = self._pipes.get(strand)
+        if pipe is not None:
+            pipe.credit += amount
+            if pipe.credit == amount:
+                self._listen(pipe.descriptor, lambda: self._pull(pipe))
+            return
+        interpreter = self._interpreters.get(strand)
+        if interpreter is not None and interpreter.channel is not None:
+            interpreter.credit += amount
+            self._watch_channel(interpreter)
+
+    # Orders.
+
+    def _begin(self, number: int, order: dict[str, Any]) -> None:
+        member = self._members.get(number)
+        if member is None:
+            member = self._members[number] = Member(number, None)
+        self._sweep(member, with_checkpoints=False)
+        assert self._orders is not None
+        self._make(member, order, self._orders, {"gate": order["gate"], "work": order["work"]})
+
+    def _fork(self, number: int, order: dict[str, Any]) -> None:
+        checkpoint = self._members[order["of"]].checkpoints[order["checkpoint"]]
+        folder = None
+        if order["folder"]:
+            folder = f"{family.FORKS}/{number}"
+            os.mkdir(folder, 0o700)
+        member = self._members[number] = Member(number, folder)
+        self._make(member, order, checkpoint.orders, {"work": folder}, gate=b"f")
+
+    def _make(
+        self, member: Member, order: dict[str, Any], maker: socket.socket, words: dict[str, Any], gate: bytes = b""
+    ) -> None:
+        """Has a steward with an interpreter made; both introduce themselves on a socket of their own."""
+        interpreter, theirs = self._prepare(member, order["interpreter"], gate)
+        reports, reporter = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        reports.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._unborn += 1
+        self._listen(reports.fileno(), lambda: self._hear_steward(reports, interpreter, order["ask"]))
+        with reporter:
+            self._send_order(maker, words, (*theirs, reporter))
+
+    def _undo(self, number: int, order: dict[str, Any]) -> None:
+        member = self._members[number]
+        checkpoint = member.checkpoints[order["checkpoint"]]
+        self._sweep(member, with_checkpoints=False)
+        interpreter, theirs = self._prepare(member, order["interpreter"], b"u")
+        self._send_order(checkpoint.orders, {"work": None}, theirs)
+        message = checkpoint.orders.recv(_LARGEST_REPORT)
+        if not message:
+            raise OSError("the checkpoint has ended")
+        interpreter.process = int(json.loads(message)["interpreter"])
+        self._answer(order["ask"])
+        self._recall_end(interpreter)
+
+    def _prepare(self, member: Member, number: int, gate: bytes) -> tuple[Interpreter, tuple[socket.socket, socket.socket]]:
+        ours, channel = socket.socketpair()
+        mine, copies = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        ours.setblocking(False)
+        if gate:
+            ours.send(gate)
+        interpreter = Interpreter(number, member, ours, mine)
+        member.interpreter = self._interpreters[number] = interpreter
+        self._watch_channel(interpreter)
+        self._listen(mine.fileno(), lambda: self._hear_copy(interpreter))
+        return interpreter, (channel, copies)
+
+    def _send_order(self, maker: socket.socket, words: dict[str, Any], theirs: tuple[socket.socket, ...]) -> None:
+        try:
+            socket.send_fds(maker, [json.dumps(words).encode()], [each.fileno() for each in theirs])
+        finally:
+            for each in theirs:
+                each.close()
+
+    def _forget(self, number: int, checkpoint: int) -> None:
+        member = self._members.get(number)
+        kept = member.checkpoints.pop(checkpoint, None) if member is not None else None
+        if member is not None and member.expected is not None and member.expected[0] == checkpoint:
+            member.expected = None
+        if kept is not None:
+            self._ignore(kept.orders.fileno())
+            kept.orders.close()
+            _kill(kept.process, signal.SIGKILL)
+
+    def _end_member(self, number: int) -> None:
+        member = self._members.get(number)
+        if member is None:
+            return
+        self._sweep(member, with_checkpoints=True)
+        for steward, reports in list(member.stewards.items()):
+            _kill(steward, signal.SIGKILL)
+            self._drop_steward(member, steward, reports)
+        if member.interpreter is not None:
+            self._close(member.interpreter)
+        del self._members[number]
+        if member.folder is not None:
+            shutil.rmtree(member.folder, ignore_errors=True)
+
+    # The family.
+
+    def _start_warm(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._warm = os.fork()
+        if self._warm == 0:
+            _become_warm(theirs, self._plan)
+        theirs.close()
+        self._orders = ours
+        self._listen(ours.fileno(), self._hear_warm)
+
+    def _hear_warm(self) -> None:
+        assert self._orders is not None
+        message = self._orders.recv(_LARGEST_REPORT)
+        if message:
+            landlock = fences.version_of_landlock()
+            self._say(strands.encode_json(b"r", 0, {"python": sys.version.split()[0], "landlock": landlock}))
+            return
+        # A session has ended it. Another one takes its place, and is made of the same.
+        self._ignore(self._orders.fileno())
+        self._orders.close()
+        self._start_warm()
+
+    def _hear_steward(self, reports: socket.socket, interpreter: Interpreter, ask: int) -> None:
+        message, ancillary, _, _ = reports.recvmsg(_LARGEST_REPORT, socket.CMSG_SPACE(_credentials.size))
+        member = interpreter.member
+        steward = next((process for process, theirs in member.stewards.items() if theirs is reports), None)
+        if not message:
+            self._ignore(reports.fileno())
+            reports.close()
+            if steward is None:
+                self._unborn -= 1
+                self._answer(ask, "the interpreter did not start")
+            else:
+                del member.stewards[steward]
+            self._end_strays()
+            return
+        report = json.loads(message)
+        if steward is None:
+            self._unborn -= 1
+            member.stewards[_sender(ancillary)] = reports
+            interpreter.process = int(report["interpreter"])
+            self._answer(ask)
+            return
+        process, status = int(report["ended"]), int(report["status"])
+        current = member.interpreter
+        if current is not None and current.process == process:
+            self._ended(current, status)
+        elif current is not None and current.process is None:
+            self._early[process] = status
+
+    def _hear_copy(self, interpreter: Interpreter) -> None:
+        """A checkpoint introduces itself, or somebody who says so."""
+        message, ancillary, _, _ = interpreter.copies.recvmsg(
+            _LARGEST_REPORT, socket.CMSG_SPACE(_credentials.size) + socket.CMSG_SPACE(8 * array.array("i").itemsize)
+        )
+        descriptors = _descriptors(ancillary)
+        member = interpreter.member
+        if not message:
+            self._ignore(interpreter.copies.fileno())
+        if not message or member.expected is None or len(descriptors) != 1:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return
+        (number, ask), member.expected = member.expected, None
+        checkpoint = Checkpoint(_sender(ancillary), socket.socket(fileno=descriptors[0]))
+        _offer_to_die(checkpoint.process, _OF_CHECKPOINTS)
+        member.checkpoints[number] = checkpoint
+        self._listen(checkpoint.orders.fileno(), lambda: self._lose_checkpoint(member, number))
+        self._answer(ask)
+
+    def _lose_checkpoint(self, member: Member, number: int) -> None:
+        """A checkpoint says nothing by itself: it has ended."""
+        checkpoint = member.checkpoints.pop(number, None)
+        if checkpoint is not None:
+            self._ignore(checkpoint.orders.fileno())
+            checkpoint.orders.close()
+            self._say(strands.encode_json(b"l", member.number, {"checkpoint": number}))
+
+    def _recall_end(self, interpreter: Interpreter) -> None:
+        """The steward may have told the end of a process before it was known."""
+        status = self._early.pop(interpreter.process or 0, None)
+        self._early.clear()
+        if status is not None:
+            self._ended(interpreter, status)
+
+    def _ended(self, interpreter: Interpreter, status: int) -> None:
+        if interpreter.status is None:
+            interpreter.status = status
+            interpreter.patience = time.monotonic() + _LAST_WORDS
+
+    def _finish(self, interpreter: Interpreter) -> None:
+        """Tells the end of an interpreter once everything that it wrote has been passed on, or is no longer waited for."""
+        waits = False
+        if interpreter.channel is not None:
+            waits |= self._carry(interpreter)
+        for pipe in list(interpreter.pipes):
+            if not pipe.retired:
+                waits |= self._pull(pipe)
+        if waits and interpreter.patience is not None and time.monotonic() < interpreter.patience:
+            return
+        status = interpreter.status or 0
+        how = {"signal": os.WTERMSIG(status)} if os.WIFSIGNALED(status) else {"code": os.WEXITSTATUS(status)}
+        self._close(interpreter)
+        self._say(strands.encode_json(b"e", interpreter.number, how))
+
+    def _close(self, interpreter: Interpreter) -> None:
+        self._interpreters.pop(interpreter.number, None)
+        interpreter.patience = None
+        if interpreter.channel is not None:
+            self._ignore(interpreter.channel.fileno())
+            interpreter.channel.close()
+            interpreter.channel = None
+        self._ignore(interpreter.copies.fileno())
+        interpreter.copies.close()
+        for pipe in interpreter.pipes:
+            self._drop_pipe(pipe)
+        interpreter.pipes.clear()
+        if interpreter.member.interpreter is interpreter:
+            interpreter.member.interpreter = None
+
+    def _bury(self, wake_reader: int) -> None:
+        """Waits for children that have ended. Who they were the sockets tell."""
+        try:
+            os.read(wake_reader, _LARGEST_REPORT)
+        except BlockingIOError:
+            pass
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+
+    def _drop_steward(self, member: Member, steward: int, reports: socket.socket) -> None:
+        self._ignore(reports.fileno())
+        reports.close()
+        member.stewards.pop(steward, None)
+
+    # Signals.
+
+    def _signal(self, number: int, which: int) -> None:
+        interpreter = self._interpreters.get(number)
+        if interpreter is not None and interpreter.process is not None and interpreter.status is None:
+            _kill(interpreter.process, which)
+
+    def _kill(self, number: int) -> None:
+        interpreter = self._interpreters.get(number)
+        if interpreter is not None:
+            self._sweep(interpreter.member, with_checkpoints=False)
+
+    def _hang_up(self, number: int) -> None:
+        interpreter = self._interpreters.get(number)
+        if interpreter is not None and interpreter.channel is not None:
+            self._ignore(interpreter.channel.fileno())
+            interpreter.channel.close()
+            interpreter.channel = None
+
+    def _sweep(self, member: Member, with_checkpoints: bool) -> None:
+        """Ends every process of a session but its stewards and, unless they too should go, its checkpoints."""
+        if with_checkpoints:
+            for number in list(member.checkpoints):
+                self._forget(member.number, number)
+        spared = {checkpoint.process for checkpoint in member.checkpoints.values()}
+        if member.stewards:
+            self._end(lambda process, parents: self._steward_of(process, parents) in member.stewards and process not in spared)
+        for steward, reports in list(member.stewards.items()):
+            self._hear_ends(member, reports)
+
+    def _hear_ends(self, member: Member, reports: socket.socket) -> None:
+        """Takes in what a steward has told by now, before the interpreter has a successor."""
+        interpreter = member.interpreter
+        if interpreter is None or interpreter.process is None:
+            return
+        deadline = time.monotonic() + _LAST_WORDS
+        while interpreter.status is None and time.monotonic() < deadline:
+            reports.settimeout(0.05)
+            try:
+                message = reports.recv(_LARGEST_REPORT)
+            except (TimeoutError, OSError):
+                continue
+            finally:
+                reports.settimeout(None)
+            if not message:
+                return
+            report = json.loads(message)
+            if report.get("ended") == interpreter.process:
+                self._ended(interpreter, int(report["status"]))
+
+    def _end_strays(self) -> None:
+        """Ends whatever belongs to no session any more, because its steward has ended."""
+        if self._unborn:
+            return  # A steward that is just being made belongs to nobody yet.
+        known = {self._warm}
+        for member in self._members.values():
+            known.update(member.stewards)
+            known.update(checkpoint.process for checkpoint in member.checkpoints.values())
+
+        def is_stray(process: int, parents: dict[int, int]) -> bool:
+            while process > 1:
+                if process in known:
+                    return False
+                process = parents.get(process, 0)
+            return True
+
+        self._end(is_stray)
+        for interpreter in list(self._interpreters.values()):
+            if interpreter.process is not None and not interpreter.member.stewards:
+                self._ended(interpreter, signal.SIGKILL)
+
+    def _end(self, is_meant: Any) -> None:
+        """Stops all processes that are meant until no new one appears, and then kills them: what is stopped cannot make more."""
+        deadline = time.monotonic() + _SWEEPING
+        stopped: set[int] = set()
+        while time.monotonic() < deadline:
+            parents = _parents()
+            victims = {process for process in parents if process > 1 and is_meant(process, parents)}
+            if not victims - stopped:
+                break
+            for process in victims - stopped:
+                _kill(process, signal.SIGSTOP)
+            stopped |= victims
+        while time.monotonic() < deadline:
+            for process in stopped:
+                _kill(process, signal.SIGKILL)
+            parents = _parents()
+            stopped = {process for process in parents if process > 1 and is_meant(process, parents)}
+            if not stopped:
+                return
+            time.sleep(0.0005)
+        os._exit(3)  # Something in here cannot be ended. The container can.
+
+    def _steward_of(self, process: int, parents: dict[int, int]) -> int | None:
+        """Returns the nearest steward above a process; none for stewards themselves."""
+        stewards = {steward for member in self._members.values() for steward in member.stewards}
+        if process in stewards:
+            return None
+        while process > 1:
+            process = parents.get(process, 0)
+            if process in stewards:
+                return process
+        return None
+
+    # Bytes.
+
+    def _watch_channel(self, interpreter: Interpreter) -> None:
+        channel = interpreter.channel
+        if channel is None:
+            return
+        events = (selectors.EVENT_READ if interpreter.credit > 0 else 0) | (selectors.EVENT_WRITE if interpreter.incoming else 0)
+        self._ignore(channel.fileno())
+        if events:
+            self._selector.register(channel, events, lambda: self._serve_channel(interpreter))
+
+    def _serve_channel(self, interpreter: Interpreter) -> None:
+        if interpreter.incoming:
+            self._push(interpreter)
+        if interpreter.channel is not None and interpreter.credit > 0:
+            self._carry(interpreter)
+
+    def _push(self, interpreter: Interpreter) -> None:
+        """Hands bytes of the host to the interpreter, as many as it takes."""
+        channel = interpreter.channel
+        if channel is None:
+            return
+        taken = 0
+        try:
+            while interpreter.incoming:
+                size = channel.send(memoryview(interpreter.incoming)[:_READ])
+                del interpreter.incoming[:size]
+                taken += size
+        except BlockingIOError:
+            pass
+        except OSError:
+            taken += len(interpreter.incoming)
+            interpreter.incoming.clear()  # It has ended; its end is told elsewhere.
+        if taken:
+            self._say(strands.encode_amount(b"w", interpreter.number, taken))
+        self._watch_channel(interpreter)
+
+    def _carry(self, interpreter: Interpreter) -> bool:
+        """Passes frames on to the host. Returns whether more wait than may be sent now."""
+        channel = interpreter.channel
+        space = socket.CMSG_SPACE(8 * array.array("i").itemsize)
+        while channel is not None:
+            if interpreter.credit <= 0:
+                self._watch_channel(interpreter)
+                return True
+            try:
+                data, ancillary, _, _ = channel.recvmsg(min(interpreter.credit, strands.PIECE), space)
+            except BlockingIOError:
+                return False
+            except OSError:
+                data, ancillary = b"", []
+            descriptors = _descriptors(ancillary)
+            if not data:
+                self._say(strands.encode(b"h", interpreter.number))
+                self._hang_up(interpreter.number)
+                return False
+            interpreter.credit -= len(data)
+            # Text that came before these frames is in the pipes by now, and should arrive first.
+            for pipe in list(interpreter.pipes):
+                if not pipe.retired:
+                    self._pull(pipe)
+            if len(descriptors) == 2:
+                self._announce_pipes(interpreter, descriptors, data)
+            else:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                self._say(strands.encode(b"d", interpreter.number, data))
+        return False
+
+    def _announce_pipes(self, interpreter: Interpreter, descriptors: list[int], data: bytes) -> None:
+        for pipe in interpreter.pipes:
+            pipe.retired = True
+        retired = [pipe for pipe in interpreter.pipes if pipe.retired]
+        for pipe in retired[: max(0, len(retired) - _MOST_RETIRED)]:
+            interpreter.pipes.remove(pipe)
+            self._drop_pipe(pipe)
+        new = []
+        for descriptor in descriptors:
+            pipe = Pipe(self._next_pipe, descriptor, interpreter)
+            self._next_pipe += 1
+            os.set_blocking(descriptor, False)
+            self._pipes[pipe.strand] = pipe
+            interpreter.pipes.append(pipe)
+            self._listen(descriptor, lambda pipe=pipe: self._pull(pipe))
+            new.append(pipe.strand)
+        self._say(strands.encode_pipes(b"p", interpreter.number, new[0], new[1], data))
+
+    def _pull(self, pipe: Pipe) -> bool:
+        """Passes text on to the host. Returns whether more waits than may be sent now."""
+        while pipe.strand in self._pipes:
+            if pipe.credit <= 0:
+                self._ignore(pipe.descriptor)
+                return True
+            try:
+                data = os.read(pipe.descriptor, min(pipe.credit, strands.PIECE))
+            except BlockingIOError:
+                return False
+            except OSError:
+                data = b""
+            if not data:
+                self._say(strands.encode(b"h", pipe.strand))
+                self._drop_pipe(pipe)
+                return False
+            pipe.credit -= len(data)
+            self._say(strands.encode(b"d", pipe.strand, data))
+            if len(data) < strands.PIECE:
+                return False
+        return False
+
+    def _drop_pipe(self, pipe: Pipe) -> None:
+        if self._pipes.pop(pipe.strand, None) is not None:
+            self._ignore(pipe.descriptor)
+            os.close(pipe.descriptor)
+
+    def _listen(self, descriptor: int, handler: Any) -> None:
+        self._ignore(descriptor)
+        self._selector.register(descriptor, selectors.EVENT_READ, handler)
+
+    def _ignore(self, descriptor: int) -> None:
+        try:
+            self._selector.unregister(descriptor)
+        except (KeyError, ValueError):
+            pass
+
+
+def _become_warm(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
+    """Goes on as the warm process, without anything of the supervisor's."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        number = orders.detach()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1):
+            os.dup2(nothing, standard)
+        os.dup2(number, 3)
+        os.closerange(4, 256)
+        family.warm_up_and_wait(socket.socket(fileno=3), plan)
+    except BaseException as error:  # noqa: BLE001 - the process ends either way
+        os.write(2, f"the warm interpreter could not start: {error!r}\n".encode())
+    finally:
+        os._exit(1)
+
+
+def _kill(process: int, which: int) -> None:
+    try:
+        os.kill(process, which)
+    except ProcessLookupError:
+        pass  # It has ended already.
+
+
+def _offer_to_die(process: int, score: int) -> None:
+    try:
+        with open(f"/proc/{process}/oom_score_adj", "w", encoding="ascii") as file:
+            file.write(str(score))
+    except OSError:
+        pass
+
+
+def _parents() -> dict[int, int]:
+    """Returns the parent of every process that has not ended."""
+    parents = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb", 0) as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue
+        if state not in (b"Z", b"X"):
+            parents[int(name)] = int(parent)
+    return parents
+
+
+def _sender(ancillary: list[Any]) -> int:
+    """Returns the process that sent a message, as the kernel tells it."""
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+            return int(_credentials.unpack(data[: _credentials.size])[0])
+    raise OSError("the kernel did not tell who sent a message")
+
+
+def _descriptors(ancillary: list[Any]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return list(found)
+
+
+def main() -> None:
+    """Reads its plan from the host, one line of JSON, and supervises until the host is gone."""
+    if os.getpid() != 1:
+        sys.exit("the supervisor ends every process that it does not know, so it must be the first one of a container")
+    fences.be_unreadable()
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(_IN, 1)
+        if not byte:
+            os._exit(0)
+        line += byte
+    plan = json.loads(bytes(line))
+    for folder in plan["folders"]:
+        os.makedirs(folder, 0o700, exist_ok=True)
+    Supervisor(plan).run()
+
+
+if __name__ == "__main__":
+    main()

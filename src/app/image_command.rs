@@ -1,0 +1,318 @@
+//! `cellblock image …`: images for sessions in containers, from the command line.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, anyhow, bail};
+use serde_json::json;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use super::asked_to_end;
+use super::cli::{EngineArguments, ImageArguments, ImageCommand};
+use super::progress;
+use crate::config::Settings;
+use crate::config::quantity::format_size;
+use crate::engine::{Engine, EngineAddress, EngineKind};
+use crate::environment::{EnvironmentProgress, EnvironmentSpec, Input, Lockfile, spec};
+use crate::image::{self, Built, Filling, ImageError, ImageReference, ImageUser, ImageWish, MadeImage};
+use crate::sandbox::Preparation;
+
+/// Carries out one command and writes its result to `output`.
+pub(super) async fn execute(
+    command: ImageCommand,
+    settings: &Settings,
+    output: &mut (dyn Write + Send),
+) -> anyhow::Result<()> {
+    match command {
+        ImageCommand::Build(arguments) => build(&arguments, settings, output).await?,
+        ImageCommand::List { json, engine } => {
+            let made = image::list(&connect(&engine).await?).await?;
+            let text = if json { as_json(&made)? } else { as_text(&made) };
+            output.write_all(text.as_bytes())?;
+        }
+        ImageCommand::Remove { name, engine } => {
+            image::remove(&connect(&engine).await?, &reference("the image", &name)?).await?;
+            writeln!(output, "removed {name}")?;
+        }
+    }
+    Ok(())
+}
+
+/// Connects to the engine that the engine's own program would use.
+async fn connect(arguments: &EngineArguments) -> anyhow::Result<Engine> {
+    let kind = arguments.engine.as_deref().and_then(EngineKind::parse).unwrap_or(EngineKind::Docker);
+    // A variable that is not UTF-8 is not an address.
+    let all =
+        std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let address = EngineAddress::find(kind, &all.collect::<BTreeMap<String, String>>())?;
+    Ok(Engine::connect(kind, &address).await?)
+}
+
+async fn build(arguments: &ImageArguments, settings: &Settings, output: &mut (dyn Write + Send)) -> anyhow::Result<()> {
+    let wish = wanted(arguments, Caller::own())?;
+    let engine = connect(&arguments.engine).await?;
+    let (told, heard) = watch::channel(Preparation::Working { step: "starting".to_owned(), done: 0, total: None });
+    let tell = |progress: EnvironmentProgress| {
+        let EnvironmentProgress { step, done, total } = progress;
+        told.send_replace(Preparation::Working { step, done, total });
+    };
+    let cancelled = CancellationToken::new();
+    let work = async {
+        let result = carry_out(arguments.dockerfile, &wish, &engine, settings, &cancelled, &tell).await;
+        told.send_replace(Preparation::Ready);
+        result
+    };
+    let mut work = std::pin::pin!(async { tokio::join!(work, progress::show(heard)).0 });
+    let text = tokio::select! {
+        text = &mut work => text,
+        _ = asked_to_end() => {
+            cancelled.cancel();
+            work.await
+        }
+    }?;
+    output.write_all(text.as_bytes())?;
+    Ok(())
+}
+
+/// Does what was asked for and returns what there is to say about it.
+async fn carry_out(
+    only_dockerfile: bool,
+    wish: &ImageWish,
+    engine: &Engine,
+    settings: &Settings,
+    cancelled: &CancellationToken,
+    tell: crate::environment::Progress<'_>,
+) -> Result<String, ImageError> {
+    if only_dockerfile {
+        return image::dockerfile(wish, engine, &settings.data_dir, cancelled, tell).await;
+    }
+    let Built { image, was_there } = image::build(wish, engine, &settings.data_dir, cancelled, tell).await?;
+    let (python, packages, size) = (&image.python, image.packages.len(), format_size(image.size));
+    let found = if was_there { "is there already" } else { "is ready" };
+    Ok(format!("{} {found}: Python {python}, {packages} packages, {size}\n", wish.tag))
+}
+
+/// Who builds.
+#[derive(Debug, Clone, Copy)]
+struct Caller {
+    uid: u32,
+    gid: u32,
+}
+
+impl Caller {
+    fn own() -> Caller {
+        Caller { uid: rustix::process::getuid().as_raw(), gid: rustix::process::getgid().as_raw() }
+    }
+}
+
+/// The user of an image that root builds. It is the number that the first person of a machine usually has.
+const USUAL_USER: u32 = 1000;
+
+/// Decides what to build.
+fn wanted(arguments: &ImageArguments, caller: Caller) -> anyhow::Result<ImageWish> {
+    Ok(ImageWish {
+        tag: reference("--tag", &arguments.tag)?,
+        base: reference("--base", &arguments.base)?,
+        filling: filling(arguments)?,
+        user: user(arguments, caller)?,
+        afresh: arguments.no_cache,
+    })
+}
+
+fn reference(what: &str, written: &str) -> anyhow::Result<ImageReference> {
+    ImageReference::new(written)
+        .ok_or_else(|| anyhow!("{what} {written}: the name of an image is {}", ImageReference::ALLOWED))
+}
+
+fn user(arguments: &ImageArguments, caller: Caller) -> anyhow::Result<ImageUser> {
+    if arguments.root {
+        return Ok(ImageUser::Root);
+    }
+    let uid = arguments.uid.unwrap_or(if caller.uid == 0 { USUAL_USER } else { caller.uid });
+    let gid = match (arguments.gid, arguments.uid) {
+        (Some(gid), _) => gid,
+        (None, None) if caller.uid != 0 && caller.gid != 0 => caller.gid,
+        (None, _) => uid,
+    };
+    if uid == 0 || gid == 0 {
+        bail!("0 is the number of root, which a session never is; --root makes an image whose own user is root");
+    }
+    Ok(ImageUser::Ordinary { uid, gid })
+}
+
+fn filling(arguments: &ImageArguments) -> anyhow::Result<Filling> {
+    if let Some(file) = &arguments.locked {
+        let text = read("the lock", file)?;
+        let lockfile = Lockfile::parse(&text).with_context(|| format!("{} is not a lock", file.display()))?;
+        return Ok(Filling::Locked(lockfile));
+    }
+    let mut packages = if arguments.no_science { Vec::new() } else { science() };
+    packages.extend(arguments.packages.iter().cloned());
+    if let Some(file) = &arguments.dependencies {
+        packages.extend(quoted_requirements(&read("the dependencies", file)?));
+    }
+    if let Some(misfit) = packages.iter().find(|package| !spec::is_requirement(package)) {
+        bail!("\"{misfit}\" cannot be installed: it must be {}", spec::REQUIREMENT_ALLOWED);
+    }
+    // What the runner needs: the first always, the second for tools of other servers.
+    for needed in ["ipython", "pydantic"] {
+        spec::add_missing(&mut packages, needed);
+    }
+    let files = arguments.requirements.iter().map(|file| existing(file)).collect::<anyhow::Result<Vec<_>>>()?;
+    let files = Some(files).filter(|files| !files.is_empty()).map(Input::Requirements);
+    Ok(Filling::Packages { packages, files })
+}
+
+/// What sessions of the native backend have.
+fn science() -> Vec<String> {
+    let [default, _] = EnvironmentSpec::built_in();
+    default.packages
+}
+
+/// Reads lines such as `"numpy>=2",`, the way a list of dependencies is written. Quotes and commas may be left out.
+fn quoted_requirements(text: &str) -> Vec<String> {
+    let requirement = |line: &str| {
+        let line = line.trim();
+        let bare = line.strip_suffix(',').unwrap_or(line).trim_end();
+        let quoted = ['"', '\''].into_iter().find_map(|quote| bare.strip_prefix(quote)?.strip_suffix(quote));
+        quoted.unwrap_or(bare).trim().to_owned()
+    };
+    let lines = text.lines().filter(|line| !line.trim_start().starts_with('#'));
+    lines.map(requirement).filter(|requirement| !requirement.is_empty()).collect()
+}
+
+fn read(what: &str, file: &Path) -> anyhow::Result<String> {
+    std::fs::read_to_string(file).with_context(|| format!("could not read {what} {}", file.display()))
+}
+
+/// Returns the full path of a file, because the installer works in another folder.
+fn existing(file: &Path) -> anyhow::Result<PathBuf> {
+    if !file.is_file() {
+        bail!("--requirements {}: there is no such file", file.display());
+    }
+    std::path::absolute(file).with_context(|| format!("--requirements {}: it cannot be found", file.display()))
+}
+
+fn as_text(made: &[MadeImage]) -> String {
+    if made.is_empty() {
+        return "no image has been built yet; \"cellblock image build\" builds one\n".to_owned();
+    }
+    let mut rows = vec![["NAME", "ID", "PYTHON", "PACKAGES", "SIZE"].map(str::to_owned)];
+    rows.extend(made.iter().map(|image| {
+        let name = if image.tags.is_empty() { "(replaced)".to_owned() } else { image.tags.join(", ") };
+        let packages = image.packages.len().to_string();
+        [name, short(&image.id).to_owned(), image.python.clone(), packages, format_size(image.size)]
+    }));
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..5).map(width).collect();
+    let line = |row: &[String; 5]| {
+        let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        format!("{}\n", cells.join("  ").trim_end())
+    };
+    rows.iter().map(line).collect()
+}
+
+/// The beginning of an identity, as engines show it.
+fn short(id: &str) -> &str {
+    let digits = id.strip_prefix("sha256:").unwrap_or(id);
+    digits.get(..12).unwrap_or(digits)
+}
+
+fn as_json(made: &[MadeImage]) -> anyhow::Result<String> {
+    let entry = |image: &MadeImage| {
+        json!({
+            "id": image.id, "tags": image.tags, "python": image.python, "packages": image.packages, "size": image.size,
+            "created": image.created,
+        })
+    };
+    let entries: Vec<serde_json::Value> = made.iter().map(entry).collect();
+    Ok(format!("{}\n", serde_json::to_string_pretty(&entries)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ME: Caller = Caller { uid: 1234, gid: 2345 };
+    const SUPERUSER: Caller = Caller { uid: 0, gid: 0 };
+
+    fn arguments() -> ImageArguments {
+        ImageArguments { tag: "cellblock".to_owned(), base: "python:3.13-slim".to_owned(), ..ImageArguments::default() }
+    }
+
+    fn packages(arguments: &ImageArguments) -> Vec<String> {
+        match filling(arguments).unwrap() {
+            Filling::Packages { packages, .. } => packages,
+            Filling::Locked(_) => panic!("no lock was given"),
+        }
+    }
+
+    #[test]
+    fn an_image_has_the_science_packages_unless_they_are_not_wanted() {
+        let usual = packages(&arguments());
+        assert!(["numpy", "ipython", "pydantic"].iter().all(|name| usual.contains(&(*name).to_owned())), "{usual:?}");
+        let more = ImageArguments { packages: vec!["polars>=1".to_owned()], ..arguments() };
+        assert_eq!(packages(&more).len(), usual.len() + 1);
+        let bare = ImageArguments { no_science: true, packages: vec!["Pydantic==2.11".to_owned()], ..arguments() };
+        assert_eq!(packages(&bare), ["Pydantic==2.11", "ipython"]);
+    }
+
+    #[test]
+    fn an_option_does_not_pass_for_a_package() {
+        let smuggled = ImageArguments { packages: vec!["--index-url=http://example.com".to_owned()], ..arguments() };
+        assert!(filling(&smuggled).unwrap_err().to_string().contains("--index-url"));
+    }
+
+    #[test]
+    fn dependencies_may_be_written_as_a_project_has_them() {
+        let text = "\"numpy>=2,<3\",\n  'pandas[excel]' ,\n\n# a comment\nsix==1.17\n\"x; python_version > '3.9'\"\n";
+        let expected = ["numpy>=2,<3", "pandas[excel]", "six==1.17", "x; python_version > '3.9'"];
+        assert_eq!(quoted_requirements(text), expected);
+    }
+
+    #[test]
+    fn the_user_is_the_one_who_builds_and_never_root_by_accident() {
+        let of =
+            |arguments: &ImageArguments, caller: Caller| user(arguments, caller).map_err(|error| error.to_string());
+        let ordinary = |uid, gid| Ok(ImageUser::Ordinary { uid, gid });
+        assert_eq!(of(&arguments(), ME), ordinary(1234, 2345));
+        assert_eq!(of(&arguments(), SUPERUSER), ordinary(1000, 1000));
+        assert_eq!(of(&arguments(), Caller { uid: 5, gid: 0 }), ordinary(5, 5));
+        assert_eq!(of(&ImageArguments { uid: Some(7), ..arguments() }, ME), ordinary(7, 7));
+        assert_eq!(of(&ImageArguments { uid: Some(7), gid: Some(8), ..arguments() }, ME), ordinary(7, 8));
+        assert!(of(&ImageArguments { uid: Some(0), ..arguments() }, ME).unwrap_err().contains("--root"));
+        assert!(of(&ImageArguments { gid: Some(0), ..arguments() }, ME).unwrap_err().contains("--root"));
+        assert_eq!(of(&ImageArguments { root: true, ..arguments() }, ME), Ok(ImageUser::Root));
+    }
+
+    #[test]
+    fn names_are_checked_before_anything_is_asked() {
+        let wish = |tag: &str| wanted(&ImageArguments { tag: tag.to_owned(), ..arguments() }, ME);
+        assert!(wish("cells:1").is_ok());
+        let refusal = wish("Cells\nRUN x").unwrap_err().to_string();
+        assert!(refusal.starts_with("--tag") && refusal.contains("lower-case"), "{refusal}");
+    }
+
+    #[test]
+    fn the_list_has_a_line_for_each_image() {
+        let image = MadeImage {
+            id: format!("sha256:{}", "ab".repeat(32)),
+            tags: Vec::new(),
+            python: "3.13.1".to_owned(),
+            packages: vec!["six==1.17.0".to_owned()],
+            size: 3 << 20,
+            created: Some(1),
+        };
+        let named = MadeImage { tags: vec!["cells:1".to_owned()], ..image.clone() };
+        let text = as_text(&[named.clone(), image]);
+        let expected = "NAME        ID            PYTHON  PACKAGES  SIZE\n\
+                        cells:1     abababababab  3.13.1  1         3 MiB\n\
+                        (replaced)  abababababab  3.13.1  1         3 MiB\n";
+        assert_eq!(text, expected);
+        assert!(as_text(&[]).contains("image build"));
+        let json: serde_json::Value = serde_json::from_str(&as_json(&[named]).unwrap()).unwrap();
+        assert_eq!((json[0]["tags"][0].as_str(), json[0]["created"].as_i64()), (Some("cells:1"), Some(1)));
+    }
+}

@@ -1,0 +1,94 @@
+//! Settings about what sandboxes are made of.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+use super::{Check, HOUR, ReadFile};
+use crate::config::layers::Key;
+use crate::config::{BackendChoice, ConfigError, Containers, engine};
+use crate::sandbox::container::EngineKind;
+
+/// The image that `cellblock image build` makes unless it is told otherwise.
+pub(in crate::config) const OWN_IMAGE: &str = "cellblock:latest";
+
+/// What backends are called.
+const NATIVE: &str = "native";
+const DOCKER: &str = "docker";
+const PODMAN: &str = "podman";
+
+impl Check<'_> {
+    pub(super) fn backend(
+        &self,
+        surroundings: &BTreeMap<String, String>,
+        read: ReadFile<'_>,
+    ) -> Result<BackendChoice, ConfigError> {
+        let kind = self.read(Key::Backend, "native, docker or podman", |text| match text {
+            NATIVE => Ok(None),
+            DOCKER => Ok(Some(EngineKind::Docker)),
+            PODMAN => Ok(Some(EngineKind::Podman)),
+            _ => Err(None),
+        })?;
+        let image = self.read(Key::ContainerTag, "the name of an image, such as python:3.13-slim", image_name)?;
+        let runtime = self.read(Key::Runtime, "a runtime that the engine knows, such as runsc", runtime_name)?;
+        let pool_max_age = self.duration(Key::PoolMaxAge, Duration::from_secs(1)..=24 * HOUR)?;
+        let pool_creations = self.number(Key::PoolCreations, 1..=64)?;
+        let Some(kind) = kind.flatten() else {
+            // Somebody who names an image and gets no container should know it.
+            return match (image, runtime) {
+                (None, None) => Ok(BackendChoice::Native),
+                (Some(_), _) => Err(self.invalid(Key::ContainerTag, "nothing without --backend docker or podman")),
+                (None, Some(_)) => Err(self.invalid(Key::Runtime, "nothing without --backend docker or podman")),
+            };
+        };
+        Ok(BackendChoice::Containers(Containers {
+            kind,
+            address: engine::find(kind, surroundings, read, &Path::exists)?,
+            image: image.unwrap_or_else(|| OWN_IMAGE.to_owned()),
+            runtime,
+            pool_max_age: pool_max_age.unwrap_or(HOUR / 2),
+            pool_creations: pool_creations.unwrap_or(2),
+        }))
+    }
+}
+
+/// Names of images have no more than these letters, and none that could be taken for something else on the way.
+fn image_name(text: &str) -> Result<String, Option<String>> {
+    let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "._-/:@+".contains(letter);
+    let fits = !text.is_empty() && text.len() <= 512 && text.chars().all(is_plain);
+    let begins = text.starts_with(|letter: char| letter.is_ascii_alphanumeric());
+    if fits && begins && !text.contains("..") { Ok(text.to_owned()) } else { Err(None) }
+}
+
+fn runtime_name(text: &str) -> Result<String, Option<String>> {
+    let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "._-".contains(letter);
+    let fits = !text.is_empty() && text.len() <= 128 && text.chars().all(is_plain);
+    if fits && text.starts_with(|letter: char| letter.is_ascii_alphanumeric()) {
+        Ok(text.to_owned())
+    } else {
+        Err(None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_images_are_what_registries_allow() {
+        for good in ["python", "python:3.13-slim", "localhost:5000/a/b_c:tag", "a@sha256:0123", "GHCR.io/x"] {
+            assert!(image_name(good).is_ok(), "{good}");
+        }
+        for bad in ["", "-x", "/x", "a b", "a\nb", "a/../b", "a?b=c", "a&b"] {
+            assert!(image_name(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn names_of_runtimes_are_words() {
+        assert!(runtime_name("runsc").is_ok() && runtime_name("io.containerd.kata.v2").is_ok());
+        for bad in ["", "-x", "/usr/bin/evil", "a b"] {
+            assert!(runtime_name(bad).is_err(), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! Images: looking at them, fetching, building and removing them.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::io;
+use std::time::Duration;
+
+use bollard::body_try_stream;
+use bollard::errors::Error;
+use bollard::models::{ImageInspect, ImageSummary};
+use bollard::query_parameters::{
+    BuildImageOptionsBuilder, BuilderVersion, CreateImageOptionsBuilder, ListImagesOptionsBuilder,
+    RemoveImageOptionsBuilder,
+};
+use bytes::Bytes;
+use futures_util::{Stream, StreamExt};
+
+use super::{Engine, EngineError};
+
+/// The engine answers a build when it has read all the files, which may come over a slow line.
+const BUILD_PATIENCE: Duration = Duration::from_secs(4 * 60 * 60);
+
+/// How many lines of a build its failure repeats.
+const LINES_KEPT: usize = 20;
+
+/// What an engine says about an image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageFacts {
+    /// The identity of the image, which unlike its names cannot move.
+    pub id: String,
+    pub tags: Vec<String>,
+    pub labels: BTreeMap<String, String>,
+    /// Such as `linux`, if it is told.
+    pub system: Option<String>,
+    /// Such as `amd64`, if it is told.
+    pub architecture: Option<String>,
+    pub size: u64,
+    /// Seconds since 1970, where the engine tells them as a number.
+    pub created: Option<i64>,
+}
+
+/// What is to be built.
+#[derive(Debug, Clone, Copy)]
+pub struct Building<'a> {
+    pub tag: &'a str,
+    /// Steps that were carried out before are carried out again.
+    pub afresh: bool,
+}
+
+/// What an engine tells while it builds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum BuildNews {
+    Step {
+        number: u64,
+        of: u64,
+        instruction: String,
+    },
+    /// A step was known already.
+    Known,
+    Line(String),
+}
+
+/// Why an image was not built, and the last lines that the engine told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BuildFailure {
+    pub error: EngineError,
+    pub said: String,
+}
+
+impl Engine {
+    /// Looks at an image that the engine has.
+    pub async fn image(&self, name: &str) -> Result<ImageFacts, EngineError> {
+        let found = self.docker.inspect_image(name).await.map_err(|error| self.failure(&error, &image_called(name)))?;
+        Ok(inspected(found))
+    }
+
+    /// Lists the images that have a label with this value, newest first.
+    pub async fn images(&self, label: &str, value: &str) -> Result<Vec<ImageFacts>, EngineError> {
+        let filters = HashMap::from([("label", vec![format!("{label}={value}")])]);
+        let options = ListImagesOptionsBuilder::default().filters(&filters).build();
+        let found =
+            self.docker.list_images(Some(options)).await.map_err(|error| self.failure(&error, "list of images"))?;
+        let mut found: Vec<ImageFacts> = found.into_iter().map(listed).collect();
+        found.sort_by_key(|image| std::cmp::Reverse(image.created));
+        Ok(found)
+    }
+
+    /// Fetches an image; `tell` hears how many bytes are done, of how many that are known by then.
+    pub async fn pull(&self, name: &str, tell: &(dyn Fn(u64, u64) + Send + Sync)) -> Result<(), EngineError> {
+        let options = CreateImageOptionsBuilder::default().from_image(name);
+        // Without a tag the engine would fetch all there are.
+        let options = if has_tag(name) { options.build() } else { options.tag("latest").build() };
+        let mut layers: HashMap<String, (u64, u64)> = HashMap::new();
+        let mut news = std::pin::pin!(self.docker.create_image(Some(options), None, None));
+        while let Some(news) = news.next().await {
+            let news = news.map_err(|error| self.failure(&error, &image_called(name)))?;
+            let detail = news.progress_detail.unwrap_or_default();
+            if let (Some(layer), Some(current), Some(total)) = (news.id, detail.current, detail.total) {
+                let natural = |number: i64| u64::try_from(number).unwrap_or(0);
+                layers.insert(layer, (natural(current), natural(total)));
+                tell(layers.values().map(|layer| layer.0).sum(), layers.values().map(|layer| layer.1).sum());
+            }
+        }
+        Ok(())
+    }
+
+    /// Builds an image from files that hold a `Dockerfile`, in an archive. Steps have no network.
+    ///
+    /// Whoever drops this future cancels the build: the engine notices that nobody listens, and removes the container of the step at hand.
+    pub async fn build(
+        &self,
+        building: Building<'_>,
+        files: impl Stream<Item = io::Result<Bytes>> + Send + 'static,
+        tell: &(dyn Fn(BuildNews) + Send + Sync),
+    ) -> Result<(), BuildFailure> {
+        let options = BuildImageOptionsBuilder::default()
+            .dockerfile("Dockerfile")
+            .t(building.tag)
+            .nocache(building.afresh)
+            .rm(true)
+            .forcerm(true)
+            .networkmode("none")
+            .version(BuilderVersion::BuilderV1)
+            .build();
+        let patient = self.docker.clone().with_timeout(BUILD_PATIENCE);
+        let mut said = Lines::default();
+        let mut news = std::pin::pin!(patient.build_image(options, None, Some(body_try_stream(files))));
+        while let Some(news) = news.next().await {
+            match news {
+                Ok(news) => said.add(news.stream.as_deref().unwrap_or_default(), tell),
+                Err(error) => return Err(self.build_failure(&error, said)),
+            }
+        }
+        Ok(())
+    }
+
+    fn build_failure(&self, error: &Error, said: Lines) -> BuildFailure {
+        let told = self.failure(error, "such image");
+        // A step that fails for want of space says so itself, and the engine only that the step failed.
+        let is_full = said.kept.iter().any(|line| line.contains("No space left on device"));
+        let error = if is_full { EngineError::DiskFull } else { told };
+        BuildFailure { error, said: Vec::from(said.kept).join("\n") }
+    }
+
+    /// Removes an image by name or identity. One that a container uses stays.
+    pub async fn remove_image(&self, name: &str) -> Result<(), EngineError> {
+        let options = RemoveImageOptionsBuilder::default().build();
+        let removed = self.docker.remove_image(name, Some(options), None).await;
+        removed.map(|_| ()).map_err(|error| self.failure(&error, &image_called(name)))
+    }
+}
+
+fn image_called(name: &str) -> String {
+    format!("image {name}")
+}
+
+fn has_tag(name: &str) -> bool {
+    name.contains('@') || name.rsplit('/').next().is_some_and(|last| last.contains(':'))
+}
+
+fn inspected(found: ImageInspect) -> ImageFacts {
+    let labels = found.config.and_then(|config| config.labels).unwrap_or_default();
+    ImageFacts {
+        id: found.id.unwrap_or_default(),
+        tags: found.repo_tags.unwrap_or_default(),
+        labels: labels.into_iter().collect(),
+        system: found.os.filter(|system| !system.is_empty()),
+        architecture: found.architecture.filter(|architecture| !architecture.is_empty()),
+        size: found.size.and_then(|size| u64::try_from(size).ok()).unwrap_or(0),
+        created: None,
+    }
+}
+
+fn listed(found: ImageSummary) -> ImageFacts {
+    ImageFacts {
+        id: found.id,
+        // What has no name is listed under one that says so.
+        tags: found.repo_tags.into_iter().filter(|tag| tag != "<none>:<none>").collect(),
+        labels: found.labels.into_iter().collect(),
+        system: None,
+        architecture: None,
+        size: u64::try_from(found.size).unwrap_or(0),
+        created: Some(found.created),
+    }
+}
+
+/// The lines of a build. They come in pieces.
+#[derive(Default)]
+struct Lines {
+    unfinished: String,
+    kept: VecDeque<String>,
+}
+
+impl Lines {
+    fn add(&mut self, piece: &str, tell: &(dyn Fn(BuildNews) + Send + Sync)) {
+        self.unfinished.push_str(piece);
+        while let Some((line, rest)) = self.unfinished.split_once('\n') {
+            let line = line.trim_end().to_owned();
+            self.unfinished = rest.to_owned();
+            if line.is_empty() {
+                continue;
+            }
+            tell(understood(&line));
+            self.kept.push_back(line);
+            if self.kept.len() > LINES_KEPT {
+                self.kept.pop_front();
+            }
+        }
+        // A step that writes without end on one line is no reason to keep it all.
+        if self.unfinished.len() > 64 * 1024 {
+            self.unfinished.clear();
+        }
+    }
+}
+
+/// Understands `Step 3/6 : RUN …` of Docker and `STEP 3/6: RUN …` of Podman.
+fn understood(line: &str) -> BuildNews {
+    let step = || {
+        let rest = line.strip_prefix("Step ").or(line.strip_prefix("STEP "))?;
+        let (numbers, instruction) = rest.split_once(':')?;
+        let (number, of) = numbers.trim().split_once('/')?;
+        Some(BuildNews::Step {
+            number: number.parse().ok()?,
+            of: of.parse().ok()?,
+            instruction: instruction.trim().to_owned(),
+        })
+    };
+    match line.trim_start() {
+        trimmed if trimmed.starts_with("---> Using cache") || trimmed.starts_with("--> Using cache") => {
+            BuildNews::Known
+        }
+        _ => step().unwrap_or_else(|| BuildNews::Line(line.to_owned())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    fn heard(pieces: &[&str]) -> Vec<BuildNews> {
+        let heard = Mutex::new(Vec::new());
+        let mut lines = Lines::default();
+        for piece in pieces {
+            lines.add(piece, &|news| heard.lock().unwrap().push(news));
+        }
+        heard.into_inner().unwrap()
+    }
+
+    #[test]
+    fn steps_of_both_engines_are_understood_in_whatever_pieces_they_come() {
+        let step = |number, instruction: &str| BuildNews::Step { number, of: 9, instruction: instruction.to_owned() };
+        assert_eq!(heard(&["Step 1/9 : FR", "OM a\nStep 2/9 : RUN x", "\n"]), [step(1, "FROM a"), step(2, "RUN x")]);
+        assert_eq!(heard(&["STEP 3/9: COPY a b\n"]), [step(3, "COPY a b")]);
+        assert_eq!(heard(&[" ---> Using cache\n", "--> Using cache 12ab\n"]), [BuildNews::Known, BuildNews::Known]);
+        assert_eq!(heard(&["Step by step: x\n", "\n"]), [BuildNews::Line("Step by step: x".to_owned())]);
+    }
+
+    #[test]
+    fn only_the_last_lines_are_kept() {
+        let mut lines = Lines::default();
+        for number in 0..100 {
+            lines.add(&format!("line {number}\n"), &|_| ());
+        }
+        assert_eq!((lines.kept.len(), lines.kept[0].as_str()), (LINES_KEPT, "line 80"));
+        lines.add(&"x".repeat(100_000), &|_| ());
+        assert!(lines.unfinished.is_empty());
+    }
+
+    #[test]
+    fn a_name_without_a_tag_is_noticed() {
+        for (name, has) in
+            [("python", false), ("host:5000/python", false), ("python:3.13", true), ("a@sha256:00", true)]
+        {
+            assert_eq!(has_tag(name), has, "{name}");
+        }
+    }
+}

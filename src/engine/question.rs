@@ -1,0 +1,151 @@
+//! Questions to an image: one program, run once, in a container that can do nothing else.
+//!
+//! It is how an image is asked what it holds. The container has no network, no rights, nothing that it could write to, and is removed whatever
+//! happens. What it says is a claim of whoever made the image.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use bollard::container::LogOutput;
+use bollard::models::{ContainerCreateBody, HostConfig};
+use bollard::query_parameters::{
+    AttachContainerOptionsBuilder, CreateContainerOptions, RemoveContainerOptionsBuilder, StartContainerOptions,
+};
+use futures_util::StreamExt;
+use tokio_util::sync::CancellationToken;
+
+use super::{Engine, EngineError};
+
+/// How long a question may take on a slow disk.
+const LONGEST: Duration = Duration::from_secs(120);
+
+/// How much a question may say.
+const MOST_OUTPUT: usize = 64 * 1024;
+
+/// What is to be run, and in which image.
+#[derive(Debug, Clone)]
+pub struct Question {
+    pub image: String,
+    pub program: String,
+    pub arguments: Vec<String>,
+}
+
+/// Why a question brought nothing.
+#[derive(Debug, thiserror::Error)]
+pub enum QuestionError {
+    #[error("there is no {0}")]
+    NoProgram(String),
+    #[error("{program} said: {said}")]
+    Failed { program: String, said: String },
+    #[error("it took longer than {} s", LONGEST.as_secs())]
+    TooLong,
+    #[error("it was cancelled")]
+    Cancelled,
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+}
+
+impl Engine {
+    /// Runs a program in a container of its own and returns what it wrote to standard output.
+    pub async fn run(&self, question: &Question, cancelled: &CancellationToken) -> Result<String, QuestionError> {
+        let image = format!("image {}", question.image);
+        let made = self.docker.create_container(None::<CreateContainerOptions>, container(question)).await;
+        let id = made.map_err(|error| self.failure(&error, &image))?.id;
+        let done = tokio::select! {
+            done = tokio::time::timeout(LONGEST, self.follow(&id, question)) => done.unwrap_or(Err(QuestionError::TooLong)),
+            () = cancelled.cancelled() => Err(QuestionError::Cancelled),
+        };
+        let removal = RemoveContainerOptionsBuilder::default().force(true).v(true).build();
+        if let Err(error) = self.docker.remove_container(&id, Some(removal)).await {
+            tracing::warn!(%error, container = id, "could not remove a container");
+        }
+        done
+    }
+
+    async fn follow(&self, id: &str, question: &Question) -> Result<String, QuestionError> {
+        let thing = "such container";
+        let options = AttachContainerOptionsBuilder::default().stdout(true).stderr(true).stream(true).build();
+        let attached = self.docker.attach_container(id, Some(options)).await;
+        let mut output = attached.map_err(|error| self.failure(&error, thing))?.output;
+        let started = self.docker.start_container(id, None::<StartContainerOptions>).await;
+        started.map_err(|error| match self.failure(&error, thing) {
+            EngineError::Refused(why) if is_program_missing(&why) => QuestionError::NoProgram(question.program.clone()),
+            // Some engines say with this number that the program, not the container, is missing.
+            EngineError::Missing(_) => QuestionError::NoProgram(question.program.clone()),
+            other => QuestionError::Engine(other),
+        })?;
+        let (mut said, mut complaints) = (Vec::new(), Vec::new());
+        while let Some(piece) = output.next().await {
+            match piece.map_err(|error| self.failure(&error, thing))? {
+                LogOutput::StdErr { message } => complaints.extend_from_slice(&message),
+                LogOutput::StdOut { message } | LogOutput::Console { message } => said.extend_from_slice(&message),
+                LogOutput::StdIn { .. } => {}
+            }
+            if said.len() + complaints.len() > MOST_OUTPUT {
+                let said = "more than it was asked for".to_owned();
+                return Err(QuestionError::Failed { program: question.program.clone(), said });
+            }
+        }
+        if said.is_empty() {
+            let complaints = String::from_utf8_lossy(&complaints);
+            let said = complaints.trim().lines().last().unwrap_or("nothing").to_owned();
+            return Err(QuestionError::Failed { program: question.program.clone(), said });
+        }
+        Ok(String::from_utf8_lossy(&said).into_owned())
+    }
+}
+
+fn is_program_missing(why: &str) -> bool {
+    ["executable file not found", "no such file or directory", "not found in $PATH"]
+        .iter()
+        .any(|text| why.contains(text))
+}
+
+fn container(question: &Question) -> ContainerCreateBody {
+    let limits = HostConfig {
+        network_mode: Some("none".to_owned()),
+        cap_drop: Some(vec!["ALL".to_owned()]),
+        security_opt: Some(vec!["no-new-privileges".to_owned()]),
+        readonly_rootfs: Some(true),
+        memory: Some(512 << 20),
+        pids_limit: Some(32),
+        ..HostConfig::default()
+    };
+    ContainerCreateBody {
+        image: Some(question.image.clone()),
+        entrypoint: Some(vec![question.program.clone()]),
+        cmd: Some(question.arguments.clone()),
+        // The user that owns nothing. Its number is the same everywhere.
+        user: Some("65534:65534".to_owned()),
+        labels: Some(HashMap::from([("cellblock.role".to_owned(), "question".to_owned())])),
+        attach_stdout: Some(true),
+        attach_stderr: Some(true),
+        host_config: Some(limits),
+        ..ContainerCreateBody::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_errand_has_no_rights_and_no_network() {
+        let question =
+            Question { image: "a".to_owned(), program: "python3".to_owned(), arguments: vec!["-V".to_owned()] };
+        let made = container(&question);
+        let limits = made.host_config.unwrap();
+        assert_eq!(limits.network_mode.as_deref(), Some("none"));
+        assert_eq!((limits.cap_drop, limits.readonly_rootfs), (Some(vec!["ALL".to_owned()]), Some(true)));
+        assert_eq!(limits.security_opt, Some(vec!["no-new-privileges".to_owned()]));
+        assert_eq!((limits.binds, limits.mounts, limits.privileged), (None, None, None));
+        assert_eq!(made.user.as_deref(), Some("65534:65534"));
+    }
+
+    #[test]
+    fn engines_say_in_several_ways_that_a_program_is_missing() {
+        assert!(is_program_missing("exec: \"python3\": executable file not found in $PATH: unknown"));
+        assert!(is_program_missing("crun: executable file `python3` not found in $PATH: No such file or directory"));
+        assert!(!is_program_missing("permission denied"));
+    }
+}

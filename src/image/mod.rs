@@ -1,0 +1,355 @@
+//! Images for sessions in containers: a base image, packages, a user without rights.
+//!
+//! ```text
+//! the base image ──asked──→ its Python ──→ exact versions ──→ wheels for that Python, unpacked here
+//!                                                                      │ one archive, sent once
+//!                                                 engine: COPY packages, RUN prepare.py (no network), labels
+//! ```
+//!
+//! `base` asks the image, `recipe` writes what is to be done, `context` packs the files, `shelf` lists and removes what was made. Only wheels are taken, and
+//! none of their code runs, neither here nor while the image is built. The engine needs no network, and the base no pip.
+//!
+//! The same wish makes the same layers: see `prepare.py`. An image that is there already is not made again.
+//!
+//! Nothing here changes an image that is not ours.
+
+mod base;
+mod context;
+mod recipe;
+mod shelf;
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytes::Bytes;
+use futures_util::StreamExt;
+use tokio_util::sync::CancellationToken;
+
+use self::base::Base;
+use self::context::Context;
+use self::recipe::{LABEL_RECIPE, Recipe};
+use crate::engine::{BuildFailure, BuildNews, Building, Engine, EngineError, ImageFacts};
+use crate::environment::{
+    Contents, EnvironmentError, EnvironmentProgress, Input, Lockfile, Progress, install_elsewhere, lock_elsewhere,
+};
+
+pub use self::recipe::ImageUser;
+pub use self::shelf::{MadeImage, list, remove};
+
+/// The name of an image as people write it, such as `python:3.13-slim` or `registry.example.com/team/cells:1`.
+///
+/// It becomes part of a Dockerfile, so it can hold neither a space nor a quote.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageReference(String);
+
+impl ImageReference {
+    /// What a name may be, for messages.
+    pub const ALLOWED: &str = "lower-case letters, digits, \".\", \"_\", \"-\" and \"/\", then a tag behind \":\" if you like, such as cells or team/cells:1";
+
+    pub fn new(text: &str) -> Option<ImageReference> {
+        let (name, digest) = match text.split_once('@') {
+            Some((name, digest)) => (name, Some(digest)),
+            None => (text, None),
+        };
+        let begins_last = name.rfind('/').map_or(0, |slash| slash + 1);
+        let (path, tag) = match name[begins_last..].find(':') {
+            Some(colon) => (&name[..begins_last + colon], Some(&name[begins_last + colon + 1..])),
+            None => (name, None),
+        };
+        let is_part = |part: &str| {
+            part.starts_with(|letter: char| letter.is_ascii_alphanumeric())
+                && part
+                    .chars()
+                    .all(|letter| letter.is_ascii_lowercase() || letter.is_ascii_digit() || "._-".contains(letter))
+        };
+        let mut parts = path.split('/');
+        let first = parts.next().unwrap_or_default();
+        // The first part may be a host with a port.
+        let host = first.split_once(':').filter(|(_, port)| path.contains('/') && port.parse::<u16>().is_ok());
+        let fits = is_part(host.map_or(first, |(host, _)| host))
+            && parts.all(is_part)
+            && tag.is_none_or(|tag| {
+                (1..=128).contains(&tag.len())
+                    && tag.starts_with(|letter: char| letter.is_ascii_alphanumeric() || letter == '_')
+                    && tag.chars().all(|letter| letter.is_ascii_alphanumeric() || "._-".contains(letter))
+            })
+            && digest.is_none_or(|digest| {
+                digest
+                    .strip_prefix("sha256:")
+                    .is_some_and(|hex| hex.len() == 64 && hex.chars().all(|digit| digit.is_ascii_hexdigit()))
+            })
+            && text.len() <= 255;
+        fits.then(|| ImageReference(text.to_owned()))
+    }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for ImageReference {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
+/// What goes into an image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Filling {
+    /// Packages by name, and what files ask for.
+    Packages { packages: Vec<String>, files: Option<Input> },
+    /// Exactly what a lock lists.
+    Locked(Lockfile),
+}
+
+/// What is to be made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageWish {
+    pub tag: ImageReference,
+    pub base: ImageReference,
+    pub filling: Filling,
+    pub user: ImageUser,
+    /// Everything is done again, also what the engine has done before.
+    pub afresh: bool,
+}
+
+/// What came of a wish.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Built {
+    pub image: MadeImage,
+    /// The image was there already.
+    pub was_there: bool,
+}
+
+/// Why an image was not made, listed or removed.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error(
+        "the base image {base} is not here and could not be fetched\nName one that the engine has with --base (\"docker images\" lists them), or let \
+         the engine reach a registry"
+    )]
+    NoBase {
+        base: ImageReference,
+        #[source]
+        cause: EngineError,
+    },
+    #[error("the base image {base} cannot be used: {why}\nName another one with --base, such as python:3.13-slim")]
+    UnusableBase { base: ImageReference, why: String },
+    #[error(
+        "the packages could not be had for Python {python} of {base} ({platform})\nOnly wheels are taken. If one is missing, name another version of \
+         the package, or a base whose Python it has wheels for"
+    )]
+    Packages {
+        base: ImageReference,
+        python: String,
+        platform: String,
+        #[source]
+        cause: EnvironmentError,
+    },
+    #[error("the image could not be built{}", each_on_a_line(said))]
+    Build {
+        said: String,
+        #[source]
+        cause: EngineError,
+    },
+    #[error("could not {attempt}")]
+    Files {
+        attempt: &'static str,
+        #[source]
+        cause: io::Error,
+    },
+    #[error("the image {0} was not made by cellblock, so it is not removed; \"docker rmi\" would")]
+    NotOurs(ImageReference),
+    #[error("the image {image} is in use ({why})\nRemove the containers that use it, then try again")]
+    InUse { image: ImageReference, why: String },
+    #[error("it was cancelled; no image was made")]
+    Cancelled,
+}
+
+fn each_on_a_line(said: &str) -> String {
+    said.lines().map(|line| format!("\n  {line}")).collect()
+}
+
+/// Makes an image, or finds that it is there. Progress is told; when `cancelled` says so, everything that was begun is removed.
+pub async fn build(
+    wish: &ImageWish,
+    engine: &Engine,
+    data_dir: &Path,
+    cancelled: &CancellationToken,
+    progress: Progress<'_>,
+) -> Result<Built, ImageError> {
+    let (base, lockfile) = plan(wish, engine, data_dir, cancelled, progress).await?;
+    let recipe = Recipe { name: &wish.base, base: &base, lockfile: &lockfile, user: wish.user };
+    let before = engine.image(wish.tag.as_str()).await.ok();
+    if let Some(found) = before.as_ref().filter(|found| !wish.afresh && is_made_by(found, &recipe)) {
+        return Ok(Built { image: MadeImage::new(found.clone()), was_there: true });
+    }
+
+    let workshop = tempfile::tempdir().map_err(while_doing("make a folder to build in"))?;
+    let tree = workshop.path().join("packages");
+    let installed = install_elsewhere(&lockfile, &base.python, &tree, data_dir, progress);
+    unless_cancelled(cancelled, installed).await?.map_err(packages_missing(wish, &base))?;
+    let context = pack(&recipe, tree).await?;
+    unless_cancelled(cancelled, send(engine, wish, context, progress)).await??;
+    let made = engine.image(wish.tag.as_str()).await?;
+    if let Some(replaced) = before.filter(|before| before.id != made.id) {
+        shelf::put_away(engine, &replaced).await;
+    }
+    Ok(Built { image: MadeImage::new(made), was_there: false })
+}
+
+/// Returns the Dockerfile of an image without making it. Exact versions are chosen, nothing is fetched but the base.
+pub async fn dockerfile(
+    wish: &ImageWish,
+    engine: &Engine,
+    data_dir: &Path,
+    cancelled: &CancellationToken,
+    progress: Progress<'_>,
+) -> Result<String, ImageError> {
+    let (base, lockfile) = plan(wish, engine, data_dir, cancelled, progress).await?;
+    Ok(Recipe { name: &wish.base, base: &base, lockfile: &lockfile, user: wish.user }.dockerfile())
+}
+
+/// Finds out what exactly the image will be made of.
+async fn plan(
+    wish: &ImageWish,
+    engine: &Engine,
+    data_dir: &Path,
+    cancelled: &CancellationToken,
+    progress: Progress<'_>,
+) -> Result<(Base, Lockfile), ImageError> {
+    let base = base::look_at(engine, &wish.base, cancelled, progress).await?;
+    let (packages, files) = match &wish.filling {
+        Filling::Locked(lockfile) => return Ok((base, lockfile.clone())),
+        Filling::Packages { packages, files } => (packages, files.as_ref()),
+    };
+    let locked = lock_elsewhere(Contents { packages, files }, &base.python, data_dir, progress);
+    let lockfile = unless_cancelled(cancelled, locked).await?.map_err(packages_missing(wish, &base))?;
+    Ok((base, lockfile))
+}
+
+fn packages_missing(wish: &ImageWish, base: &Base) -> impl FnOnce(EnvironmentError) -> ImageError {
+    let (name, python) = (wish.base.clone(), base.python.clone());
+    move |cause| ImageError::Packages {
+        base: name,
+        python: python.version,
+        platform: python.platform.name().to_owned(),
+        cause,
+    }
+}
+
+fn is_made_by(image: &ImageFacts, recipe: &Recipe<'_>) -> bool {
+    image.labels.get(LABEL_RECIPE) == Some(&recipe.digest())
+}
+
+async fn unless_cancelled<T>(cancelled: &CancellationToken, work: impl Future<Output = T>) -> Result<T, ImageError> {
+    cancelled.run_until_cancelled(work).await.ok_or(ImageError::Cancelled)
+}
+
+/// Puts the files of the build together.
+async fn pack(recipe: &Recipe<'_>, tree: PathBuf) -> Result<Context, ImageError> {
+    let mut context = Context::default();
+    context.add_text("Dockerfile", &recipe.dockerfile());
+    let packed = tokio::task::spawn_blocking(move || {
+        let place = tree.join("share/cellblock");
+        std::fs::create_dir_all(&place)?;
+        std::fs::write(place.join("prepare.py"), recipe::PREPARE)?;
+        context.add_tree("packages", &tree).map(|()| context)
+    });
+    packed.await.expect("walking a folder does not panic").map_err(while_doing("read the packages"))
+}
+
+/// Sends the files to the engine and follows what it does with them.
+async fn send(engine: &Engine, wish: &ImageWish, context: Context, progress: Progress<'_>) -> Result<(), ImageError> {
+    let total = context.size();
+    let sent = std::sync::Arc::new(AtomicU64::new(0));
+    let (counter, (told, mut heard)) = (sent.clone(), tokio::sync::watch::channel(0));
+    let files = context.archive().inspect(move |piece: &io::Result<Bytes>| {
+        let length = piece.as_ref().map_or(0, |piece| piece.len() as u64);
+        told.send_replace(counter.fetch_add(length, Ordering::Relaxed) + length);
+    });
+    let tell = |news: BuildNews| {
+        if let BuildNews::Step { number, of, instruction } = news {
+            let word = instruction.split_whitespace().next().unwrap_or_default();
+            progress(EnvironmentProgress { step: format!("building ({word})"), done: number, total: Some(of) });
+        }
+    };
+    let building = Building { tag: wish.tag.as_str(), afresh: wish.afresh };
+    let mut build = std::pin::pin!(engine.build(building, files, &tell));
+    let built = loop {
+        tokio::select! {
+            built = &mut build => break built,
+            Ok(()) = heard.changed() => {
+                let sent = (*heard.borrow_and_update()).min(total);
+                progress(counted("sending packages to the engine (MiB)", sent, total));
+            }
+        }
+    };
+    built.map_err(|BuildFailure { error, said }| match error {
+        EngineError::Refused(_) => ImageError::Build { said, cause: error },
+        other => ImageError::Engine(other),
+    })
+}
+
+/// Progress in mebibytes.
+fn counted(step: &str, done: u64, total: u64) -> EnvironmentProgress {
+    EnvironmentProgress { step: step.to_owned(), done: done >> 20, total: Some((total >> 20).max(1)) }
+}
+
+/// Turns a failure of the file system into an error that names the attempt.
+fn while_doing(attempt: &'static str) -> impl FnOnce(io::Error) -> ImageError {
+    move |cause| ImageError::Files { attempt, cause }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_images_are_told_from_everything_else() {
+        let digest = format!("a@sha256:{}", "0".repeat(64));
+        for good in [
+            "cellblock",
+            "python:3.13-slim",
+            "host.example:5000/team/cells:V1",
+            "localhost:5000/a",
+            "a/b_c/d-e",
+            &digest,
+        ] {
+            assert!(ImageReference::new(good).is_some(), "{good}");
+        }
+        for bad in [
+            "",
+            "A",
+            "a b",
+            "a:b:c",
+            "-a",
+            "a/",
+            "/a",
+            "a:",
+            "a:-b",
+            "a\nRUN x",
+            "a$b",
+            "a\"b",
+            "a@sha256:12",
+            "host:port/a",
+            "--force",
+            "..",
+            "a//b",
+        ] {
+            assert!(ImageReference::new(bad).is_none(), "{bad:?}");
+        }
+        assert!(ImageReference::new(&"a".repeat(256)).is_none());
+    }
+
+    #[test]
+    fn bytes_are_told_in_mebibytes_and_never_of_nothing() {
+        let told = counted("x", 3 << 20, 10 << 20);
+        assert_eq!((told.done, told.total), (3, Some(10)));
+        assert_eq!(counted("x", 0, 10).total, Some(1));
+    }
+}

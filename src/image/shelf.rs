@@ -1,0 +1,88 @@
+//! Images that were made here: finding them by their labels, and removing them.
+
+use super::recipe::{LABEL_IMAGE, LABEL_IMAGE_VALUE, LABEL_PACKAGES, LABEL_PYTHON};
+use super::{ImageError, ImageReference};
+use crate::engine::{Engine, EngineError, ImageFacts};
+
+/// An image that we made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MadeImage {
+    pub id: String,
+    /// Its names. One that was replaced by a newer image has none.
+    pub tags: Vec<String>,
+    /// Such as `3.13.1`.
+    pub python: String,
+    /// What is installed in it, as `name==version`.
+    pub packages: Vec<String>,
+    pub size: u64,
+    /// Seconds since 1970, if the engine tells.
+    pub created: Option<i64>,
+}
+
+impl MadeImage {
+    pub(super) fn new(facts: ImageFacts) -> MadeImage {
+        let label = |name: &str| facts.labels.get(name).cloned().unwrap_or_default();
+        MadeImage {
+            python: label(LABEL_PYTHON),
+            packages: label(LABEL_PACKAGES).split_whitespace().map(str::to_owned).collect(),
+            id: facts.id,
+            tags: facts.tags,
+            size: facts.size,
+            created: facts.created,
+        }
+    }
+}
+
+/// Lists the images that we made, newest first.
+pub async fn list(engine: &Engine) -> Result<Vec<MadeImage>, ImageError> {
+    let found = engine.images(LABEL_IMAGE, LABEL_IMAGE_VALUE).await?;
+    Ok(found.into_iter().map(MadeImage::new).collect())
+}
+
+/// Removes an image that we made, unless a container uses it. Others are refused: a mistyped name must not cost anybody theirs.
+pub async fn remove(engine: &Engine, image: &ImageReference) -> Result<(), ImageError> {
+    if !is_ours(&engine.image(image.as_str()).await?) {
+        return Err(ImageError::NotOurs(image.clone()));
+    }
+    engine.remove_image(image.as_str()).await.map_err(|error| match error {
+        EngineError::InUse(why) => ImageError::InUse { image: image.clone(), why },
+        other => ImageError::Engine(other),
+    })
+}
+
+/// Removes an image that a newer one took the last name of. If somebody uses it, it stays, and `list` shows it.
+pub(super) async fn put_away(engine: &Engine, replaced: &ImageFacts) {
+    let Ok(found) = engine.image(&replaced.id).await else { return };
+    if is_ours(&found) && found.tags.is_empty() {
+        let _ = engine.remove_image(&found.id).await;
+    }
+}
+
+fn is_ours(image: &ImageFacts) -> bool {
+    image.labels.get(LABEL_IMAGE).is_some_and(|value| value == LABEL_IMAGE_VALUE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts(labels: &[(&str, &str)]) -> ImageFacts {
+        ImageFacts {
+            id: "sha256:00".to_owned(),
+            tags: vec!["cells:latest".to_owned()],
+            labels: labels.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect(),
+            system: None,
+            architecture: None,
+            size: 7,
+            created: Some(1),
+        }
+    }
+
+    #[test]
+    fn an_image_tells_by_its_labels_what_it_is() {
+        let made = MadeImage::new(facts(&[(LABEL_PYTHON, "3.13.1"), (LABEL_PACKAGES, "ipython==9.0 six==1.17.0")]));
+        assert_eq!((made.python.as_str(), made.packages.len(), made.size), ("3.13.1", 2, 7));
+        assert!(is_ours(&facts(&[(LABEL_IMAGE, LABEL_IMAGE_VALUE)])));
+        assert!(!is_ours(&facts(&[])) && !is_ours(&facts(&[(LABEL_IMAGE, "2")])));
+    }
+}

@@ -1,0 +1,280 @@
+//! The engine: its address, and the few things that are asked of it. The only file that speaks its API.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::time::Duration;
+
+use bollard::container::LogOutput;
+use bollard::errors::Error;
+use bollard::models::{
+    ContainerCreateBody, ContainerInspectResponse, ContainerUpdateBody, EventMessage, ImageInspect, SystemInfo,
+    VolumeCreateRequest,
+};
+use bollard::query_parameters::{
+    AttachContainerOptionsBuilder, CreateContainerOptionsBuilder, CreateImageOptionsBuilder, EventsOptionsBuilder,
+    InspectContainerOptions, KillContainerOptionsBuilder, ListContainersOptionsBuilder, RemoveContainerOptionsBuilder,
+    StartContainerOptions, StatsOptionsBuilder,
+};
+use bollard::{API_DEFAULT_VERSION, Docker};
+use futures_util::stream::{Stream, StreamExt};
+use tokio::io::AsyncWrite;
+
+/// How long one question to the engine may take; pulling and following events are no questions.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Which engine sandboxes are made by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EngineKind {
+    Docker,
+    Podman,
+}
+
+impl EngineKind {
+    pub fn name(self) -> &'static str {
+        match self {
+            EngineKind::Docker => "Docker",
+            EngineKind::Podman => "Podman",
+        }
+    }
+}
+
+/// Where an engine listens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EngineAddress {
+    Unix(PathBuf),
+    Tcp(String),
+    /// With the folder that holds `ca.pem`, `cert.pem` and `key.pem`.
+    Tls {
+        address: String,
+        certificates: PathBuf,
+    },
+    Ssh(String),
+}
+
+impl fmt::Display for EngineAddress {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            EngineAddress::Unix(path) => write!(formatter, "unix://{}", path.display()),
+            EngineAddress::Tcp(address) | EngineAddress::Tls { address, .. } | EngineAddress::Ssh(address) => {
+                formatter.write_str(address)
+            }
+        }
+    }
+}
+
+/// What went wrong with the engine.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum EngineError {
+    #[error("{0} cannot be reached at {1}: {2}; start it, or name another one with DOCKER_HOST")]
+    Unreachable(&'static str, String, String),
+    #[error("there is no {0}")]
+    Missing(String),
+    #[error("the engine has no room left on its disk; remove images or containers there that nobody needs")]
+    DiskFull,
+    #[error("the engine refused: {0}")]
+    Refused(String),
+    #[error("the engine did not answer in time")]
+    Silent,
+}
+
+/// The two directions of a container's standard streams.
+pub(super) struct Attached {
+    pub(super) output: Pin<Box<dyn Stream<Item = Result<LogOutput, Error>> + Send>>,
+    pub(super) input: Pin<Box<dyn AsyncWrite + Send>>,
+}
+
+/// A container that the engine lists.
+pub(super) struct Listed {
+    pub(super) id: String,
+    pub(super) labels: HashMap<String, String>,
+}
+
+/// An engine that has answered once. Cheap to clone; each request is a connection of its own.
+#[derive(Clone)]
+pub(super) struct Engine {
+    kind: EngineKind,
+    address: EngineAddress,
+    docker: Docker,
+}
+
+impl Engine {
+    /// Connects and finds out which version of the API both know.
+    pub(super) async fn connect(kind: EngineKind, address: &EngineAddress) -> Result<Engine, EngineError> {
+        let unreachable = |error: Error| EngineError::Unreachable(kind.name(), address.to_string(), told(&error));
+        let seconds = PATIENCE.as_secs();
+        let docker = match address {
+            EngineAddress::Unix(path) => {
+                Docker::connect_with_unix(&path.to_string_lossy(), seconds, API_DEFAULT_VERSION)
+            }
+            EngineAddress::Tcp(address) => Docker::connect_with_http(address, seconds, API_DEFAULT_VERSION),
+            EngineAddress::Tls { address, certificates } => Docker::connect_with_ssl(
+                address,
+                &certificates.join("key.pem"),
+                &certificates.join("cert.pem"),
+                &certificates.join("ca.pem"),
+                seconds,
+                API_DEFAULT_VERSION,
+            ),
+            EngineAddress::Ssh(address) => Docker::connect_with_ssh(address, seconds, API_DEFAULT_VERSION, None),
+        }
+        .map_err(unreachable)?;
+        let docker = docker.negotiate_version().await.map_err(unreachable)?;
+        Ok(Engine { kind, address: address.clone(), docker })
+    }
+
+    /// Whether the engine's containers are processes of this machine, as far as the address tells.
+    pub(super) fn is_local(&self) -> bool {
+        matches!(self.address, EngineAddress::Unix(_))
+    }
+
+    pub(super) async fn info(&self) -> Result<SystemInfo, EngineError> {
+        self.docker.info().await.map_err(|error| self.failure(error, "such question"))
+    }
+
+    pub(super) async fn image(&self, name: &str) -> Result<ImageInspect, EngineError> {
+        self.docker.inspect_image(name).await.map_err(|error| self.failure(error, &format!("image {name}")))
+    }
+
+    /// Fetches an image; `tell` gets a sentence with bytes done and to do.
+    pub(super) async fn pull(
+        &self,
+        name: &str,
+        tell: &(dyn Fn(u64, Option<u64>) + Send + Sync),
+    ) -> Result<(), EngineError> {
+        let options = CreateImageOptionsBuilder::default().from_image(name);
+        // Without a tag the engine would fetch all there are.
+        let options = if name.contains('@') || name.rsplit('/').next().is_some_and(|last| last.contains(':')) {
+            options.build()
+        } else {
+            options.tag("latest").build()
+        };
+        let mut layers: HashMap<String, (u64, u64)> = HashMap::new();
+        let mut news = std::pin::pin!(self.docker.create_image(Some(options), None, None));
+        while let Some(news) = news.next().await {
+            let news = news.map_err(|error| self.failure(error, &format!("image {name}")))?;
+            let detail = news.progress_detail.unwrap_or_default();
+            if let (Some(layer), Some(current), Some(total)) = (news.id, detail.current, detail.total) {
+                layers.insert(layer, (current.max(0) as u64, total.max(0) as u64));
+                let sum = |part: fn(&(u64, u64)) -> u64| layers.values().map(part).sum::<u64>();
+                tell(sum(|layer| layer.0), Some(sum(|layer| layer.1)));
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) async fn create(&self, name: &str, body: &ContainerCreateBody) -> Result<String, EngineError> {
+        let options = CreateContainerOptionsBuilder::default().name(name).build();
+        let image = body.image.clone().unwrap_or_default();
+        let made = self.docker.create_container(Some(options), body.clone()).await;
+        Ok(made.map_err(|error| self.failure(error, &format!("image {image}")))?.id)
+    }
+
+    pub(super) async fn attach(&self, id: &str) -> Result<Attached, EngineError> {
+        let options =
+            AttachContainerOptionsBuilder::default().stdin(true).stdout(true).stderr(true).stream(true).build();
+        let attached = self.docker.attach_container(id, Some(options)).await;
+        let attached = attached.map_err(|error| self.failure(error, "such container"))?;
+        Ok(Attached { output: attached.output, input: attached.input })
+    }
+
+    pub(super) async fn start(&self, id: &str) -> Result<(), EngineError> {
+        let started = self.docker.start_container(id, None::<StartContainerOptions>).await;
+        started.map_err(|error| self.failure(error, "such container"))
+    }
+
+    pub(super) async fn inspect(&self, id: &str) -> Result<ContainerInspectResponse, EngineError> {
+        let inspected = self.docker.inspect_container(id, None::<InspectContainerOptions>).await;
+        inspected.map_err(|error| self.failure(error, "such container"))
+    }
+
+    /// Ends a container at once. One that has ended is no error.
+    pub(super) async fn kill(&self, id: &str) {
+        let options = KillContainerOptionsBuilder::default().signal("SIGKILL").build();
+        let _ = self.docker.kill_container(id, Some(options)).await;
+    }
+
+    /// Ends and removes a container. One that is gone, or is being removed, is no error.
+    pub(super) async fn remove(&self, id: &str) {
+        let options = RemoveContainerOptionsBuilder::default().force(true).v(true).build();
+        let _ = self.docker.remove_container(id, Some(options)).await;
+    }
+
+    /// Tells whether the engine still knows a container.
+    pub(super) async fn knows(&self, id: &str) -> bool {
+        !matches!(self.inspect(id).await, Err(EngineError::Missing(_)))
+    }
+
+    pub(super) async fn set_memory(&self, id: &str, bytes: i64) -> Result<(), EngineError> {
+        let update = ContainerUpdateBody { memory: Some(bytes), memory_swap: Some(bytes), ..Default::default() };
+        self.docker.update_container(id, update).await.map_err(|error| self.failure(error, "such container"))
+    }
+
+    /// Lists containers that have this label with this value.
+    pub(super) async fn list(&self, label: &str, value: &str) -> Result<Vec<Listed>, EngineError> {
+        let filters = HashMap::from([("label", vec![format!("{label}={value}")])]);
+        let options = ListContainersOptionsBuilder::default().all(true).filters(&filters).build();
+        let listed = self.docker.list_containers(Some(options)).await.map_err(|error| self.failure(error, "list"))?;
+        let known = listed
+            .into_iter()
+            .filter_map(|each| Some(Listed { id: each.id?, labels: each.labels.unwrap_or_default() }));
+        Ok(known.collect())
+    }
+
+    /// Makes a volume, or finds the one of this name.
+    pub(super) async fn volume(&self, name: &str, labels: HashMap<String, String>) -> Result<(), EngineError> {
+        let request = VolumeCreateRequest { name: Some(name.to_owned()), labels: Some(labels), ..Default::default() };
+        self.docker.create_volume(request).await.map_err(|error| self.failure(error, "such volume"))?;
+        Ok(())
+    }
+
+    /// Follows what happens to containers that have this label with this value.
+    pub(super) fn events(
+        &self,
+        label: &str,
+        value: &str,
+    ) -> Pin<Box<dyn Stream<Item = Result<EventMessage, Error>> + Send>> {
+        let filters =
+            HashMap::from([("type", vec!["container".to_owned()]), ("label", vec![format!("{label}={value}")])]);
+        Box::pin(self.docker.events(Some(EventsOptionsBuilder::default().filters(&filters).build())))
+    }
+
+    /// Follows what a container uses: memory, bytes of files in memory, processor time in nanoseconds; about once a second.
+    pub(super) fn usage(&self, id: &str) -> Pin<Box<dyn Stream<Item = (u64, u64, u64)> + Send>> {
+        let options = StatsOptionsBuilder::default().stream(true).build();
+        Box::pin(self.docker.stats(id, Some(options)).filter_map(async |stats| {
+            let stats = stats.ok()?;
+            let memory = stats.memory_stats?;
+            let detail = |name: &str| memory.stats.as_ref().and_then(|all| all.get(name)).copied().unwrap_or(0);
+            let cached = detail("inactive_file") + detail("active_file");
+            let used = memory.usage.unwrap_or(0).saturating_sub(cached);
+            let time = stats.cpu_stats.and_then(|cpu| cpu.cpu_usage).and_then(|usage| usage.total_usage).unwrap_or(0);
+            Some((used, detail("shmem"), time))
+        }))
+    }
+
+    fn failure(&self, error: Error, thing: &str) -> EngineError {
+        match error {
+            Error::DockerResponseServerError { status_code: 404, message } if !message.contains("runtime") => {
+                EngineError::Missing(thing.to_owned())
+            }
+            Error::DockerResponseServerError { message, .. } | Error::DockerStreamError { error: message } => {
+                if message.contains("no space left") { EngineError::DiskFull } else { EngineError::Refused(message) }
+            }
+            Error::RequestTimeoutError => EngineError::Silent,
+            other => EngineError::Unreachable(self.kind.name(), self.address.to_string(), told(&other)),
+        }
+    }
+}
+
+/// The error and its causes in one line.
+fn told(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        text = format!("{text}: {inner}");
+        cause = inner.source();
+    }
+    text
+}

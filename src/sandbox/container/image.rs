@@ -1,0 +1,327 @@
+//! The image that sessions run in, and what is added to it without touching it.
+//!
+//! Our runner reaches containers in a volume, filled once for each image and each version of ours. The engine may be on another machine, so nothing is mounted
+//! from here: a helper container writes what it reads from its standard input. It is never the engine that unpacks something, and no container that has run a user's
+//! code is written to from outside.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bollard::container::LogOutput;
+use futures_util::{Stream, StreamExt};
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+use tokio::io::AsyncWriteExt;
+
+use super::engine::{Attached, Engine, EngineError};
+use super::spec::{self, LABEL_ROLE};
+
+/// How long looking at an image and filling the volume may take on a slow disk.
+const PATIENCE: Duration = Duration::from_secs(300);
+/// The oldest Python that the runner knows.
+const OLDEST: (u32, u32) = (3, 10);
+/// Names under which an image may have Python.
+const NAMES: [&str; 2] = ["python3", "python"];
+
+/// What we put beside an image, by whoever has it.
+#[async_trait]
+pub trait Supplies: Send + Sync + 'static {
+    /// The files of the runner: their paths below its folder, and their text.
+    fn runner(&self) -> Vec<(String, Vec<u8>)>;
+
+    /// Returns a folder of the host that holds IPython and what it needs, for a Python such as `3.11`.
+    async fn ipython(&self, python: &str) -> Result<PathBuf, String>;
+}
+
+/// An image that sessions can be made of.
+#[derive(Debug, Clone)]
+pub(super) struct Prepared {
+    /// The identity of the image, not its name, which may move.
+    pub(super) image: String,
+    pub(super) volume: String,
+    /// Starts the supervisor.
+    pub(super) command: Vec<String>,
+}
+
+/// What the helper says about an image.
+#[derive(Debug, Deserialize)]
+struct Found {
+    version: (u32, u32),
+    ipython: bool,
+    /// The volume is filled.
+    ready: bool,
+}
+
+/// Looks at an image, fetches it if the engine has none, and fills the volume.
+pub(super) async fn prepare(
+    engine: &Engine,
+    name: &str,
+    supplies: &dyn Supplies,
+    labels: &HashMap<String, String>,
+    tell: &(dyn Fn(&str, u64, Option<u64>) + Send + Sync),
+) -> Result<Prepared, String> {
+    let image = match engine.image(name).await {
+        Err(EngineError::Missing(_)) => {
+            let step = format!("fetching the image {name}");
+            tell(&step, 0, None);
+            engine
+                .pull(name, &|done, total| tell(&step, done, total))
+                .await
+                .map_err(|error| format!("the image {name} is not here and could not be fetched: {error}"))?;
+            engine.image(name).await.map_err(|error| error.to_string())?
+        }
+        found => found.map_err(|error| error.to_string())?,
+    };
+    check_platform(engine, name, image.os.as_deref(), image.architecture.as_deref()).await?;
+    let identity = image.id.ok_or("the engine does not tell the identity of the image")?;
+    let runner = supplies.runner();
+    let volume = volume_name(&identity, &runner);
+    let mut volume_labels = labels.clone();
+    volume_labels.insert(LABEL_ROLE.to_owned(), "runner".to_owned());
+    engine.volume(&volume, volume_labels).await.map_err(|error| error.to_string())?;
+    tell("looking at the image", 0, None);
+    let mut failures = Vec::new();
+    for python in NAMES {
+        let work = fill(engine, &identity, &volume, python, &runner, supplies, labels, tell);
+        match tokio::time::timeout(PATIENCE, work).await {
+            Ok(Ok(found)) => {
+                let command = supervisor_command(python, &found);
+                return Ok(Prepared { image: identity, volume, command });
+            }
+            Ok(Err(Failure::NoPython(why))) => failures.push(why),
+            Ok(Err(Failure::Other(why))) => return Err(why),
+            Err(_) => return Err(format!("looking at the image {name} took longer than {} s", PATIENCE.as_secs())),
+        }
+    }
+    Err(format!("the image {name} has no Python that could be started ({})", failures.join("; ")))
+}
+
+enum Failure {
+    /// There is none of this name.
+    NoPython(String),
+    Other(String),
+}
+
+impl From<EngineError> for Failure {
+    fn from(error: EngineError) -> Failure {
+        match error {
+            EngineError::Refused(why) if why.contains("executable file not found") || why.contains("no such file") => {
+                Failure::NoPython(why)
+            }
+            other => Failure::Other(other.to_string()),
+        }
+    }
+}
+
+async fn check_platform(
+    engine: &Engine,
+    name: &str,
+    os: Option<&str>,
+    architecture: Option<&str>,
+) -> Result<(), String> {
+    let info = engine.info().await.map_err(|error| error.to_string())?;
+    let theirs = match info.architecture.as_deref() {
+        Some("x86_64") => "amd64",
+        Some("aarch64") => "arm64",
+        Some(other) => other,
+        None => return Ok(()),
+    };
+    match (os, architecture) {
+        (Some(os), _) if !os.is_empty() && os != "linux" => {
+            Err(format!("the image {name} is for {os}; sessions need one for linux"))
+        }
+        (_, Some(architecture)) if !architecture.is_empty() && architecture != theirs => Err(format!(
+            "the image {name} is for {architecture}, and the engine's machine is {theirs}; name an image for {theirs}"
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn volume_name(image: &str, runner: &[(String, Vec<u8>)]) -> String {
+    let mut hash = Sha256::new();
+    hash.update(image);
+    hash.update(HELPER);
+    for (path, text) in runner {
+        hash.update((path.len() as u64).to_be_bytes());
+        hash.update(path);
+        hash.update((text.len() as u64).to_be_bytes());
+        hash.update(text);
+    }
+    let digest: String = hash.finalize().iter().take(10).map(|byte| format!("{byte:02x}")).collect();
+    format!("cellblock-runner-{digest}")
+}
+
+fn supervisor_command(python: &str, found: &Found) -> Vec<String> {
+    let ready = format!("{}/ready", spec::RUNNER);
+    // The image's own packages come first; ours are the last resort.
+    let ipython = if found.ipython { String::new() } else { format!("sys.path.append('{ready}/ipython'); ") };
+    let start = format!(
+        "import sys; sys.path.insert(0, '{ready}/runner'); {ipython}from cellblock_runner.supervisor import main; main()"
+    );
+    vec![python.to_owned(), "-I".to_owned(), "-c".to_owned(), start]
+}
+
+/// Tells what the image has; then reads a list of files, as JSON in a line, and their bytes, and gives the whole its name in one step.
+const HELPER: &str = r#"
+import compileall, importlib.util, json, os, shutil, sys
+root = sys.argv[1]
+ready = os.path.join(root, "ready")
+print(json.dumps({
+    "version": sys.version_info[:2],
+    "ipython": importlib.util.find_spec("IPython") is not None,
+    "ready": os.path.isdir(ready),
+}), flush=True)
+line = sys.stdin.buffer.readline()
+files = json.loads(line) if line.strip() else []
+if files:
+    new = os.path.join(root, ".new-" + os.urandom(8).hex())
+    for path, size in files:
+        path = os.path.join(new, path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(sys.stdin.buffer.read(size))
+    compileall.compile_dir(new, quiet=2, stripdir=new, prependdir=ready, workers=1,
+                           invalidation_mode=__import__("py_compile").PycInvalidationMode.UNCHECKED_HASH)
+    for folder, folders, names in os.walk(new):
+        os.chmod(folder, 0o755)
+        for name in names:
+            os.chmod(os.path.join(folder, name), 0o644)
+    try:
+        os.rename(new, ready)
+    except OSError:
+        shutil.rmtree(new)
+        if not os.path.isdir(ready):
+            raise
+print("filled", flush=True)
+"#;
+
+#[allow(clippy::too_many_arguments)] // All of it is one thing: which image, what goes in, whom to tell.
+async fn fill(
+    engine: &Engine,
+    image: &str,
+    volume: &str,
+    python: &str,
+    runner: &[(String, Vec<u8>)],
+    supplies: &dyn Supplies,
+    labels: &HashMap<String, String>,
+    tell: &(dyn Fn(&str, u64, Option<u64>) + Send + Sync),
+) -> Result<Found, Failure> {
+    let command = vec![python.to_owned(), "-I".to_owned(), "-c".to_owned(), HELPER.to_owned(), spec::RUNNER.to_owned()];
+    let mut labels = labels.clone();
+    labels.insert(LABEL_ROLE.to_owned(), "helper".to_owned());
+    let name = format!("cellblock-helper-{:016x}", fresh_number());
+    let id = engine.create(&name, &spec::helper(image, volume, command, labels)).await?;
+    let done = converse(engine, &id, runner, supplies, tell).await;
+    engine.remove(&id).await;
+    done
+}
+
+async fn converse(
+    engine: &Engine,
+    id: &str,
+    runner: &[(String, Vec<u8>)],
+    supplies: &dyn Supplies,
+    tell: &(dyn Fn(&str, u64, Option<u64>) + Send + Sync),
+) -> Result<Found, Failure> {
+    let Attached { output, mut input } = engine.attach(id).await?;
+    let mut lines = Lines { output, text: String::new(), complaints: String::new() };
+    engine.start(id).await?;
+    let first = lines.next().await.map_err(Failure::Other)?;
+    let found: Found = serde_json::from_str(&first)
+        .map_err(|_| Failure::Other("Python in the image says something else than what it was asked".to_owned()))?;
+    if found.version < OLDEST {
+        let ((major, minor), (oldest, oldest_minor)) = (found.version, OLDEST);
+        return Err(Failure::Other(format!(
+            "the image has Python {major}.{minor}; sessions need {oldest}.{oldest_minor} or newer"
+        )));
+    }
+    let broken = |error: std::io::Error| Failure::Other(format!("the helper container does not listen: {error}"));
+    if found.ready {
+        input.write_all(b"\n").await.map_err(broken)?;
+    } else {
+        let mut files: Vec<(String, Vec<u8>)> =
+            runner.iter().map(|(path, text)| (format!("runner/{path}"), text.clone())).collect();
+        if !found.ipython {
+            tell("getting IPython for the image", 0, None);
+            let version = format!("{}.{}", found.version.0, found.version.1);
+            let folder = supplies.ipython(&version).await.map_err(Failure::Other)?;
+            read_tree(&folder, "ipython", &mut files)
+                .map_err(|error| Failure::Other(format!("the files of IPython cannot be read: {error}")))?;
+        }
+        tell("filling the volume of the runner", 0, Some(files.len() as u64));
+        let list: Vec<(&str, usize)> = files.iter().map(|(path, bytes)| (path.as_str(), bytes.len())).collect();
+        let list = serde_json::to_vec(&list).expect("texts and numbers can be written as JSON");
+        input.write_all(&list).await.map_err(broken)?;
+        input.write_all(b"\n").await.map_err(broken)?;
+        for (_, bytes) in &files {
+            input.write_all(bytes).await.map_err(broken)?;
+        }
+    }
+    input.flush().await.map_err(broken)?;
+    match lines.next().await.map_err(Failure::Other)?.as_str() {
+        "filled" => Ok(found),
+        other => Err(Failure::Other(format!("the volume of the runner could not be filled: {other}"))),
+    }
+}
+
+/// Folders of packages that no session needs. The last one holds thousands of files for the completion of code that is being typed.
+const NOT_NEEDED: [&str; 4] = ["__pycache__", "bin", "tests", "third_party"];
+
+fn read_tree(folder: &Path, name: &str, files: &mut Vec<(String, Vec<u8>)>) -> std::io::Result<()> {
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        let inner = format!("{name}/{}", entry.file_name().to_string_lossy());
+        if entry.file_type()?.is_dir() {
+            if !NOT_NEEDED.contains(&&*entry.file_name().to_string_lossy()) {
+                read_tree(&entry.path(), &inner, files)?;
+            }
+        } else if entry.file_type()?.is_file() {
+            files.push((inner, std::fs::read(entry.path())?));
+        }
+    }
+    Ok(())
+}
+
+/// The lines that a helper prints.
+struct Lines {
+    output: Pin<Box<dyn Stream<Item = Result<LogOutput, bollard::errors::Error>> + Send>>,
+    text: String,
+    complaints: String,
+}
+
+impl Lines {
+    async fn next(&mut self) -> Result<String, String> {
+        loop {
+            if let Some((line, rest)) = self.text.split_once('\n') {
+                let line = line.to_owned();
+                self.text = rest.to_owned();
+                return Ok(line);
+            }
+            match self.output.next().await {
+                Some(Ok(LogOutput::StdErr { message })) => self.complaints.push_str(&String::from_utf8_lossy(&message)),
+                Some(Ok(LogOutput::StdOut { message } | LogOutput::Console { message })) => {
+                    self.text.push_str(&String::from_utf8_lossy(&message));
+                }
+                Some(Ok(LogOutput::StdIn { .. })) => {}
+                Some(Err(error)) => return Err(format!("the helper container cannot be heard: {error}")),
+                None => {
+                    let last = self.complaints.trim().lines().last().unwrap_or("it said nothing").to_owned();
+                    return Err(format!("the helper container ended early: {last}"));
+                }
+            }
+            if self.text.len() + self.complaints.len() > 64 * 1024 {
+                return Err("the helper container says too much".to_owned());
+            }
+        }
+    }
+}
+
+/// A number that no other container has.
+pub(super) fn fresh_number() -> u64 {
+    let mut bytes = [0; 8];
+    let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    u64::from_ne_bytes(bytes)
+}

@@ -1,0 +1,470 @@
+//! The line to the supervisor of one container, over which everything inside is reached.
+//!
+//! A reader task takes messages apart and hands them to the pumps of interpreters; a writer task sends. Each pump stands between the line and a real socket or
+//! pipe of this process, so that whoever serves a session sees what a native sandbox would show: a channel, and two pipes that come with its first frame.
+//!
+//! Memory is bounded by credits: no strand may send more than was granted, and one that does breaks the line. When the line ends, so do all of its
+//! interpreters, once everything that had arrived was passed on.
+
+use std::collections::{HashMap, HashSet};
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use bollard::container::LogOutput;
+use futures_util::{Stream, StreamExt};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
+use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf, pipe};
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
+use tracing::debug;
+
+use super::engine::Attached;
+use super::strands::{self, CHANNEL_CREDIT, Decoder, Message, PIECE, PIPE_CREDIT};
+use crate::sandbox::Exit;
+
+/// How long the last words of an interpreter may take to reach a reader that is slow.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+/// What the supervisor itself says about a failure is kept up to so many bytes.
+const COMPLAINTS: usize = 4 * 1024;
+
+/// The line to one container.
+pub(super) struct Line {
+    shared: Arc<Shared>,
+    next_number: AtomicU32,
+}
+
+struct Shared {
+    outgoing: mpsc::UnboundedSender<Vec<u8>>,
+    state: Mutex<State>,
+    /// What the supervisor said when everything was ready.
+    ready: watch::Sender<Option<Ready>>,
+    ended: watch::Sender<bool>,
+}
+
+#[derive(Default)]
+struct State {
+    interpreters: HashMap<u32, Pump>,
+    pipes: HashMap<u32, Strand<Vec<u8>>>,
+    answers: HashMap<u32, oneshot::Sender<Result<(), String>>>,
+    lost_checkpoints: HashSet<(u32, u32)>,
+    complaints: String,
+}
+
+/// What the supervisor tells of itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Ready {
+    /// The version of landlock that sessions are in; none below one.
+    pub(super) landlock: i64,
+}
+
+/// The sending end of a strand that comes from inside.
+struct Strand<T> {
+    /// The interpreter that it belongs to.
+    owner: u32,
+    pieces: mpsc::UnboundedSender<T>,
+    credit: Arc<Credit>,
+}
+
+/// What is pumped into the channel of an interpreter.
+enum Piece {
+    Bytes(Vec<u8>),
+    WithPipes(Vec<u8>, [OwnedFd; 2]),
+}
+
+/// One interpreter as the line sees it.
+struct Pump {
+    channel: Strand<Piece>,
+    /// Bytes that the supervisor takes from us.
+    allowance: Arc<Semaphore>,
+    tasks: Vec<JoinHandle<()>>,
+    reader: JoinHandle<()>,
+    exit: watch::Sender<Option<Exit>>,
+}
+
+/// An interpreter's channel and its end, for whoever serves the session.
+pub(super) struct Ends {
+    pub(super) number: u32,
+    pub(super) channel: UnixStream,
+    pub(super) exit: watch::Receiver<Option<Exit>>,
+}
+
+impl Line {
+    /// Takes over the standard streams of a container and sends the plan.
+    pub(super) fn open(attached: Attached, plan: &Value) -> Line {
+        let (outgoing, to_send) = mpsc::unbounded_channel();
+        let shared = Arc::new(Shared {
+            outgoing,
+            state: Mutex::default(),
+            ready: watch::Sender::new(None),
+            ended: watch::Sender::new(false),
+        });
+        let Attached { output, input } = attached;
+        let _ = shared.outgoing.send(format!("{plan}\n").into_bytes());
+        tokio::spawn(write(input, to_send, shared.ended.subscribe()));
+        tokio::spawn(read(output, shared.clone()));
+        Line { shared, next_number: AtomicU32::new(1) }
+    }
+
+    /// Waits until sessions can be made. None when the container has ended instead.
+    pub(super) async fn ready(&self) -> Option<Ready> {
+        let (mut ready, mut ended) = (self.shared.ready.subscribe(), self.shared.ended.subscribe());
+        tokio::select! {
+            ready = ready.wait_for(Option::is_some) => ready.ok().and_then(|ready| *ready),
+            _ = ended.wait_for(|ended| *ended) => None,
+        }
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        *self.shared.ended.borrow()
+    }
+
+    /// What the supervisor has said on its standard error.
+    pub(super) fn complaints(&self) -> String {
+        self.shared.state().complaints.trim().to_owned()
+    }
+
+    pub(super) fn has_lost(&self, member: u32, checkpoint: u32) -> bool {
+        self.shared.state().lost_checkpoints.contains(&(member, checkpoint))
+    }
+
+    /// Makes the two ends of an interpreter that is about to be made.
+    pub(super) fn interpreter(&self) -> io::Result<Ends> {
+        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
+        let (near, channel) = UnixStream::pair()?;
+        let (from_session, to_session) = near.into_split();
+        let (strand, to_write, credit) = Strand::new(number, CHANNEL_CREDIT);
+        let allowance = Arc::new(Semaphore::new(CHANNEL_CREDIT));
+        let exit = watch::Sender::new(None);
+        let writer = fill_channel(number, to_session, to_write, credit, self.shared.outgoing.clone());
+        let reader = empty_channel(number, from_session, allowance.clone(), self.shared.outgoing.clone());
+        let receiver = exit.subscribe();
+        let pump =
+            Pump { channel: strand, allowance, tasks: vec![tokio::spawn(writer)], reader: tokio::spawn(reader), exit };
+        self.shared.state().interpreters.insert(number, pump);
+        Ok(Ends { number, channel, exit: receiver })
+    }
+
+    /// Gives up an interpreter that was never made.
+    pub(super) fn abandon(&self, number: u32) {
+        if let Some(pump) = self.shared.state().interpreters.remove(&number) {
+            pump.reader.abort();
+        }
+    }
+
+    /// Sends an order and waits for its answer.
+    pub(super) async fn ask(&self, kind: u8, number: u32, mut order: Value) -> Result<(), String> {
+        let ask = self.next_number.fetch_add(1, Ordering::Relaxed);
+        let (tell, told) = oneshot::channel();
+        order["ask"] = json!(ask);
+        self.shared.state().answers.insert(ask, tell);
+        // After the answer has a place to go: a line that ends now drops it.
+        if self.has_ended() {
+            return Err("the container has ended".to_owned());
+        }
+        self.say(kind, number, order.to_string().as_bytes());
+        told.await.unwrap_or_else(|_| Err("the container has ended".to_owned()))
+    }
+
+    /// Sends an order that has no answer.
+    pub(super) fn say(&self, kind: u8, number: u32, rest: &[u8]) {
+        let _ = self.shared.outgoing.send(strands::encode(kind, number, rest));
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no holder of the line panics")
+    }
+
+    /// Carries out one message. An error breaks the line.
+    fn receive(self: &Arc<Shared>, message: Message) -> Result<(), String> {
+        let Message { kind, number, rest } = message;
+        match kind {
+            b'd' => self.receive_bytes(number, rest),
+            b'p' => self.receive_pipes(number, &rest),
+            b'w' => {
+                if let (Some(pump), Some(amount)) =
+                    (self.state().interpreters.get(&number), strands::number_at(&rest, 0))
+                {
+                    let most = CHANNEL_CREDIT.saturating_sub(pump.allowance.available_permits());
+                    pump.allowance.add_permits((amount as usize).min(most));
+                }
+                Ok(())
+            }
+            b'h' => {
+                self.state().pipes.remove(&number);
+                Ok(())
+            }
+            _ => self.receive_words(kind, number, &rest),
+        }
+    }
+
+    fn receive_words(self: &Arc<Shared>, kind: u8, number: u32, rest: &[u8]) -> Result<(), String> {
+        let words: Value = serde_json::from_slice(rest).map_err(|_| "it sent words that are no JSON".to_owned())?;
+        match kind {
+            b'r' => {
+                let landlock = words["landlock"].as_i64().unwrap_or(0);
+                self.ready.send_replace(Some(Ready { landlock }));
+            }
+            b'a' => {
+                if let Some(answer) = self.state().answers.remove(&number) {
+                    let why = words["why"].as_str().unwrap_or("it did not say why").to_owned();
+                    let _ = answer.send(if words["ok"] == true { Ok(()) } else { Err(why) });
+                }
+            }
+            b'e' => {
+                let part = |name: &str| words[name].as_i64().and_then(|value| i32::try_from(value).ok());
+                let exit = match (part("code"), part("signal")) {
+                    (Some(code), _) => Exit::Code(code),
+                    (None, Some(signal)) => Exit::Signal(signal),
+                    (None, None) => Exit::Unknown,
+                };
+                self.finish(number, exit);
+            }
+            b'l' => {
+                let checkpoint = words["checkpoint"].as_u64().and_then(|value| u32::try_from(value).ok());
+                self.state().lost_checkpoints.extend(checkpoint.map(|checkpoint| (number, checkpoint)));
+            }
+            // A newer supervisor may say more.
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn receive_bytes(&self, number: u32, bytes: Vec<u8>) -> Result<(), String> {
+        let state = self.state();
+        if let Some(pipe) = state.pipes.get(&number) {
+            pipe.credit.take(bytes.len())?;
+            // Its reader may have gone; then nobody misses the bytes.
+            let _ = pipe.pieces.send(bytes);
+        } else if let Some(pump) = state.interpreters.get(&number) {
+            pump.channel.credit.take(bytes.len())?;
+            let _ = pump.channel.pieces.send(Piece::Bytes(bytes));
+        }
+        Ok(())
+    }
+
+    /// Makes real pipes for two new strands and hands their reading ends on with the bytes they came with.
+    fn receive_pipes(&self, number: u32, rest: &[u8]) -> Result<(), String> {
+        let (Some(out), Some(err)) = (strands::number_at(rest, 0), strands::number_at(rest, 4)) else {
+            return Err("it announced pipes without numbers".to_owned());
+        };
+        let bytes = rest[8..].to_vec();
+        let mut state = self.state();
+        let State { interpreters, pipes, .. } = &mut *state;
+        let Some(pump) = interpreters.get_mut(&number) else { return Ok(()) };
+        pump.channel.credit.take(bytes.len())?;
+        let mut read_ends = Vec::with_capacity(2);
+        for strand in [out, err] {
+            let (sender, read_end) = make_pipe().map_err(|error| format!("a pipe could not be made: {error}"))?;
+            let (sending, to_write, credit) = Strand::new(number, PIPE_CREDIT);
+            pump.tasks.retain(|task| !task.is_finished());
+            pump.tasks.push(tokio::spawn(fill_pipe(strand, sender, to_write, credit, self.outgoing.clone())));
+            pipes.insert(strand, sending);
+            read_ends.push(read_end);
+        }
+        let read_ends: [OwnedFd; 2] = read_ends.try_into().expect("two pipes were made");
+        let _ = pump.channel.pieces.send(Piece::WithPipes(bytes, read_ends));
+        Ok(())
+    }
+
+    /// Ends an interpreter: what has arrived is passed on, then its end is told.
+    fn finish(&self, number: u32, how: Exit) {
+        let mut state = self.state();
+        let Some(Pump { tasks, reader, exit, .. }) = state.interpreters.remove(&number) else { return };
+        // With their last sender gone, the pumps end as soon as they have passed everything on.
+        state.pipes.retain(|_, strand| strand.owner != number);
+        drop(state);
+        reader.abort();
+        tokio::spawn(async move {
+            let all = async {
+                for task in tasks {
+                    let _ = task.await;
+                }
+            };
+            let _ = tokio::time::timeout(LAST_WORDS, all).await;
+            exit.send_replace(Some(how));
+        });
+    }
+
+    /// Ends everything that hangs on the line.
+    fn end(&self, why: &str) {
+        debug!(why, "the line to a container has ended");
+        let numbers: Vec<u32> = {
+            let mut state = self.state();
+            state.answers.clear();
+            state.interpreters.keys().copied().collect()
+        };
+        self.ended.send_replace(true);
+        for number in numbers {
+            self.finish(number, Exit::Unknown);
+        }
+    }
+}
+
+impl<T> Strand<T> {
+    fn new(owner: u32, credit: usize) -> (Strand<T>, mpsc::UnboundedReceiver<T>, Arc<Credit>) {
+        let (pieces, receiver) = mpsc::unbounded_channel();
+        let credit = Arc::new(Credit(AtomicUsize::new(credit)));
+        (Strand { owner, pieces, credit: credit.clone() }, receiver, credit)
+    }
+}
+
+/// Bytes that may still arrive on a strand.
+struct Credit(AtomicUsize);
+
+impl Credit {
+    fn take(&self, amount: usize) -> Result<(), String> {
+        let taken = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(amount));
+        taken.map(|_| ()).map_err(|_| "it sent more than it was allowed to".to_owned())
+    }
+
+    fn give(&self, amount: usize) {
+        self.0.fetch_add(amount, Ordering::Relaxed);
+    }
+}
+
+async fn write(
+    mut input: Pin<Box<dyn AsyncWrite + Send>>,
+    mut messages: mpsc::UnboundedReceiver<Vec<u8>>,
+    mut ended: watch::Receiver<bool>,
+) {
+    let sending = async {
+        while let Some(mut bytes) = messages.recv().await {
+            // What waits goes along, so that a burst is one write.
+            while let Ok(more) = messages.try_recv() {
+                bytes.extend(more);
+            }
+            input.write_all(&bytes).await?;
+            input.flush().await?;
+        }
+        Ok::<(), io::Error>(())
+    };
+    // The reader notices the end of the line; whoever drops it closes the container's standard input.
+    tokio::select! {
+        _ = sending => {}
+        _ = ended.wait_for(|ended| *ended) => {}
+    }
+}
+
+async fn read(
+    mut output: Pin<Box<dyn Stream<Item = Result<LogOutput, bollard::errors::Error>> + Send>>,
+    shared: Arc<Shared>,
+) {
+    let mut decoder = Decoder::default();
+    let why = 'line: loop {
+        match output.next().await {
+            Some(Ok(LogOutput::StdOut { message } | LogOutput::Console { message })) => {
+                decoder.feed(&message);
+                loop {
+                    match decoder.next() {
+                        Ok(Some(message)) => {
+                            if let Err(why) = shared.receive(message) {
+                                break 'line why;
+                            }
+                        }
+                        Ok(None) => break,
+                        Err(broken) => break 'line broken.to_string(),
+                    }
+                }
+            }
+            Some(Ok(LogOutput::StdErr { message })) => {
+                let mut state = shared.state();
+                if state.complaints.len() < COMPLAINTS {
+                    state.complaints.push_str(&String::from_utf8_lossy(&message));
+                }
+            }
+            Some(Ok(LogOutput::StdIn { .. })) => {}
+            Some(Err(error)) => break error.to_string(),
+            None => break "the stream is over".to_owned(),
+        }
+    };
+    shared.end(&why);
+}
+
+/// Passes what comes from inside on to the channel, and gives credit back for what was taken.
+async fn fill_channel(
+    number: u32,
+    mut channel: OwnedWriteHalf,
+    mut pieces: mpsc::UnboundedReceiver<Piece>,
+    credit: Arc<Credit>,
+    outgoing: mpsc::UnboundedSender<Vec<u8>>,
+) {
+    while let Some(piece) = pieces.recv().await {
+        let (size, written) = match piece {
+            Piece::Bytes(bytes) => (bytes.len(), channel.write_all(&bytes).await),
+            Piece::WithPipes(bytes, pipes) => (bytes.len(), send_with_pipes(&mut channel, &bytes, &pipes).await),
+        };
+        if written.is_err() {
+            return;
+        }
+        credit.give(size);
+        let _ = outgoing.send(strands::encode_credit(number, size));
+    }
+}
+
+/// A pipe whose writing end is ours.
+fn make_pipe() -> io::Result<(pipe::Sender, OwnedFd)> {
+    let (read_end, write_end) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+    rustix::io::ioctl_fionbio(&write_end, true)?;
+    Ok((pipe::Sender::from_owned_fd(write_end)?, read_end))
+}
+
+/// Sends bytes whose first one carries two descriptors.
+async fn send_with_pipes(channel: &mut OwnedWriteHalf, bytes: &[u8], pipes: &[OwnedFd; 2]) -> io::Result<()> {
+    let descriptors = [pipes[0].as_fd(), pipes[1].as_fd()];
+    let socket: &UnixStream = channel.as_ref();
+    let sent = socket
+        .async_io(Interest::WRITABLE, || {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+            let mut ancillary = SendAncillaryBuffer::new(&mut space);
+            ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
+            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+            Ok(rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut ancillary, flags)?)
+        })
+        .await?;
+    channel.write_all(&bytes[sent..]).await
+}
+
+/// Passes frames of the host on to the inside, as many as it takes.
+async fn empty_channel(
+    number: u32,
+    mut channel: OwnedReadHalf,
+    allowance: Arc<Semaphore>,
+    outgoing: mpsc::UnboundedSender<Vec<u8>>,
+) {
+    let mut buffer = vec![0; PIECE];
+    while let Ok(size @ 1..) = channel.read(&mut buffer).await {
+        let Ok(permits) = allowance.acquire_many(size as u32).await else { return };
+        permits.forget();
+        if outgoing.send(strands::encode(b'd', number, &buffer[..size])).is_err() {
+            return;
+        }
+    }
+    let _ = outgoing.send(strands::encode(b'h', number, b""));
+}
+
+/// Passes text from inside on to a pipe, and gives credit back for what was taken. Text that nobody reads any more is dropped, so that whoever writes it is not
+/// held up.
+async fn fill_pipe(
+    number: u32,
+    mut pipe: pipe::Sender,
+    mut pieces: mpsc::UnboundedReceiver<Vec<u8>>,
+    credit: Arc<Credit>,
+    outgoing: mpsc::UnboundedSender<Vec<u8>>,
+) {
+    let mut is_read = true;
+    while let Some(bytes) = pieces.recv().await {
+        is_read = is_read && pipe.write_all(&bytes).await.is_ok();
+        credit.give(bytes.len());
+        let _ = outgoing.send(strands::encode_credit(number, bytes.len()));
+    }
+}

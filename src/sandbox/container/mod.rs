@@ -1,0 +1,385 @@
+//! Sandboxes made of containers, by Docker, Podman or whatever speaks their API.
+//!
+//! ```text
+//! server ── engine API ── engine ── container           one per session and its forks
+//!    └──────── one stream, its standard input and output ──── supervisor (our Python, first process)
+//!                                                               ├─ warm process
+//!                                                               └─ steward ─ interpreter, checkpoints, forks
+//! ```
+//!
+//! `engine` speaks the API, `spec` says what a container is and checks what was made, `profile` which system calls it may make, `image` looks at the image and adds
+//! our runner beside it. `line` carries everything between here and the supervisor over one stream (`strands`); `sandbox` is one container and its
+//! sessions; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left.
+//!
+//! No container ever has a network, a capability, a device, the engine's socket, or a folder that the operator did not name. The engine's copying of files into and out of
+//! containers is not used.
+
+mod engine;
+mod facts;
+mod image;
+mod line;
+mod pool;
+mod profile;
+mod sandbox;
+mod spec;
+mod strands;
+mod tenancy;
+
+use std::collections::HashMap;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, RwLock};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
+use serde_json::json;
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinHandle;
+use tracing::{info, warn};
+
+use self::engine::Engine;
+pub use self::engine::{EngineAddress, EngineError, EngineKind};
+use self::facts::Fate;
+pub use self::image::Supplies;
+use self::image::{Prepared, fresh_number};
+use self::pool::Pool;
+pub use self::pool::PoolSettings;
+use self::sandbox::{Container, ContainerSandbox, Fresh, House};
+pub use self::spec::{ContainerBind, WORK as WORK_FOLDER};
+use self::spec::{LABEL_PLACE, LABEL_ROLE, LABEL_SERVER, User, Wanted};
+use self::tenancy::Tenancy;
+use super::{Backend, Interpreter, LaunchError, Preparation, Sandbox, SandboxLimits};
+
+/// How long making a session in a new container may take, from its creation to a warm Python.
+const LAUNCH_PATIENCE: Duration = Duration::from_secs(180);
+/// How long the backend rests before it tries again what failed, unless somebody asks.
+const REST: Duration = Duration::from_secs(10);
+/// How long whoever asks for a session waits for another attempt of a preparation that failed.
+const SECOND_CHANCE: Duration = Duration::from_secs(15);
+/// How often members of the pool are looked at.
+const WEEDING: Duration = Duration::from_secs(5);
+
+/// Numbers of host users that sessions are, where the engine has no user namespace. No system gives these away.
+const FIRST_USER: u32 = 0x7000_0000;
+/// Who a session is inside a user namespace.
+const NAMESPACED_USER: User = User { uid: 1000, gid: 1000 };
+
+/// What the container backend needs to know.
+#[derive(Debug, Clone)]
+pub struct ContainerSettings {
+    pub kind: EngineKind,
+    pub address: EngineAddress,
+    /// The image's name.
+    pub image: String,
+    /// Another runtime than the engine's usual one, such as `runsc`.
+    pub runtime: Option<String>,
+    /// Where this server registers, so that others know it lives.
+    pub runtime_dir: PathBuf,
+    pub limits: SandboxLimits,
+    pub binds: Vec<ContainerBind>,
+    /// Variables that the operator gives to sessions.
+    pub variables: Vec<(String, String)>,
+    pub pool: PoolSettings,
+    /// Modules that are imported once, as far as the image has them.
+    pub preload: Vec<String>,
+    /// Nothing is done that pays off only with many sessions.
+    pub quick: bool,
+}
+
+/// Sandboxes made of containers.
+pub struct ContainerBackend {
+    inner: Arc<Inner>,
+    background: Mutex<Vec<JoinHandle<()>>>,
+}
+
+struct Inner {
+    settings: ContainerSettings,
+    supplies: Arc<dyn Supplies>,
+    preparation: watch::Sender<Preparation>,
+    /// What is known once the preparation has succeeded. Later failures of the engine do not take it away.
+    ready: RwLock<Option<Arc<Standing>>>,
+    tenancy: Tenancy,
+    fates: Mutex<HashMap<String, watch::Sender<Fate>>>,
+    pool: Pool,
+    /// Somebody wants another attempt.
+    again: Notify,
+}
+
+/// What exists once the preparation is done.
+struct Standing {
+    engine: Engine,
+    image: Prepared,
+    house: Arc<House>,
+}
+
+impl ContainerBackend {
+    /// Starts to prepare in the background, and returns at once.
+    pub fn start(
+        settings: ContainerSettings,
+        supplies: Arc<dyn Supplies>,
+        preparation: watch::Sender<Preparation>,
+    ) -> std::io::Result<ContainerBackend> {
+        let tenancy = Tenancy::register(&settings.runtime_dir)?;
+        let inner = Arc::new(Inner {
+            settings,
+            supplies,
+            preparation,
+            ready: RwLock::new(None),
+            tenancy,
+            fates: Mutex::default(),
+            pool: Pool::default(),
+            again: Notify::new(),
+        });
+        let background = vec![tokio::spawn(inner.clone().prepare_until_it_works())];
+        Ok(ContainerBackend { inner, background: Mutex::new(background) })
+    }
+}
+
+#[async_trait]
+impl Backend for ContainerBackend {
+    fn preparation(&self) -> watch::Receiver<Preparation> {
+        self.inner.preparation.subscribe()
+    }
+
+    async fn launch(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
+        let standing = self.inner.prepared().await?;
+        let (sandbox, interpreter) = match self.inner.pool.take(&self.inner.settings.pool) {
+            Some(member) => member,
+            None => self.inner.make(&standing, Fresh::AtOnce, &self.inner.settings.binds).await?,
+        };
+        Ok((Box::new(sandbox), interpreter))
+    }
+
+    async fn launch_apart(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
+        if self.inner.settings.binds.is_empty() {
+            return self.launch().await;
+        }
+        let standing = self.inner.prepared().await?;
+        let (sandbox, interpreter) = self.inner.make(&standing, Fresh::AtOnce, &[]).await?;
+        Ok((Box::new(sandbox), interpreter))
+    }
+
+    async fn shut_down(&self) {
+        let waiting = self.inner.pool.close();
+        let background = std::mem::take(&mut *self.background.lock().expect("no holder of the tasks panics"));
+        for task in background {
+            task.abort();
+            let _ = task.await;
+        }
+        let mut removals = tokio::task::JoinSet::new();
+        for mut sandbox in waiting {
+            removals.spawn(async move { sandbox.destroy().await });
+        }
+        removals.join_all().await;
+        // What was being made at this moment has our label.
+        if let Some(standing) = self.inner.standing() {
+            self.inner.remove_own(&standing.engine).await;
+        }
+        self.inner.tenancy.end();
+    }
+}
+
+impl Inner {
+    fn standing(&self) -> Option<Arc<Standing>> {
+        self.ready.read().expect("no holder of the standing panics").clone()
+    }
+
+    /// Prepares, and tries again when that fails; then keeps the pool full and listens to the engine.
+    async fn prepare_until_it_works(self: Arc<Inner>) {
+        let standing = loop {
+            match self.prepare().await {
+                Ok(standing) => break Arc::new(standing),
+                Err(why) => {
+                    warn!(%why, "the container backend is not ready");
+                    self.preparation.send_replace(Preparation::Failed { why });
+                }
+            }
+            let _ = tokio::time::timeout(REST, self.again.notified()).await;
+        };
+        *self.ready.write().expect("no holder of the standing panics") = Some(standing.clone());
+        info!(engine = self.settings.kind.name(), image = %self.settings.image, "the container backend is ready");
+        self.preparation.send_replace(Preparation::Ready);
+        tokio::join!(self.listen(&standing.engine), self.keep_pool_full(&standing));
+    }
+
+    async fn prepare(&self) -> Result<Standing, String> {
+        let settings = &self.settings;
+        self.tell(&format!("connecting to {}", settings.kind.name()), 0, None);
+        let engine = Engine::connect(settings.kind, &settings.address).await.map_err(|error| error.to_string())?;
+        let info = engine.info().await.map_err(|error| error.to_string())?;
+        if let Some(runtime) = &settings.runtime
+            && info.runtimes.as_ref().is_some_and(|known| !known.is_empty() && !known.contains_key(runtime))
+            && settings.kind == EngineKind::Docker
+        {
+            let mut known: Vec<&str> =
+                info.runtimes.iter().flat_map(|known| known.keys()).map(String::as_str).collect();
+            known.sort_unstable();
+            return Err(format!("the engine has no runtime \"{runtime}\"; it has {}", known.join(", ")));
+        }
+        self.tenancy.sweep(&engine).await;
+        let options = info.security_options.unwrap_or_default();
+        let has_user_namespace =
+            options.iter().any(|option| option.contains("name=userns") || option.contains("name=rootless"));
+        let tell = |step: &str, done: u64, total: Option<u64>| self.tell(step, done, total);
+        let image = image::prepare(&engine, &settings.image, &*self.supplies, &self.labels("helper"), &tell).await?;
+        let house = House {
+            limits: settings.limits.clone(),
+            user: self.user(has_user_namespace),
+            has_user_namespace,
+            runtime: settings.runtime.clone().filter(|runtime| !["runc", "crun"].contains(&runtime.as_str())),
+            owns_work_folder: !settings.binds.iter().any(|bind| bind.inside == Path::new(WORK_FOLDER)),
+            plan: self.plan(),
+        };
+        Ok(Standing { engine, image, house: Arc::new(house) })
+    }
+
+    /// What the warm process of each container does.
+    fn plan(&self) -> serde_json::Value {
+        let own = [
+            ("HOME", cellblock_jail::root::HOME),
+            ("LANG", "C.UTF-8"),
+            ("TMPDIR", "/tmp"),
+            ("USER", "user"),
+            ("MPLCONFIGDIR", "/tmp/matplotlib"),
+        ];
+        let own = own.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let variables: HashMap<String, String> = own.chain(self.settings.variables.iter().cloned()).collect();
+        json!({"environment": variables, "preload": self.settings.preload, "rehearse": !self.settings.quick, "folders": [cellblock_jail::root::HOME]})
+    }
+
+    /// Decides who sessions are. A folder of the operator's decides if there is one, because sessions must be able to work in it.
+    fn user(&self, has_user_namespace: bool) -> User {
+        if has_user_namespace {
+            return NAMESPACED_USER;
+        }
+        let owner = |bind: &ContainerBind| {
+            let found = std::fs::metadata(&bind.host).ok()?;
+            (found.uid() != 0 && found.gid() != 0).then(|| User { uid: found.uid(), gid: found.gid() })
+        };
+        self.settings.binds.iter().find_map(owner).unwrap_or_else(|| {
+            let id = FIRST_USER + (fresh_number() & 0x00ff_ffff) as u32;
+            User { uid: id, gid: id }
+        })
+    }
+
+    fn tell(&self, step: &str, done: u64, total: Option<u64>) {
+        self.preparation.send_replace(Preparation::Working { step: step.to_owned(), done, total });
+    }
+
+    fn labels(&self, role: &str) -> HashMap<String, String> {
+        let labels = [(LABEL_SERVER, self.tenancy.server()), (LABEL_PLACE, self.tenancy.place()), (LABEL_ROLE, role)];
+        labels.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
+    }
+
+    /// Waits for the end of the preparation. One that has failed gets another chance first.
+    async fn prepared(&self) -> Result<Arc<Standing>, LaunchError> {
+        if let Some(standing) = self.standing() {
+            return Ok(standing);
+        }
+        let mut preparation = self.preparation.subscribe();
+        if matches!(&*preparation.borrow_and_update(), Preparation::Failed { .. }) {
+            self.again.notify_one();
+            let _ = tokio::time::timeout(SECOND_CHANCE, preparation.changed()).await;
+        }
+        let settled = preparation.wait_for(|state| !matches!(state, Preparation::Working { .. })).await;
+        match settled.as_deref() {
+            Ok(Preparation::Failed { why }) => Err(LaunchError::Preparation { why: why.clone() }),
+            Ok(_) => self.standing().ok_or_else(|| LaunchError::Preparation { why: "it is not finished".to_owned() }),
+            Err(_) => Err(LaunchError::Preparation { why: "the server is ending".to_owned() }),
+        }
+    }
+
+    /// Makes a container with a session in it.
+    async fn make(
+        &self,
+        standing: &Standing,
+        how: Fresh,
+        binds: &[ContainerBind],
+    ) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
+        let body = spec::session(Wanted {
+            image: &standing.image.image,
+            runtime: self.settings.runtime.as_deref(),
+            limits: &self.settings.limits,
+            binds,
+            user: standing.house.user,
+            volume: &standing.image.volume,
+            command: standing.image.command.clone(),
+            labels: self.labels("session"),
+        });
+        let name = format!("cellblock-{:016x}", fresh_number());
+        let id = standing
+            .engine
+            .create(&name, &body)
+            .await
+            .map_err(|error| LaunchError::Start { why: error.to_string() })?;
+        let fate = watch::Sender::new(Fate::default());
+        let followed = fate.subscribe();
+        {
+            let mut fates = self.fates.lock().expect("nothing panics while it holds the fates");
+            fates.retain(|_, fate| fate.receiver_count() > 0);
+            fates.insert(id.clone(), fate);
+        }
+        let house = match binds.len() == self.settings.binds.len() {
+            true => standing.house.clone(),
+            false => Arc::new(House { owns_work_folder: true, ..(*standing.house).clone() }),
+        };
+        let container = Container::start(&standing.engine, house, &name, &body, id, followed).await?;
+        container.first_session(how, LAUNCH_PATIENCE).await
+    }
+
+    /// Makes up for what was taken from the pool, several at a time.
+    async fn keep_pool_full(&self, standing: &Arc<Standing>) {
+        let settings = self.settings.pool;
+        let mut making = FuturesUnordered::new();
+        let mut rests = false;
+        while !self.pool.is_closed() {
+            self.pool.weed(&settings);
+            while !rests && self.pool.claim(&settings) {
+                making.push(self.make(standing, Fresh::Primed, &self.settings.binds));
+            }
+            tokio::select! {
+                Some(made) = making.next() => {
+                    if let Err(error) = &made {
+                        warn!(%error, "no container could be made for the pool");
+                        rests = true;
+                    }
+                    self.pool.add(made.ok());
+                }
+                () = self.pool.changed() => {}
+                () = tokio::time::sleep(WEEDING) => rests = false,
+            }
+        }
+    }
+
+    /// Follows what the engine tells about our containers, for ever.
+    async fn listen(&self, engine: &Engine) {
+        loop {
+            let mut events = engine.events(LABEL_SERVER, self.tenancy.server());
+            while let Some(Ok(event)) = events.next().await {
+                let id = event.actor.and_then(|actor| actor.id).unwrap_or_default();
+                let fates = self.fates.lock().expect("nothing panics while it holds the fates");
+                let Some(fate) = fates.get(&id) else { continue };
+                match event.action.as_deref() {
+                    Some("oom") => fate.send_modify(|fate| fate.out_of_memory += 1),
+                    Some("die" | "died") => fate.send_modify(|fate| fate.died = true),
+                    _ => {}
+                }
+            }
+            // The engine has gone; it may come back.
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+    }
+
+    /// Removes every container that this server has made and that is still there.
+    async fn remove_own(&self, engine: &Engine) {
+        let Ok(listed) = engine.list(LABEL_SERVER, self.tenancy.server()).await else { return };
+        let mut removals = tokio::task::JoinSet::new();
+        for container in listed {
+            let engine = engine.clone();
+            removals.spawn(async move { engine.remove(&container.id).await });
+        }
+        removals.join_all().await;
+    }
+}

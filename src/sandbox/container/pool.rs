@@ -1,0 +1,115 @@
+//! Containers that wait to be used: each with a session that has run nothing.
+//!
+//! A member is handed out once, and never comes back. One that has died or is too old is removed instead.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use tokio::sync::Notify;
+
+use super::sandbox::ContainerSandbox;
+use crate::sandbox::Interpreter;
+
+/// How containers are kept ready.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolSettings {
+    /// Containers that wait.
+    pub size: usize,
+    /// How long one may wait before it is replaced.
+    pub max_age: Duration,
+    /// How many are made at the same time.
+    pub creations: usize,
+}
+
+struct Waiting {
+    since: Instant,
+    member: (ContainerSandbox, Interpreter),
+}
+
+#[derive(Default)]
+pub(super) struct Pool {
+    state: Mutex<State>,
+    changed: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    waiting: VecDeque<Waiting>,
+    /// Members that are being made.
+    coming: usize,
+    closed: bool,
+}
+
+impl Pool {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no holder of the pool panics")
+    }
+
+    /// Takes the member that has waited longest. Dead ones are dropped, and so removed.
+    pub(super) fn take(&self, settings: &PoolSettings) -> Option<(ContainerSandbox, Interpreter)> {
+        let taken = loop {
+            let Some(waiting) = self.state().waiting.pop_front() else { break None };
+            if waiting.member.0.is_alive() && waiting.since.elapsed() < settings.max_age {
+                break Some(waiting.member);
+            }
+        };
+        self.changed.notify_one();
+        taken
+    }
+
+    /// Claims the making of one more member, if one is missing and not too many are being made.
+    pub(super) fn claim(&self, settings: &PoolSettings) -> bool {
+        let mut state = self.state();
+        let lacks = state.waiting.len() + state.coming < settings.size;
+        let may = !state.closed && lacks && state.coming < settings.creations;
+        state.coming += usize::from(may);
+        may
+    }
+
+    /// Adds what was claimed, or gives the claim up. After `close` a member is dropped, and so removed.
+    pub(super) fn add(&self, member: Option<(ContainerSandbox, Interpreter)>) {
+        let mut state = self.state();
+        state.coming -= 1;
+        if let (Some(member), false) = (member, state.closed) {
+            state.waiting.push_back(Waiting { since: Instant::now(), member });
+        }
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    /// Drops members that are dead or too old.
+    pub(super) fn weed(&self, settings: &PoolSettings) {
+        let mut weeds = Vec::new();
+        let mut state = self.state();
+        for waiting in std::mem::take(&mut state.waiting) {
+            if waiting.member.0.is_alive() && waiting.since.elapsed() < settings.max_age {
+                state.waiting.push_back(waiting);
+            } else {
+                weeds.push(waiting);
+            }
+        }
+        // Dropping one begins its removal, which is nobody's business while the pool is held.
+        drop(state);
+        drop(weeds);
+    }
+
+    /// Waits until something was taken or added.
+    pub(super) async fn changed(&self) {
+        self.changed.notified().await;
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.state().closed
+    }
+
+    /// Takes nothing more, and returns what waits.
+    pub(super) fn close(&self) -> Vec<ContainerSandbox> {
+        let mut state = self.state();
+        state.closed = true;
+        let waiting = std::mem::take(&mut state.waiting);
+        drop(state);
+        self.changed.notify_one();
+        waiting.into_iter().map(|waiting| waiting.member.0).collect()
+    }
+}

@@ -1,0 +1,180 @@
+//! Which system calls a container may make, in the form that engines read.
+//!
+//! It is made from the one list of the jail, `jail/src/seccomp.json`. An engine loads one filter for the whole container, so what the supervisor
+//! and the runtime need on the way in is allowed for good; `FOR_OURSELVES` says why each of these is harmless.
+//!
+//! Engines compare whole registers, while most arguments are half as wide. So "is not" is never said with them: a register that differs in its upper half would
+//! pass. It is spelled out as the values that are left.
+
+use cellblock_jail::seccomp::{self, Rule};
+use serde_json::{Value, json};
+
+/// The errno of a call that does not exist; libraries take their fallback then.
+const NO_SUCH_CALL: u32 = 38;
+
+/// Limits of resources have these numbers; the fourth is the size of core files.
+const RESOURCES: std::ops::Range<u64> = 0..16;
+
+/// What the jail has no need of, and the processes of a container do.
+const FOR_OURSELVES: [(&str, Option<u64>, &str); 5] = [
+    ("landlock_create_ruleset", None, "a process can only take rights from itself"),
+    ("landlock_add_rule", None, "a process can only take rights from itself"),
+    ("landlock_restrict_self", None, "a process can only take rights from itself"),
+    ("prctl", Some(4), "PR_SET_DUMPABLE: says who of the same user may look into one's own memory"),
+    ("prctl", Some(38), "PR_SET_NO_NEW_PRIVS: cannot be undone, and is set already"),
+];
+
+/// Calls that libraries try first. Older engines answer all that is refused as "not permitted", which is no reason for a fallback.
+const TRIED_FIRST: [&str; 12] = [
+    "clone3",
+    "openat2",
+    "io_uring_setup",
+    "cachestat",
+    "map_shadow_stack",
+    "statmount",
+    "listmount",
+    "pidfd_getfd",
+    "process_madvise",
+    "userfaultfd",
+    "perf_event_open",
+    "memfd_secret",
+];
+
+/// Returns the profile as JSON text, for this architecture.
+pub(super) fn text() -> String {
+    let rules = seccomp::rules();
+    let mut listed = rules.common;
+    let architecture = match std::env::consts::ARCH {
+        "x86_64" => {
+            listed.extend(rules.x86_64);
+            "SCMP_ARCH_X86_64"
+        }
+        _ => "SCMP_ARCH_AARCH64",
+    };
+    let mut calls: Vec<Value> = listed.iter().flat_map(written).collect();
+    for (name, argument, _) in FOR_OURSELVES {
+        let checks = argument.map(|value| vec![check(0, "SCMP_CMP_EQ", value, 0)]).unwrap_or_default();
+        calls.push(allowed(name, &checks));
+    }
+    calls.push(json!({"names": TRIED_FIRST, "action": "SCMP_ACT_ERRNO", "errnoRet": NO_SUCH_CALL}));
+    json!({
+        "defaultAction": "SCMP_ACT_ERRNO",
+        "defaultErrnoRet": NO_SUCH_CALL,
+        "architectures": [architecture],
+        "syscalls": calls,
+    })
+    .to_string()
+}
+
+/// Writes one line of the list as engines have it. A check of "is not" becomes several lines.
+fn written(rule: &Rule) -> Vec<Value> {
+    let mut lines: Vec<Vec<Value>> = vec![Vec::new()];
+    for argument in &rule.args {
+        let choices = checks(argument);
+        lines = lines
+            .iter()
+            .flat_map(|line| {
+                choices.iter().map(move |choice| line.iter().chain(std::iter::once(choice)).cloned().collect())
+            })
+            .collect();
+    }
+    lines.iter().map(|checks| allowed(&rule.syscall, checks)).collect()
+}
+
+/// Returns the checks any of which must hold for an argument of the list.
+fn checks(argument: &Value) -> Vec<Value> {
+    let number = |name: &str| argument[name].as_u64().expect("the list is checked by a test of the jail");
+    let (index, value) = (number("index"), number("val"));
+    match (&argument["op"], argument["op"].as_str()) {
+        (_, Some("eq")) => vec![check(index, "SCMP_CMP_EQ", value, 0)],
+        // Only a whole register can be compared for "is not".
+        (_, Some("ne")) if argument["type"] == "qword" => vec![check(index, "SCMP_CMP_NE", value, 0)],
+        (_, Some("ne")) => {
+            RESOURCES.filter(|other| *other != value).map(|other| check(index, "SCMP_CMP_EQ", other, 0)).collect()
+        }
+        (op, _) => {
+            let mask = op["masked_eq"].as_u64().expect("the list has no other comparison");
+            vec![check(index, "SCMP_CMP_MASKED_EQ", mask, value)]
+        }
+    }
+}
+
+fn check(index: u64, operation: &str, value: u64, second: u64) -> Value {
+    json!({"index": index, "value": value, "valueTwo": second, "op": operation})
+}
+
+fn allowed(name: &str, checks: &[Value]) -> Value {
+    json!({"names": [name], "action": "SCMP_ACT_ALLOW", "args": checks})
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    fn profile() -> Value {
+        serde_json::from_str(&text()).unwrap()
+    }
+
+    fn names(action: &str) -> BTreeSet<String> {
+        let profile = profile();
+        let lines = profile["syscalls"].as_array().unwrap().iter().filter(|line| line["action"] == action);
+        lines.flat_map(|line| line["names"].as_array().unwrap()).map(|name| name.as_str().unwrap().to_owned()).collect()
+    }
+
+    #[test]
+    fn everything_that_the_jail_allows_is_allowed_and_little_else() {
+        let rules = seccomp::rules();
+        let listed: BTreeSet<String> =
+            rules.common.iter().chain(&rules.x86_64).map(|rule| rule.syscall.clone()).collect();
+        let more: BTreeSet<String> = names("SCMP_ACT_ALLOW").difference(&listed).cloned().collect();
+        assert_eq!(
+            more,
+            ["landlock_add_rule", "landlock_create_ruleset", "landlock_restrict_self"].map(str::to_owned).into()
+        );
+        for name in &listed {
+            assert!(names("SCMP_ACT_ALLOW").contains(name) || std::env::consts::ARCH != "x86_64", "{name}");
+        }
+    }
+
+    #[test]
+    fn what_opens_ways_out_of_containers_is_refused() {
+        let allowed = names("SCMP_ACT_ALLOW");
+        for name in [
+            "mount",
+            "unshare",
+            "setns",
+            "ptrace",
+            "bpf",
+            "keyctl",
+            "add_key",
+            "process_vm_writev",
+            "clone3",
+            "seccomp",
+        ] {
+            assert!(!allowed.contains(name), "{name}");
+        }
+        assert!(allowed.contains("read")); // control
+        assert_eq!(profile()["defaultAction"], "SCMP_ACT_ERRNO");
+    }
+
+    #[test]
+    fn the_limit_of_core_files_cannot_be_named_with_other_upper_bits() {
+        let profile = profile();
+        let lines = profile["syscalls"].as_array().unwrap();
+        let about = |name: &str| lines.iter().filter(|line| line["names"][0] == name).cloned().collect::<Vec<_>>();
+        assert!(about("setrlimit").iter().all(|line| line["args"][0]["op"] == "SCMP_CMP_EQ"));
+        assert!(about("setrlimit").iter().all(|line| line["args"][0]["value"] != 4));
+        assert_eq!(about("setrlimit").len(), 15); // control: all others are there
+    }
+
+    #[test]
+    fn no_namespace_can_be_made_by_clone() {
+        let profile = profile();
+        let clone = profile["syscalls"].as_array().unwrap().iter().find(|line| line["names"][0] == "clone").unwrap();
+        assert_eq!(clone["args"][0]["op"], "SCMP_CMP_MASKED_EQ");
+        assert_eq!(clone["args"][0]["value"].as_u64().unwrap() & 0x7e02_0000, 0x7e02_0000);
+        assert_eq!(clone["args"][0]["valueTwo"], 0);
+    }
+}

@@ -1,0 +1,571 @@
+//! One container, and the sessions in it.
+//!
+//! A container is made for one session. Forks of that session live in it too, as members of its family: an interpreter cannot be copied into another container.
+//! The container is removed with its last member.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bollard::models::ContainerCreateBody;
+use serde_json::{Value, json};
+use tokio::sync::{oneshot, watch};
+use tracing::warn;
+
+use super::engine::Engine;
+use super::facts::{self, Fate, Mark, Meter};
+use super::line::Line;
+use super::spec::{self, User};
+use crate::sandbox::{
+    Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
+    Layer, LayerKind, MemoryUse, Process, Program, ProgramError, Rules, Sandbox, SandboxLimits,
+};
+
+/// How long the supervisor may take to carry out an order. The slowest, ending a bomb of processes, takes three seconds.
+const ORDER_PATIENCE: Duration = Duration::from_secs(10);
+/// How long an interpreter that must end may take before its container is ended.
+const KILL_PATIENCE: Duration = Duration::from_secs(2);
+/// How long an interpreter may take to come to its branch point.
+const BRANCH_PATIENCE: Duration = Duration::from_secs(10);
+/// How long a removal by the engine may take.
+const REMOVAL_PATIENCE: Duration = Duration::from_secs(20);
+
+/// How much later one lane of an interpreter may bring what was written earlier than what another one brought: a few microseconds by the order in which the supervisor
+/// reads, and a journey to the engine and back when one has used up its credit.
+const LARGEST_SKEW: Duration = Duration::from_secs(1);
+
+/// The state in which a session begins: a fresh interpreter and an empty folder. It needs no copy.
+const BEGINNING: CheckpointId = CheckpointId(0);
+
+/// How a fresh interpreter begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fresh {
+    AtOnce,
+    /// After a cell that nobody sees, because it has time.
+    Primed,
+    /// With its folder emptied.
+    Emptied,
+}
+
+impl Fresh {
+    fn gate(self) -> &'static str {
+        match self {
+            Fresh::AtOnce => "g",
+            Fresh::Primed => "p",
+            Fresh::Emptied => "e",
+        }
+    }
+}
+
+/// What all containers of a backend have in common.
+#[derive(Debug, Clone)]
+pub(super) struct House {
+    pub(super) limits: SandboxLimits,
+    pub(super) user: User,
+    pub(super) has_user_namespace: bool,
+    /// Another runtime than that of ordinary containers, whose processes the kernel shows differently.
+    pub(super) runtime: Option<String>,
+    /// No folder of the operator's is the working folder.
+    pub(super) owns_work_folder: bool,
+    pub(super) plan: Value,
+}
+
+/// A running container.
+pub(super) struct Container {
+    id: String,
+    engine: Engine,
+    line: Line,
+    meter: Arc<Meter>,
+    fate: watch::Receiver<Fate>,
+    house: Arc<House>,
+    isolation: Isolation,
+    members: AtomicU32,
+    next_member: AtomicU32,
+    removed: AtomicBool,
+}
+
+impl Container {
+    /// Makes, starts and checks a container. The first session can be asked for at once; it waits until Python is warm.
+    pub(super) async fn start(
+        engine: &Engine,
+        house: Arc<House>,
+        name: &str,
+        body: &ContainerCreateBody,
+        id: String,
+        fate: watch::Receiver<Fate>,
+    ) -> Result<Arc<Container>, LaunchError> {
+        let failed = |why: String| LaunchError::Start { why };
+        let begun = async {
+            let attached = engine.attach(&id).await.map_err(|error| failed(error.to_string()))?;
+            engine.start(&id).await.map_err(|error| failed(error.to_string()))?;
+            let line = Line::open(attached, &house.plan);
+            let made =
+                engine.inspect(&id).await.map_err(|error| failed(with(error.to_string(), &line.complaints())))?;
+            if let Some(what) = spec::verify(body, &made) {
+                return Err(failed(format!("the engine made another container than it was asked for: {what}")));
+            }
+            let process = engine.is_local().then(|| made.state.as_ref().and_then(|state| state.pid)).flatten();
+            let process = facts::local_process(&id, process).filter(|_| house.runtime.is_none());
+            if let Some(what) =
+                process.and_then(|process| facts::fault_of(process, house.user, house.has_user_namespace))
+            {
+                return Err(failed(format!("the container is not as it must be: {what}")));
+            }
+            Ok((line, process))
+        };
+        match begun.await {
+            Ok((line, process)) => {
+                let meter = Arc::new(Meter::new(engine, &id, process, fate.clone()));
+                let isolation = house.isolation(process.is_some());
+                Ok(Arc::new(Container {
+                    id,
+                    engine: engine.clone(),
+                    line,
+                    meter,
+                    fate,
+                    house,
+                    isolation,
+                    members: AtomicU32::new(0),
+                    next_member: AtomicU32::new(1),
+                    removed: AtomicBool::new(false),
+                }))
+            }
+            Err(error) => {
+                warn!(container = name, %error, "a container was not started");
+                engine.remove(&id).await;
+                Err(error)
+            }
+        }
+    }
+
+    pub(super) fn is_alive(&self) -> bool {
+        !self.line.has_ended() && !self.fate.borrow().died
+    }
+
+    /// Makes the first session, in a container that has none.
+    pub(super) async fn first_session(
+        self: &Arc<Container>,
+        how: Fresh,
+        patience: Duration,
+    ) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
+        self.members.fetch_add(1, Ordering::Relaxed);
+        let mut sandbox = self.sandbox(self.isolation.clone());
+        let begun = sandbox.begin(how);
+        let interpreter = match tokio::time::timeout(patience, begun).await {
+            Ok(begun) => begun?,
+            Err(_) => return Err(LaunchError::TimedOut(patience)),
+        };
+        if let Some(ready) = self.line.ready().await {
+            sandbox.isolation.record(LayerKind::Landlock, landlock(ready.landlock));
+        }
+        Ok((sandbox, interpreter))
+    }
+
+    fn sandbox(self: &Arc<Container>, isolation: Isolation) -> ContainerSandbox {
+        ContainerSandbox {
+            container: self.clone(),
+            member: self.next_member.fetch_add(1, Ordering::Relaxed),
+            isolation,
+            checkpoints: Mutex::default(),
+            next_checkpoint: 1,
+            destroyed: false,
+        }
+    }
+
+    /// Sends an order, for so long as it may take.
+    async fn order(&self, kind: u8, number: u32, order: Value) -> Result<(), String> {
+        match tokio::time::timeout(ORDER_PATIENCE, self.line.ask(kind, number, order)).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(why)) => Err(with(why, &self.line.complaints())),
+            Err(_) => Err("the container does not answer".to_owned()),
+        }
+    }
+
+    /// Has an interpreter made by an order.
+    async fn interpreter(
+        self: &Arc<Container>,
+        kind: u8,
+        member: u32,
+        mut order: Value,
+        beginning: Option<CheckpointId>,
+        patience: Duration,
+    ) -> Result<Interpreter, LaunchError> {
+        let failed = |why: String| LaunchError::Start { why };
+        let ends = self.line.interpreter().map_err(|error| failed(error.to_string()))?;
+        order["interpreter"] = json!(ends.number);
+        let mark = self.meter.mark();
+        let made = tokio::time::timeout(patience, self.line.ask(kind, member, order)).await;
+        let made = made.unwrap_or_else(|_| Err("the container does not answer".to_owned()));
+        if let Err(why) = made {
+            self.line.abandon(ends.number);
+            return Err(failed(with(why, &self.line.complaints())));
+        }
+        let process = ContainerProcess {
+            container: self.clone(),
+            number: ends.number,
+            exit: ends.exit,
+            told: None,
+            killed: Arc::default(),
+            mark,
+        };
+        Ok(Interpreter { channel: ends.channel, skew: LARGEST_SKEW, process: Box::new(process), beginning })
+    }
+
+    /// Gives the container as much memory as its members may have together.
+    async fn fit_memory(&self) {
+        let limits = &self.house.limits;
+        let members = u64::from(self.members.load(Ordering::Relaxed).max(1));
+        let bytes = limits.memory.saturating_mul(members).min(limits.family_memory.max(limits.memory));
+        // A family that stays at less than it may have is told when memory runs out.
+        if let Err(error) = self.engine.set_memory(&self.id, i64::try_from(bytes).unwrap_or(i64::MAX)).await {
+            warn!(%error, "the memory of a container was not changed");
+        }
+    }
+
+    /// Removes the container and waits until the engine knows nothing of it. Removing twice is harmless.
+    pub(super) async fn remove(&self) {
+        self.meter.close();
+        if self.removed.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let gone = async {
+            self.engine.remove(&self.id).await;
+            // One that removes itself at this moment is still known for a while.
+            while self.engine.knows(&self.id).await {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        if tokio::time::timeout(REMOVAL_PATIENCE, gone).await.is_err() {
+            warn!("a container could not be removed");
+        }
+    }
+}
+
+impl Drop for Container {
+    fn drop(&mut self) {
+        self.meter.close();
+        // Without a runtime the server has ended; the container ends with its standard input.
+        if !self.removed.load(Ordering::Relaxed)
+            && let Ok(runtime) = tokio::runtime::Handle::try_current()
+        {
+            let (engine, id) = (self.engine.clone(), self.id.clone());
+            runtime.spawn(async move { engine.remove(&id).await });
+        }
+    }
+}
+
+impl House {
+    /// Says what separates the sessions of a container from the host, and who vouches for it.
+    fn isolation(&self, was_read: bool) -> Isolation {
+        let vouched = if was_read { "read from the kernel" } else { "as the engine says" };
+        let enforced = |how: String| Layer::Enforced { how };
+        let runtime = self.runtime.as_deref().unwrap_or("the engine's usual runtime");
+        let mut isolation = Isolation::default();
+        isolation.record(
+            LayerKind::Namespaces,
+            enforced(format!(
+                "a container of its own ({runtime}, {vouched}); its forks share the container and are separate processes in it"
+            )),
+        );
+        isolation.record(
+            LayerKind::Identity,
+            enforced(if self.has_user_namespace {
+                "a user of the engine's user namespace".to_owned()
+            } else {
+                format!("the host user {}, who owns nothing else; forks share it", self.user.uid)
+            }),
+        );
+        isolation.record(LayerKind::Privileges, enforced(format!("no capability, no_new_privs ({vouched})")));
+        isolation.record(
+            LayerKind::SystemCalls,
+            enforced(match &self.runtime {
+                Some(runtime) => format!("the runtime {runtime}, with Cellblock's list for it to apply"),
+                None => format!("Cellblock's list of system calls ({vouched})"),
+            }),
+        );
+        isolation.record(LayerKind::Landlock, landlock(0));
+        isolation.record(LayerKind::Network, enforced("no network but an empty loopback".to_owned()));
+        isolation.record(
+            LayerKind::Resources,
+            enforced("control groups for memory, CPU time and processes, shared with its forks".to_owned()),
+        );
+        isolation
+    }
+}
+
+/// What landlock of this version gives; the supervisor has told it before any user's code ran.
+fn landlock(version: i64) -> Layer {
+    let read_only = "a root file system that cannot be written to".to_owned();
+    match version {
+        6.. => Layer::Enforced { how: "landlock for files and signals, also between forks".to_owned() },
+        1..=5 => Layer::Enforced { how: "landlock for files".to_owned() },
+        _ => Layer::Reduced { how: read_only, why: "there is no landlock where the container runs".to_owned() },
+    }
+}
+
+fn with(why: String, complaints: &str) -> String {
+    match complaints.lines().last() {
+        Some(last) if !last.is_empty() => format!("{why} ({last})"),
+        _ => why,
+    }
+}
+
+/// One session's place in a container.
+pub(super) struct ContainerSandbox {
+    container: Arc<Container>,
+    member: u32,
+    isolation: Isolation,
+    checkpoints: Mutex<HashSet<CheckpointId>>,
+    next_checkpoint: u32,
+    destroyed: bool,
+}
+
+/// How long Python in a container may take to become warm.
+const WARM_PATIENCE: Duration = Duration::from_secs(120);
+
+impl ContainerSandbox {
+    pub(super) fn is_alive(&self) -> bool {
+        self.container.is_alive()
+    }
+
+    async fn begin(&mut self, how: Fresh) -> Result<Interpreter, LaunchError> {
+        let order = json!({"gate": how.gate(), "work": spec::WORK});
+        let beginning = self.container.house.owns_work_folder.then_some(BEGINNING);
+        // Python may still be importing.
+        self.container.interpreter(b'b', self.member, order, beginning, WARM_PATIENCE).await
+    }
+
+    fn kept(&self) -> std::sync::MutexGuard<'_, HashSet<CheckpointId>> {
+        self.checkpoints.lock().expect("nothing panics while it holds the checkpoints")
+    }
+}
+
+#[async_trait]
+impl Sandbox for ContainerSandbox {
+    fn isolation(&self) -> &Isolation {
+        &self.isolation
+    }
+
+    async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
+        self.begin(Fresh::AtOnce).await
+    }
+
+    fn memory(&self) -> MemoryUse {
+        self.container.meter.use_of_memory()
+    }
+
+    fn forget_peak(&self) {
+        self.container.meter.forget_peak();
+    }
+
+    fn gauge(&self) -> Arc<dyn Gauge> {
+        self.container.meter.clone()
+    }
+
+    async fn checkpoint(&mut self, told: oneshot::Sender<()>) -> Result<CheckpointId, CheckpointError> {
+        let checkpoint = CheckpointId(self.next_checkpoint);
+        self.next_checkpoint += 1;
+        let given_up = GiveUp { container: self.container.clone(), member: self.member, checkpoint, done: false };
+        // The line keeps the order of what is said on it, so the supervisor expects the copy before the interpreter is asked for it.
+        let made = self.container.line.ask(b'c', self.member, json!({"checkpoint": checkpoint.0}));
+        let made = tokio::time::timeout(BRANCH_PATIENCE, begun_then(made, told)).await;
+        match made {
+            Ok(Ok(())) => {
+                let mut given_up = given_up;
+                given_up.done = true;
+                self.kept().insert(checkpoint);
+                Ok(checkpoint)
+            }
+            Ok(Err(why)) => Err(CheckpointError::Failed { why }),
+            Err(_) => Err(CheckpointError::Failed { why: "the session did not come to its branch point".to_owned() }),
+        }
+    }
+
+    async fn restore(&mut self, checkpoint: CheckpointId) -> Result<Interpreter, LaunchError> {
+        if checkpoint == BEGINNING && self.container.house.owns_work_folder && !self.kept().contains(&checkpoint) {
+            return self.begin(Fresh::Emptied).await;
+        }
+        let order = json!({"checkpoint": checkpoint.0});
+        self.container.interpreter(b'u', self.member, order, None, ORDER_PATIENCE).await
+    }
+
+    async fn fork(
+        &self,
+        checkpoint: CheckpointId,
+        _terms: ForkTerms,
+    ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
+        let container = &self.container;
+        container.members.fetch_add(1, Ordering::Relaxed);
+        let fork = container.sandbox(self.isolation.clone());
+        container.fit_memory().await;
+        let order = json!({
+            "of": self.member,
+            "checkpoint": checkpoint.0,
+            "folder": container.house.owns_work_folder,
+        });
+        let made = container.interpreter(b'f', fork.member, order, None, ORDER_PATIENCE).await;
+        Ok((Box::new(fork), made?))
+    }
+
+    fn has(&self, checkpoint: CheckpointId) -> bool {
+        let is_there = self.kept().contains(&checkpoint) && !self.container.line.has_lost(self.member, checkpoint.0);
+        self.container.is_alive() && (is_there || checkpoint == BEGINNING)
+    }
+
+    fn forget(&self, checkpoint: CheckpointId) {
+        if self.kept().remove(&checkpoint) {
+            forget(&self.container, self.member, checkpoint);
+        }
+    }
+
+    fn rules(&self) -> Rules {
+        Rules::none()
+    }
+
+    fn set_rules(&self, _rules: Rules) {}
+
+    fn take_blocked(&self) -> Vec<Blocked> {
+        Vec::new()
+    }
+
+    fn launcher(&self) -> Arc<dyn Launcher> {
+        Arc::new(NoPrograms)
+    }
+
+    async fn destroy(&mut self) {
+        if std::mem::replace(&mut self.destroyed, true) {
+            return;
+        }
+        if self.container.members.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.container.remove().await;
+            return;
+        }
+        match self.container.order(b'x', self.member, json!({})).await {
+            Ok(()) => self.container.fit_memory().await,
+            // The rest of the family cannot be served any more either.
+            Err(_) => self.container.engine.kill(&self.container.id).await,
+        }
+    }
+}
+
+impl Drop for ContainerSandbox {
+    fn drop(&mut self) {
+        if std::mem::replace(&mut self.destroyed, true) {
+            return;
+        }
+        if self.container.members.fetch_sub(1, Ordering::Relaxed) > 1 {
+            self.container.line.say(b'x', self.member, json!({"ask": 0}).to_string().as_bytes());
+        }
+        // The container itself goes with its last holder.
+    }
+}
+
+/// Programs beside an interpreter cannot be kept apart from it in one container.
+struct NoPrograms;
+
+#[async_trait]
+impl Launcher for NoPrograms {
+    async fn launch(&self, _program: Program) -> Result<Box<dyn Process>, ProgramError> {
+        Err(ProgramError::Unsupported {
+            why: "sessions in containers share their container with what they start".to_owned(),
+        })
+    }
+}
+
+/// Begins to wait, then tells that it does.
+async fn begun_then<T>(work: impl Future<Output = T>, told: oneshot::Sender<()>) -> T {
+    let mut work = std::pin::pin!(work);
+    let mut told = Some(told);
+    std::future::poll_fn(move |context| {
+        let polled = work.as_mut().poll(context);
+        if let Some(told) = told.take() {
+            // Nobody waits when the attempt was given up.
+            let _ = told.send(());
+        }
+        polled
+    })
+    .await
+}
+
+fn forget(container: &Container, member: u32, checkpoint: CheckpointId) {
+    let order = json!({"ask": 0, "checkpoint": checkpoint.0});
+    container.line.say(b'o', member, order.to_string().as_bytes());
+}
+
+/// Forgets a checkpoint that was given up half way, also if it was made after all.
+struct GiveUp {
+    container: Arc<Container>,
+    member: u32,
+    checkpoint: CheckpointId,
+    done: bool,
+}
+
+impl Drop for GiveUp {
+    fn drop(&mut self) {
+        if !self.done {
+            forget(&self.container, self.member, self.checkpoint);
+        }
+    }
+}
+
+/// An interpreter in a container.
+struct ContainerProcess {
+    container: Arc<Container>,
+    number: u32,
+    exit: watch::Receiver<Option<Exit>>,
+    told: Option<Exit>,
+    killed: Arc<AtomicBool>,
+    mark: Mark,
+}
+
+impl ContainerProcess {
+    /// Says what the end of an interpreter was, with what the kernel and the engine know of it.
+    async fn judge(&self, exit: Exit) -> Exit {
+        let may_be_memory = matches!(exit, Exit::Signal(9) | Exit::Unknown) && !self.killed.load(Ordering::Relaxed);
+        if may_be_memory && self.container.meter.ran_out_since(self.mark).await {
+            return Exit::OutOfMemory { limit: self.container.house.limits.memory };
+        }
+        match exit {
+            // The whole container was ended, by us or by somebody else.
+            Exit::Unknown if self.killed.load(Ordering::Relaxed) || self.container.fate.borrow().died => {
+                Exit::Signal(9)
+            }
+            other => other,
+        }
+    }
+}
+
+#[async_trait]
+impl Process for ContainerProcess {
+    fn interrupt(&self) {
+        self.container.line.say(b'i', self.number, b"");
+    }
+
+    fn kill(&self) {
+        self.killed.store(true, Ordering::Relaxed);
+        self.container.line.say(b'k', self.number, b"");
+        let (engine, id, mut exit) = (self.container.engine.clone(), self.container.id.clone(), self.exit.clone());
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            runtime.spawn(async move {
+                if tokio::time::timeout(KILL_PATIENCE, exit.wait_for(Option::is_some)).await.is_err() {
+                    engine.kill(&id).await;
+                }
+            });
+        }
+    }
+
+    async fn exited(&mut self) -> Exit {
+        if let Some(exit) = self.told {
+            return exit;
+        }
+        let exit = match self.exit.wait_for(Option::is_some).await {
+            Ok(exit) => exit.unwrap_or(Exit::Unknown),
+            Err(_) => Exit::Unknown,
+        };
+        let exit = self.judge(exit).await;
+        self.told = Some(exit);
+        exit
+    }
+}

@@ -1,0 +1,138 @@
+//! Which server a container belongs to, and whether that one still lives.
+//!
+//! A container ends with its standard input, so a server that dies leaves nothing running. What it was just making, and what an engine did not get around to remove, is
+//! found by labels. Each server holds a lock on a file in the runtime folder; the next one to start removes the containers of those whose lock is free. Only servers
+//! that use the same runtime folder on the same machine judge each other.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::FlockOperation;
+use sha2::{Digest, Sha256};
+use tracing::info;
+
+use super::engine::Engine;
+use super::image::fresh_number;
+use super::spec::{LABEL_PLACE, LABEL_SERVER};
+
+pub(super) struct Tenancy {
+    server: String,
+    place: String,
+    folder: PathBuf,
+    /// Held as long as the server lives.
+    _lock: File,
+}
+
+impl Tenancy {
+    /// Registers this server.
+    pub(super) fn register(runtime_dir: &Path) -> io::Result<Tenancy> {
+        let folder = runtime_dir.join("containers");
+        DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
+        let server = format!("{:016x}", fresh_number());
+        let file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(folder.join(&server))?;
+        rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        let place = place(&folder.canonicalize()?);
+        Ok(Tenancy { server, place, folder, _lock: file })
+    }
+
+    /// The name of this server in labels.
+    pub(super) fn server(&self) -> &str {
+        &self.server
+    }
+
+    /// The name of this machine and runtime folder in labels.
+    pub(super) fn place(&self) -> &str {
+        &self.place
+    }
+
+    /// Removes what servers of this place left that live no more.
+    pub(super) async fn sweep(&self, engine: &Engine) {
+        let Ok(listed) = engine.list(LABEL_PLACE, &self.place).await else { return };
+        for container in listed {
+            let Some(server) = container.labels.get(LABEL_SERVER) else { continue };
+            if *server != self.server && !self.lives(server) {
+                info!("a container of a server that is gone is removed");
+                engine.remove(&container.id).await;
+            }
+        }
+        self.forget_dead();
+    }
+
+    fn lives(&self, server: &str) -> bool {
+        // A label is text that anybody could have written.
+        if !server.chars().all(|letter| letter.is_ascii_hexdigit()) {
+            return true;
+        }
+        match File::open(self.folder.join(server)) {
+            Ok(file) => rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared).is_err(),
+            Err(error) => error.kind() != io::ErrorKind::NotFound,
+        }
+    }
+
+    fn forget_dead(&self) {
+        for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
+            if entry.file_name().to_str().is_some_and(|server| server != self.server && !self.lives(server)) {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+    }
+
+    /// Removes the registration. Doing it twice is harmless.
+    pub(super) fn end(&self) {
+        let _ = fs::remove_file(self.folder.join(&self.server));
+    }
+}
+
+impl Drop for Tenancy {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn place(folder: &Path) -> String {
+    let machine = fs::read("/etc/machine-id").unwrap_or_default();
+    let host = rustix::system::uname();
+    let mut hash = Sha256::new();
+    hash.update(machine);
+    hash.update(host.nodename().to_bytes());
+    hash.update(folder.as_os_str().as_encoded_bytes());
+    hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_lives_as_long_as_it_holds_its_lock() {
+        let folder = tempfile::tempdir().unwrap();
+        let (one, other) = (Tenancy::register(folder.path()).unwrap(), Tenancy::register(folder.path()).unwrap());
+        assert_eq!(one.place(), other.place());
+        assert_ne!(one.server(), other.server());
+        assert!(one.lives(other.server())); // control
+        let name = other.server().to_owned();
+        drop(other);
+        assert!(!one.lives(&name));
+    }
+
+    #[test]
+    fn a_crashed_server_leaves_a_file_whose_lock_is_free() {
+        let folder = tempfile::tempdir().unwrap();
+        let tenancy = Tenancy::register(folder.path()).unwrap();
+        fs::write(folder.path().join("containers/00000000deadbeef"), "").unwrap();
+        assert!(!tenancy.lives("00000000deadbeef"));
+        tenancy.forget_dead();
+        assert!(!folder.path().join("containers/00000000deadbeef").exists());
+        assert!(folder.path().join("containers").join(tenancy.server()).exists()); // control
+    }
+
+    #[test]
+    fn a_label_that_is_no_name_of_ours_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let tenancy = Tenancy::register(folder.path()).unwrap();
+        assert!(tenancy.lives("../../etc/passwd"));
+        assert!(!tenancy.lives("0123456789abcdef")); // control
+    }
+}

@@ -1,0 +1,186 @@
+//! Containers made inside the test process, by an engine that `tests/support/engine` starts.
+//!
+//! A machine on which that cannot be done skips the tests, aloud.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use cellblock::app::OwnSupplies;
+use cellblock::sandbox::container::{
+    ContainerBackend, ContainerBind, ContainerSettings, EngineAddress, EngineKind, PoolSettings,
+};
+use cellblock::sandbox::{Backend, Preparation, SandboxLimits};
+use cellblock::session::{SessionSettings, Sessions};
+use rustix::fs::FlockOperation;
+use tokio::sync::watch;
+
+use super::native::{ROOMY, Session};
+
+/// The image that the script makes: Debian with Python and without IPython.
+pub(crate) const IMAGE: &str = "cellblock-test:python";
+
+/// An engine that runs for the tests.
+pub(crate) struct TestEngine {
+    pub(crate) kind: EngineKind,
+    pub(crate) address: EngineAddress,
+    /// Keeps the engine from ending.
+    _in_use: File,
+}
+
+/// Returns Docker, or says that the test is skipped.
+pub(crate) fn docker() -> Option<&'static TestEngine> {
+    static DOCKER: OnceLock<Result<TestEngine, String>> = OnceLock::new();
+    found(DOCKER.get_or_init(|| start(EngineKind::Docker, "docker")))
+}
+
+/// Returns Podman, or says that the test is skipped.
+pub(crate) fn podman() -> Option<&'static TestEngine> {
+    static PODMAN: OnceLock<Result<TestEngine, String>> = OnceLock::new();
+    found(PODMAN.get_or_init(|| start(EngineKind::Podman, "podman")))
+}
+
+fn found(engine: &'static Result<TestEngine, String>) -> Option<&'static TestEngine> {
+    engine.as_ref().map_err(|why| super::skipped(why)).ok()
+}
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("engine")
+}
+
+fn start(kind: EngineKind, word: &str) -> Result<TestEngine, String> {
+    std::fs::create_dir_all(folder()).map_err(|error| error.to_string())?;
+    let in_use = File::create(folder().join("users")).map_err(|error| error.to_string())?;
+    rustix::fs::flock(&in_use, FlockOperation::LockShared).map_err(|error| error.to_string())?;
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/engine");
+    let run = Command::new(script).arg(word).arg(folder()).output().map_err(|error| format!("bash ({error})"))?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    let Some(socket) = text(&run.stdout).strip_prefix("unix://").map(PathBuf::from).filter(|_| run.status.success())
+    else {
+        return Err(text(&run.stderr));
+    };
+    Ok(TestEngine { kind, address: EngineAddress::Unix(socket), _in_use: in_use })
+}
+
+impl TestEngine {
+    /// Runs the engine's own command line against it: another witness than ours.
+    pub(crate) fn command(&self, arguments: &[&str]) -> String {
+        let output = Command::new("docker").arg("-H").arg(self.address.to_string()).args(arguments).output();
+        let output = output.expect("the engine's command line runs");
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).expect("text")
+    }
+
+    /// The identities of all containers that the engine knows.
+    pub(crate) fn containers(&self) -> Vec<String> {
+        self.command(&["ps", "--all", "--no-trunc", "--quiet"]).lines().map(str::to_owned).collect()
+    }
+
+    /// The container that a session is in: the one whose first process has the session's pid namespace.
+    pub(crate) async fn container_of(&self, session: &Session) -> String {
+        let namespace = session.ok("import os; print(os.readlink('/proc/self/ns/pid'))").await;
+        let is_it = |id: &String| {
+            let pid = self.command(&["inspect", "--format", "{{.State.Pid}}", id]);
+            let found = std::fs::read_link(format!("/proc/{}/ns/pid", pid.trim()));
+            found.is_ok_and(|found| found.to_string_lossy() == namespace.trim())
+        };
+        self.containers().into_iter().find(is_it).expect("the session is in a container of this engine")
+    }
+
+    /// Like `native::shared`: the backend that most tests share.
+    pub(crate) fn shared(&'static self) -> &'static Containers {
+        static DOCKER: OnceLock<Containers> = OnceLock::new();
+        static PODMAN: OnceLock<Containers> = OnceLock::new();
+        let place = if self.kind == EngineKind::Docker { &DOCKER } else { &PODMAN };
+        place.get_or_init(|| self.build().start())
+    }
+
+    /// A backend like `shared`, to be changed.
+    pub(crate) fn build(&self) -> Builder {
+        Builder {
+            settings: ContainerSettings {
+                kind: self.kind,
+                address: self.address.clone(),
+                image: IMAGE.to_owned(),
+                runtime: None,
+                runtime_dir: super::native::runtime_folder(),
+                limits: ROOMY,
+                binds: Vec::new(),
+                variables: vec![("GIVEN".to_owned(), "by the operator".to_owned())],
+                pool: PoolSettings { size: 0, max_age: Duration::from_secs(600), creations: 2 },
+                preload: Vec::new(),
+                quick: true,
+            },
+            sessions: SessionSettings { max_sessions: 500, ..SessionSettings::default() },
+        }
+    }
+}
+
+/// What a backend should be like.
+pub(crate) struct Builder {
+    pub(crate) settings: ContainerSettings,
+    sessions: SessionSettings,
+}
+
+impl Builder {
+    pub(crate) fn limits(mut self, limits: SandboxLimits) -> Builder {
+        self.sessions.memory_limit = Some(limits.memory);
+        self.settings.limits = limits;
+        self
+    }
+
+    pub(crate) fn pool(mut self, size: usize, max_age: Duration) -> Builder {
+        self.settings.pool = PoolSettings { size, max_age, creations: 2 };
+        self
+    }
+
+    pub(crate) fn bind(mut self, bind: ContainerBind) -> Builder {
+        self.settings.binds.push(bind);
+        self
+    }
+
+    pub(crate) fn image(mut self, image: &str) -> Builder {
+        self.settings.image = image.to_owned();
+        self
+    }
+
+    pub(crate) fn address(mut self, address: EngineAddress) -> Builder {
+        self.settings.address = address;
+        self
+    }
+
+    pub(crate) fn runtime(mut self, runtime: &str) -> Builder {
+        self.settings.runtime = Some(runtime.to_owned());
+        self
+    }
+
+    /// Starts it. Sessions wait until it is ready.
+    pub(crate) fn start(self) -> Containers {
+        let working = Preparation::Working { step: "preparing".to_owned(), done: 0, total: None };
+        let supplies = Arc::new(OwnSupplies { data_dir: super::data_folder() });
+        // Also outside of an async test the backend's tasks find the runtime.
+        let _entered = super::native::runtime().enter();
+        let backend = ContainerBackend::start(self.settings, supplies, watch::Sender::new(working));
+        let backend: Arc<dyn Backend> = Arc::new(backend.expect("the runtime folder can be used"));
+        Containers { sessions: Sessions::new(Arc::clone(&backend), self.sessions), backend }
+    }
+}
+
+/// A backend with its sessions.
+pub(crate) struct Containers {
+    pub(crate) sessions: Sessions,
+    pub(crate) backend: Arc<dyn Backend>,
+}
+
+impl Containers {
+    pub(crate) fn session(&self) -> Session {
+        Session::new(&self.sessions)
+    }
+
+    /// Ends the backend and everything it made.
+    pub(crate) async fn end(&self) {
+        self.sessions.shut_down().await;
+    }
+}

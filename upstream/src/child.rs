@@ -1,0 +1,359 @@
+//! A server that is a program on this machine.
+//!
+//! It is started without a shell, in a process group of its own, with a clean environment: the few variables that every MCP client passes on,
+//! and what the parameters say. It ends politely when it can (end of input, then SIGTERM, then SIGKILL), and with all of its group.
+//!
+//! It must not outlive this process either, however that ends. The kernel can see to that (the signal on the death of the parent), but only the
+//! child itself can ask for it. So the program is started through a wrapper, a command of ours that calls [`exec_with_parent`]. The kernel means the
+//! *thread* that started the child, not the process; hence one thread that starts all of them and never ends.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, getppid, kill_process_group, set_parent_process_death_signal};
+use tokio::io::{AsyncRead, AsyncReadExt};
+use tokio::process::{ChildStdin, ChildStdout, Command};
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+use crate::variables::{Mask, Variables};
+
+/// What MCP clients pass on to the servers they start.
+const INHERITED: [&str; 7] = ["HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG"];
+/// Where programs are looked for when nobody says.
+const USUAL_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
+/// How long a server has to end by itself once its input has ended. Interpreters take that long on a busy machine.
+const PATIENCE_AFTER_INPUT: Duration = Duration::from_secs(2);
+/// How long it has after SIGTERM.
+const PATIENCE_AFTER_TERM: Duration = Duration::from_secs(1);
+/// How much is kept of what a server writes to its standard error.
+const KEPT_LINES: usize = 20;
+const LONGEST_KEPT_LINE: usize = 500;
+
+/// The command through which programs are started, so that they end with this process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WrapperCommand {
+    pub program: PathBuf,
+    pub arguments: Vec<OsString>,
+}
+
+/// Becomes the program that the arguments name, after asking the kernel to end it with its parent. Returns only if that fails.
+///
+/// The arguments are those that are behind the arguments of the wrapper: the process that must be the parent, the program, its arguments.
+pub fn exec_with_parent(arguments: impl IntoIterator<Item = OsString>) -> io::Error {
+    let mut arguments = arguments.into_iter();
+    let parent = arguments.next().and_then(|text| text.to_str()?.parse().ok()).and_then(Pid::from_raw);
+    let (Some(parent), Some(program)) = (parent, arguments.next()) else {
+        return io::Error::new(io::ErrorKind::InvalidInput, "expected a process and a program");
+    };
+    if let Err(error) = set_parent_process_death_signal(Some(Signal::KILL)) {
+        return error.into();
+    }
+    // Whoever died before the line above sends no signal.
+    if getppid() != Some(parent) {
+        return io::Error::other("the process that started this has ended");
+    }
+    std::process::Command::new(program).args(arguments).exec()
+}
+
+/// What to start.
+pub(crate) struct Program<'a> {
+    pub(crate) command: &'a str,
+    pub(crate) arguments: &'a [String],
+    pub(crate) environment: &'a BTreeMap<String, String>,
+    pub(crate) folder: Option<&'a str>,
+}
+
+/// Why a program could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    #[error("there is no program of that name on the path of the server")]
+    NoProgram,
+    #[error("the folder it should start in does not exist")]
+    NoFolder,
+    #[error("it could not be started")]
+    Spawn(#[source] io::Error),
+}
+
+/// A started program. Dropping it kills its group.
+pub(crate) struct Child {
+    process: tokio::process::Child,
+    group: Option<Pid>,
+    stderr: tokio::task::JoinHandle<()>,
+}
+
+/// The ends of the pipes, and the last words.
+pub(crate) struct Started {
+    pub(crate) child: Child,
+    pub(crate) input: ChildStdin,
+    pub(crate) output: ChildStdout,
+    pub(crate) last_words: LastWords,
+}
+
+/// Starts a program.
+pub(crate) async fn start(
+    program: Program<'_>,
+    host: &Variables,
+    wrapper: Option<&WrapperCommand>,
+    mask: Mask,
+) -> Result<Started, StartError> {
+    if program.folder.is_some_and(|folder| !Path::new(folder).is_dir()) {
+        return Err(StartError::NoFolder);
+    }
+    let environment = environment(host, program.environment);
+    let path = environment.get("PATH").map_or(USUAL_PATH, String::as_str);
+    let found = find(program.command, path, program.folder).ok_or(StartError::NoProgram)?;
+    let mut command = match wrapper {
+        Some(wrapper) => {
+            let mut command = Command::new(&wrapper.program);
+            command.args(&wrapper.arguments).arg(std::process::id().to_string()).arg(&found);
+            command
+        }
+        None => Command::new(&found),
+    };
+    command.args(program.arguments).env_clear().envs(&environment).process_group(0).kill_on_drop(true);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    if let Some(folder) = program.folder {
+        command.current_dir(folder);
+    }
+    let mut process = spawn(command).await.map_err(StartError::Spawn)?;
+    let group = process.id().and_then(|id| Pid::from_raw(id.cast_signed()));
+    let missing = || StartError::Spawn(io::Error::other("a pipe is missing"));
+    let (input, output) = (process.stdin.take().ok_or_else(missing)?, process.stdout.take().ok_or_else(missing)?);
+    let errors = process.stderr.take().ok_or_else(missing)?;
+    let last_words = LastWords::default();
+    let stderr = tokio::spawn(listen(errors, last_words.clone(), mask));
+    Ok(Started { child: Child { process, group, stderr }, input, output, last_words })
+}
+
+impl Child {
+    /// Ends the program, whose input has been closed, and its group.
+    pub(crate) async fn end(&mut self) {
+        if timeout(PATIENCE_AFTER_INPUT, self.process.wait()).await.is_err() {
+            self.signal(Signal::TERM);
+            if timeout(PATIENCE_AFTER_TERM, self.process.wait()).await.is_err() {
+                self.signal(Signal::KILL);
+                // A killed process ends, except while it is stuck in the kernel, and nobody can wait for that.
+                let _ = timeout(PATIENCE_AFTER_TERM, self.process.wait()).await;
+            }
+        }
+        // Whatever it started and left behind.
+        self.signal(Signal::KILL);
+        self.group = None;
+    }
+
+    fn signal(&self, signal: Signal) {
+        if let Some(group) = self.group {
+            // Fails only if nobody is left.
+            let _ = kill_process_group(group, signal);
+        }
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        self.signal(Signal::KILL);
+        self.stderr.abort();
+    }
+}
+
+/// The last lines that a program wrote to its standard error, without secrets.
+#[derive(Clone, Default)]
+pub(crate) struct LastWords(Arc<Mutex<VecDeque<String>>>);
+
+impl LastWords {
+    /// Returns the last line that says something.
+    pub(crate) fn last(&self) -> Option<String> {
+        self.lines().back().cloned()
+    }
+
+    fn add(&self, line: &[u8], mask: &Mask) {
+        let line = mask.hide(&String::from_utf8_lossy(line));
+        let line: String =
+            line.trim().chars().filter(|character| !character.is_control()).take(LONGEST_KEPT_LINE).collect();
+        if line.is_empty() {
+            return;
+        }
+        tracing::debug!(line, "an MCP server wrote to its standard error");
+        let mut lines = self.lines();
+        if lines.len() == KEPT_LINES {
+            lines.pop_front();
+        }
+        lines.push_back(line);
+    }
+
+    fn lines(&self) -> std::sync::MutexGuard<'_, VecDeque<String>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Reads standard error to its end, so that the program never waits for us. Of a long line the beginning is kept.
+async fn listen(mut errors: impl AsyncRead + Unpin, last_words: LastWords, mask: Mask) {
+    let mut line = Vec::new();
+    let mut buffer = [0; 4096];
+    while let Ok(count @ 1..) = errors.read(&mut buffer).await {
+        for byte in &buffer[..count] {
+            if *byte == b'\n' {
+                last_words.add(&line, &mask);
+                line.clear();
+            } else if line.len() < 4 * LONGEST_KEPT_LINE {
+                line.push(*byte);
+            }
+        }
+    }
+    last_words.add(&line, &mask);
+}
+
+fn environment(host: &Variables, given: &BTreeMap<String, String>) -> BTreeMap<String, String> {
+    let inherited = INHERITED.iter().filter_map(|name| Some(((*name).to_owned(), host.get(name)?.to_owned())));
+    let mut environment: BTreeMap<String, String> = inherited.collect();
+    environment.extend(given.clone());
+    environment
+}
+
+/// Finds a program as a shell would, so that a missing one is a plain error and not one of the wrapper.
+fn find(command: &str, path: &str, folder: Option<&str>) -> Option<PathBuf> {
+    let is_program = |path: &Path| {
+        std::fs::metadata(path).is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
+    };
+    if command.contains('/') {
+        let found = folder.map_or_else(|| PathBuf::from(command), |folder| Path::new(folder).join(command));
+        return is_program(&found).then(|| std::path::absolute(&found).unwrap_or(found));
+    }
+    std::env::split_paths(path)
+        .map(|folder| folder.join(command))
+        .find(|found| found.is_absolute() && is_program(found))
+}
+
+struct Job {
+    command: Command,
+    runtime: tokio::runtime::Handle,
+    answer: oneshot::Sender<io::Result<tokio::process::Child>>,
+}
+
+/// Starts a command from the thread that never ends.
+async fn spawn(command: Command) -> io::Result<tokio::process::Child> {
+    static SPAWNER: OnceLock<mpsc::Sender<Job>> = OnceLock::new();
+    let spawner = SPAWNER.get_or_init(|| {
+        let (sender, jobs) = mpsc::channel::<Job>();
+        let work = move || {
+            for mut job in jobs {
+                let _inside = job.runtime.enter();
+                // If nobody waits any more the child is dropped, and killed.
+                let _ = job.answer.send(job.command.spawn());
+            }
+        };
+        std::thread::Builder::new().name("cb-upstreams".to_owned()).spawn(work).expect("a thread can be started");
+        sender
+    });
+    let (answer, started) = oneshot::channel();
+    let job = Job { command, runtime: tokio::runtime::Handle::current(), answer };
+    spawner.send(job).map_err(|_| io::Error::other("the thread that starts programs is gone"))?;
+    started.await.map_err(|_| io::Error::other("the thread that starts programs is gone"))?
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncBufReadExt;
+
+    use super::*;
+
+    fn host() -> Variables {
+        let path = std::env::var("PATH").unwrap();
+        Variables::new([("PATH".to_owned(), path), ("SECRET_OF_HOST".to_owned(), "never".to_owned())])
+    }
+
+    async fn shell(script: &str, environment: &[(&str, &str)]) -> Started {
+        let environment = environment.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        let arguments = ["-c".to_owned(), script.to_owned()];
+        let program = Program { command: "sh", arguments: &arguments, environment: &environment, folder: None };
+        start(program, &host(), None, Mask::default()).await.unwrap()
+    }
+
+    async fn output(started: &mut Started) -> String {
+        let mut text = String::new();
+        started.output.read_to_string(&mut text).await.unwrap();
+        text
+    }
+
+    fn is_alive(process: &str) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+        // A zombie waits for whoever adopted it, and is dead.
+        stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
+    }
+
+    #[tokio::test]
+    async fn the_environment_is_clean_but_for_what_was_given() {
+        let mut started = shell("env", &[("GIVEN", "yes")]).await;
+        let text = output(&mut started).await;
+        assert!(text.contains("GIVEN=yes") && text.contains("PATH="), "{text}");
+        assert!(!text.contains("SECRET_OF_HOST") && !text.contains("CARGO"), "{text}");
+    }
+
+    #[tokio::test]
+    async fn a_missing_program_or_folder_is_a_plain_error() {
+        let environment = BTreeMap::new();
+        let program = |command, folder| Program { command, arguments: &[], environment: &environment, folder };
+        let attempt =
+            async |command, folder| start(program(command, folder), &host(), None, Mask::default()).await.err();
+        assert!(matches!(attempt("no-such-program", None).await, Some(StartError::NoProgram)));
+        assert!(matches!(attempt("./sh", None).await, Some(StartError::NoProgram)));
+        assert!(matches!(attempt("true", Some("/no/such/folder")).await, Some(StartError::NoFolder)));
+        // The control.
+        assert!(attempt("true", Some("/")).await.is_none());
+    }
+
+    #[tokio::test]
+    async fn a_program_that_ignores_everything_is_killed_with_what_it_started() {
+        let mut started = shell("trap '' TERM; sleep 1000 & echo $!; while :; do sleep 1000; done", &[]).await;
+        let mut lines = tokio::io::BufReader::new(&mut started.output).lines();
+        let grandchild = lines.next_line().await.unwrap().unwrap();
+        assert!(is_alive(&grandchild));
+        drop(started.input);
+        started.child.end().await;
+        while is_alive(&grandchild) {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn dropping_kills_the_group_at_once() {
+        let mut started = shell("sleep 1000 & echo $!; wait", &[]).await;
+        let mut lines = tokio::io::BufReader::new(&mut started.output).lines();
+        let grandchild = lines.next_line().await.unwrap().unwrap();
+        drop(started.child);
+        while is_alive(&grandchild) {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn last_words_are_kept_within_bounds_and_without_secrets() {
+        let filled =
+            crate::variables::fill(&Variables::new([("K".to_owned(), "hunter2".to_owned())]), |fill| fill.text("${K}"));
+        let words = LastWords::default();
+        let many: String = (0..100).map(|number| format!("line {number}\n")).collect();
+        listen(many.as_bytes(), words.clone(), Mask::default()).await;
+        assert_eq!(words.lines().len(), KEPT_LINES);
+        let text = format!("{}\nthe key hunter2 is wrong\r\n\n", "x".repeat(100_000));
+        listen(text.as_bytes(), words.clone(), filled.unwrap().mask).await;
+        assert_eq!(words.last().unwrap(), "the key [hidden] is wrong");
+        assert!(words.lines().iter().all(|line| line.len() <= LONGEST_KEPT_LINE));
+    }
+
+    #[test]
+    fn the_wrapper_refuses_a_parent_that_is_not_there() {
+        let refused = |arguments: &[&str]| exec_with_parent(arguments.iter().map(OsString::from)).to_string();
+        assert_eq!(refused(&[]), "expected a process and a program");
+        assert_eq!(refused(&["x", "true"]), "expected a process and a program");
+        // This changes the death signal of the test's own thread, which ends with the test.
+        assert_eq!(refused(&["1073741823", "true"]), "the process that started this has ended");
+    }
+}

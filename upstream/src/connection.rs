@@ -1,0 +1,364 @@
+//! One live connection to a server: its list of tools, and calls.
+//!
+//! Every request ends in one of a few ways (`Failure`), and which of them says whether the server may have done what was asked.
+
+use std::collections::HashSet;
+use std::error::Error;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rmcp::RoleClient;
+use rmcp::model::{
+    CallToolRequest, CallToolRequestParams, CancelledNotificationParam, ClientRequest, JsonObject, ListToolsRequest,
+    PaginatedRequestParams, RequestId, ServerResult, SubscriptionFilter,
+};
+use rmcp::service::{Peer, PeerRequestOptions, RunningService, ServiceError};
+use rmcp::transport::streamable_http_client::StreamableHttpError;
+use serde_json::Value;
+use tokio::time::{Instant, sleep_until, timeout};
+
+use crate::call::{CallOptions, Progress, ProgressSink};
+use crate::child::LastWords;
+use crate::greeting::{ConnectError, Era};
+use crate::handler::Handler;
+use crate::upstream::Limits;
+use crate::variables::Mask;
+use crate::watched::{Sent, Watch};
+use crate::web::WebError;
+use crate::wire;
+
+/// What a server says about itself is cut to this.
+const LONGEST_TEXT: usize = 500;
+/// A cursor is a word. One that is larger is an attempt to have us carry something around.
+const LONGEST_CURSOR: usize = 4096;
+
+/// A live connection. Dropping it closes it, politely.
+pub(crate) struct Connection {
+    service: RunningService<RoleClient, Handler>,
+    pub(crate) era: Era,
+    /// What the server calls itself.
+    pub(crate) server: Option<String>,
+    mask: Mask,
+    last_words: Option<LastWords>,
+    watch: Watch,
+}
+
+/// Why a call has no result.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// Nothing reached the server.
+    NotSent {
+        why: String,
+    },
+    /// The connection was lost afterwards.
+    Lost,
+    /// The server gave an error in place of a result.
+    Refused {
+        code: i32,
+        message: String,
+    },
+    NotAResult(&'static str),
+    TooLarge,
+    Timeout(Duration),
+    Cancelled,
+}
+
+impl Connection {
+    pub(crate) fn new(
+        service: RunningService<RoleClient, Handler>,
+        era: Era,
+        server: Option<String>,
+        mask: Mask,
+        last_words: Option<LastWords>,
+        watch: Watch,
+    ) -> Connection {
+        let connection = Connection { service, era, server, mask, last_words, watch };
+        connection.listen();
+        connection
+    }
+
+    /// Tells whether a call can be sent.
+    pub(crate) fn is_usable(&self) -> bool {
+        !self.watch.broken.is_cancelled()
+    }
+
+    /// Tells whether the server said that its tools changed, and nobody has looked yet.
+    pub(crate) fn is_stale(&self) -> bool {
+        self.watch.changed.is_stale()
+    }
+
+    pub(crate) fn look(&self) -> u64 {
+        self.watch.changed.look()
+    }
+
+    /// What was listed after [`Connection::look`] has been compared.
+    pub(crate) fn seen(&self, look: u64) {
+        self.watch.changed.seen(look);
+    }
+
+    /// Waits until the server says that its tools changed, or the connection is lost.
+    pub(crate) async fn changed(&self) {
+        tokio::select! {
+            () = self.watch.changed.told() => {}
+            () = self.watch.broken.cancelled() => {}
+        }
+    }
+
+    /// Closes, and waits until the other side is gone.
+    pub(crate) async fn close(&self) {
+        self.watch.broken.cancel();
+        self.service.cancellation_token().cancel();
+        self.watch.ended.cancelled().await;
+    }
+
+    /// Forgets that this could be used, as the server has forgotten it.
+    fn give_up(&self) {
+        self.watch.broken.cancel();
+        self.service.cancellation_token().cancel();
+    }
+
+    pub(crate) fn last_words(&self) -> Option<String> {
+        self.last_words.as_ref().and_then(LastWords::last)
+    }
+
+    /// Starts to listen to changes, where that has to be asked for.
+    fn listen(&self) {
+        let lists_changes = self.service.peer().peer_info().is_some_and(|info| {
+            info.capabilities.tools.as_ref().is_some_and(|tools| tools.list_changed.unwrap_or(false))
+        });
+        if self.era == Era::Modern && lists_changes {
+            let (peer, broken) = (self.service.peer().clone(), self.watch.broken.clone());
+            tokio::spawn(async move {
+                tokio::select! {
+                    () = keep_listening(&peer) => {}
+                    () = broken.cancelled() => {}
+                }
+            });
+        }
+    }
+
+    /// Returns all tools, as the server describes them.
+    pub(crate) async fn list(&self, limits: &Limits) -> Result<Vec<Value>, ConnectError> {
+        let listed = timeout(limits.connect, self.pages(limits)).await;
+        listed.unwrap_or_else(|_| Err(ConnectError::Timeout { limit: limits.connect, last_words: self.last_words() }))
+    }
+
+    async fn pages(&self, limits: &Limits) -> Result<Vec<Value>, ConnectError> {
+        let mut tools = Vec::new();
+        let mut cursors = HashSet::new();
+        let mut cursor = None;
+        let mut bytes = 0;
+        for _ in 0..limits.most_pages {
+            let Some((listed, next)) = self.page(cursor).await? else { return Ok(tools) };
+            bytes += listed.iter().map(|tool| tool.to_string().len()).sum::<usize>();
+            tools.extend(listed);
+            if bytes > limits.largest_list || tools.len() > limits.most_tools {
+                return Err(ConnectError::List { why: "is too long" });
+            }
+            let Some(next) = next else { return Ok(tools) };
+            if next.len() > LONGEST_CURSOR || !cursors.insert(next.clone()) {
+                return Err(ConnectError::List { why: "never ends: it leads to a page that has been read" });
+            }
+            cursor = Some(next);
+        }
+        Err(ConnectError::List { why: "has too many pages" })
+    }
+
+    /// Returns one page and the cursor of the next. `None` if the server knows no tools at all.
+    async fn page(&self, cursor: Option<String>) -> Result<Option<(Vec<Value>, Option<String>)>, ConnectError> {
+        let params = PaginatedRequestParams::default().with_cursor(cursor);
+        let request = ClientRequest::ListToolsRequest(ListToolsRequest {
+            method: Default::default(),
+            params: Some(params),
+            extensions: Default::default(),
+        });
+        let no_list = || ConnectError::List { why: "is none" };
+        match self.ask(request, &CallOptions::default(), None).await {
+            Ok(Value::Object(mut page)) => {
+                let Some(Value::Array(tools)) = page.remove("tools") else { return Err(no_list()) };
+                let next = page.remove("nextCursor").filter(|next| !next.is_null());
+                let next = next.map(|next| next.as_str().map(str::to_owned).ok_or_else(no_list)).transpose()?;
+                Ok(Some((tools, next)))
+            }
+            Ok(_) => Err(no_list()),
+            // Servers that have no tools need not know the question.
+            Err(Failure::Refused { code: -32601, .. }) => Ok(None),
+            Err(Failure::Refused { message, .. }) => Err(ConnectError::ListRefused { why: message }),
+            Err(Failure::TooLarge) => Err(ConnectError::List { why: "is too long" }),
+            Err(Failure::NotSent { why }) => Err(ConnectError::Greeting { why }),
+            Err(_) => Err(ConnectError::Ended { last_words: self.last_words() }),
+        }
+    }
+
+    /// Calls a tool. The server may be silent for `time`; every sign of progress begins that time anew, up to `most`.
+    pub(crate) async fn call(
+        &self,
+        tool: &str,
+        arguments: JsonObject,
+        options: &CallOptions,
+        time: (Duration, Duration),
+    ) -> Result<Value, Failure> {
+        let params = CallToolRequestParams::new(tool.to_owned()).with_arguments(arguments);
+        let request = CallToolRequest::new(params);
+        self.ask(ClientRequest::CallToolRequest(request), options, Some(time)).await
+    }
+
+    async fn ask(
+        &self,
+        request: ClientRequest,
+        options: &CallOptions,
+        time: Option<(Duration, Duration)>,
+    ) -> Result<Value, Failure> {
+        let peer = self.service.peer();
+        let not_sent = || Failure::NotSent { why: "the connection is closed".to_owned() };
+        let handle =
+            peer.send_request_with_option(request, PeerRequestOptions::no_options()).await.map_err(|_| not_sent())?;
+        // Whatever ends this before there is an answer, the server is told. That includes being dropped.
+        let mut told =
+            Abandoned { peer: Some(peer.clone()), request: handle.id.clone(), sent: Arc::clone(&self.watch.sent) };
+        let mut progress = self.watch.progress.follow(&handle.progress_token);
+        let mut answer = handle.rx;
+        let begun = Instant::now();
+        let (mut deadline, latest) = match time {
+            Some((silence, most)) => (Some(begun + silence.min(most)), Some(begun + most)),
+            None => (None, None),
+        };
+        let mut further = Further { furthest: f64::NEG_INFINITY, sink: options.progress.as_ref() };
+        loop {
+            tokio::select! {
+                biased;
+                answered = &mut answer => {
+                    told.peer = None;
+                    while let Ok(step) = progress.receiver.try_recv() {
+                        further.tell(step);
+                    }
+                    return match answered {
+                        Ok(Err(ServiceError::TransportClosed)) | Err(_) => Err(self.lost(&told.request).await),
+                        Ok(answered) => self.understand(answered),
+                    };
+                }
+                () = self.watch.broken.cancelled() => {
+                    told.peer = None;
+                    return Err(self.lost(&told.request).await);
+                }
+                () = options.cancel.cancelled() => return Err(Failure::Cancelled),
+                Some(step) = progress.receiver.recv() => {
+                    if let (Some((silence, _)), Some(latest)) = (time, latest) {
+                        deadline = Some((Instant::now() + silence).min(latest));
+                    }
+                    further.tell(step);
+                }
+                () = sleep_until(deadline.unwrap_or(begun)), if deadline.is_some() => return Err(Failure::Timeout(begun.elapsed())),
+            }
+        }
+    }
+
+    /// Says what became of a request on a connection that was lost before there was an answer.
+    async fn lost(&self, request: &RequestId) -> Failure {
+        match self.watch.sent.may_have_arrived(request).await {
+            true => Failure::Lost,
+            false => Failure::NotSent { why: "the connection is closed".to_owned() },
+        }
+    }
+
+    fn understand(&self, answered: Result<ServerResult, ServiceError>) -> Result<Value, Failure> {
+        match answered {
+            Ok(ServerResult::CustomResult(result)) => Ok(result.0),
+            Ok(result) => serde_json::to_value(result).map_err(|_| Failure::NotAResult("it cannot be read")),
+            Err(ServiceError::McpError(error)) if wire::is_too_large(&error) => Err(Failure::TooLarge),
+            Err(ServiceError::McpError(error)) => {
+                Err(Failure::Refused { code: error.code.0, message: said(&error.message, &self.mask) })
+            }
+            Err(ServiceError::TransportSend(error)) => Err(self.not_sent(error.error.as_ref())),
+            Err(ServiceError::Cancelled { .. }) => Err(Failure::Cancelled),
+            Err(_) => Err(Failure::NotAResult("it is not what was asked for")),
+        }
+    }
+
+    /// Tells apart what cannot have reached the server from what may have.
+    fn not_sent(&self, error: &(dyn Error + 'static)) -> Failure {
+        // A line that was not written to its end is no message.
+        if error.is::<std::io::Error>() {
+            self.give_up();
+            return Failure::NotSent { why: "it ended".to_owned() };
+        }
+        if let Some(StreamableHttpError::SessionExpired) = error.downcast_ref::<StreamableHttpError<WebError>>() {
+            self.give_up();
+            return Failure::NotSent { why: "it has ended the session".to_owned() };
+        }
+        match web_error(error) {
+            Some(error) if error.is_before_the_server() => {
+                Failure::NotSent { why: said(&error.to_string(), &self.mask) }
+            }
+            Some(WebError::TooLarge(_)) => Failure::TooLarge,
+            Some(WebError::ContentType) => Failure::NotAResult("its answer is of a type that is not known"),
+            Some(error @ (WebError::Status(status) | WebError::Moved(status) | WebError::Refused(status))) => {
+                Failure::Refused { code: i32::from(*status), message: error.to_string() }
+            }
+            Some(_) => Failure::Lost,
+            None => match error.downcast_ref::<StreamableHttpError<WebError>>() {
+                Some(StreamableHttpError::UnexpectedServerResponse(_) | StreamableHttpError::Deserialize(_)) => {
+                    Failure::NotAResult("it is no message")
+                }
+                _ => Failure::Lost,
+            },
+        }
+    }
+}
+
+/// Returns a sentence of a server, bounded, on one line and without secrets.
+pub(crate) fn said(text: &str, mask: &Mask) -> String {
+    let text = mask.hide(text);
+    text.chars().map(|character| if character.is_control() { ' ' } else { character }).take(LONGEST_TEXT).collect()
+}
+
+fn web_error<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a WebError> {
+    match error.downcast_ref::<StreamableHttpError<WebError>>() {
+        Some(StreamableHttpError::Client(error)) => Some(error),
+        _ => error.downcast_ref(),
+    }
+}
+
+/// Tells progress that is progress: each step must be further than the one before.
+struct Further<'a> {
+    furthest: f64,
+    sink: Option<&'a ProgressSink>,
+}
+
+impl Further<'_> {
+    fn tell(&mut self, step: Progress) {
+        if step.progress > self.furthest {
+            self.furthest = step.progress;
+            if let Some(sink) = self.sink {
+                sink(step);
+            }
+        }
+    }
+}
+
+/// Tells the server, when it is dropped, that nobody waits any more.
+struct Abandoned {
+    peer: Option<Peer<RoleClient>>,
+    request: RequestId,
+    sent: Arc<Sent>,
+}
+
+impl Drop for Abandoned {
+    fn drop(&mut self) {
+        self.sent.forget(&self.request);
+        let (Some(peer), Ok(runtime)) = (self.peer.take(), tokio::runtime::Handle::try_current()) else { return };
+        let params =
+            CancelledNotificationParam::new(Some(self.request.clone()), Some("nobody waits for the answer".to_owned()));
+        runtime.spawn(async move {
+            // Whoever is gone needs not be told.
+            let _ = peer.notify_cancelled(params).await;
+        });
+    }
+}
+
+/// Keeps the stream of changes open. What comes on it is heard where everything is heard that comes beside answers.
+async fn keep_listening(peer: &Peer<RoleClient>) {
+    if let Ok(mut subscription) = peer.listen(SubscriptionFilter::builder().tools_list_changed().build()).await {
+        while let Ok(Some(_)) = subscription.next().await {}
+    }
+}

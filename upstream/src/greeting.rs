@@ -1,0 +1,254 @@
+//! How a connection is made: which transport, which era.
+//!
+//! The newer era is asked for first (`server/discover`). A program that answers with an error is greeted in the old way on the same pipes; one that does
+//! not answer, or ends, is started anew for that.
+
+use std::time::Duration;
+
+use rmcp::RoleClient;
+use rmcp::model::{ClientCapabilities, ProtocolVersion, RequestMetaObject};
+use rmcp::service::{ClientInitializeError, ClientLifecycleMode, serve_client_with_lifecycle};
+use rmcp::transport::Transport;
+use rmcp::transport::streamable_http_client::{
+    StreamableHttpClientTransport, StreamableHttpClientTransportConfig, StreamableHttpError,
+};
+use serde_json::Value;
+use tokio::time::{Instant, timeout_at};
+
+use crate::addresses::AddressError;
+use crate::child::{self, LastWords, Program, StartError};
+use crate::connection::{Connection, said};
+use crate::handler::{Handler, ourselves};
+use crate::lines::Lines;
+use crate::params::{self, BadParams, HttpTransport, Target};
+use crate::sse::SseTransport;
+use crate::upstream::Settings;
+use crate::variables::{Filled, Mask, MissingVariables};
+use crate::watched::{Watch, Watched};
+use crate::web::{ClientError, Web, WebError};
+
+/// Which generation of the protocol a server speaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Era {
+    /// 2025-11-25 and older: `initialize`, and a session.
+    Legacy,
+    /// 2026-07-28 and newer: every request stands alone.
+    Modern,
+}
+
+/// Why there is no connection. No value of a variable, header or environment is in here.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    #[error(transparent)]
+    Missing(#[from] MissingVariables),
+    #[error(transparent)]
+    Params(#[from] BadParams),
+    #[error("the program cannot be started: {0}")]
+    Start(#[from] StartError),
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    #[error("the server may not be used: {0}")]
+    Address(#[from] AddressError),
+    #[error("the server cannot be used: {0}")]
+    Web(#[from] WebError),
+    #[error("the server did not answer within {} s{}", .limit.as_secs_f64(), last(.last_words))]
+    Timeout { limit: Duration, last_words: Option<String> },
+    #[error("the server ended or closed the connection before it could be used{}", last(.last_words))]
+    Ended { last_words: Option<String> },
+    #[error("the server did not greet as MCP servers do: {why}")]
+    Greeting { why: String },
+    #[error("the server answered the request for its tools with an error: {why}")]
+    ListRefused { why: String },
+    #[error("the server's list of tools {why}")]
+    List { why: &'static str },
+    #[error("the tools cannot be used: {0}")]
+    Generate(#[from] cellblock_typed::GenerateError),
+    #[error("the server failed a moment ago and is not tried again before {} s have passed: {why}", .wait.as_secs_f64().ceil())]
+    Waiting { wait: Duration, why: String },
+    #[error("the server has been unregistered")]
+    Closed,
+}
+
+fn last(words: &Option<String>) -> String {
+    words.as_ref().map(|words| format!("; the last that it said: {words}")).unwrap_or_default()
+}
+
+/// Connects, within the time that is given for that. An era that is known is not asked for.
+pub(crate) async fn open(
+    filled: &Filled<Target<String>>,
+    settings: &Settings,
+    known: Option<Era>,
+) -> Result<Connection, ConnectError> {
+    let limit = settings.limits.connect;
+    let opening = Opening { mask: filled.mask.clone(), settings, limit, deadline: Instant::now() + limit };
+    match &filled.value {
+        Target::Command { command, arguments, environment, folder } => {
+            let program = || Program { command, arguments, environment, folder: folder.as_deref() };
+            opening.program(program, known).await
+        }
+        Target::Url { url, headers, transport } => {
+            let url = params::parse_url(url)?;
+            settings.addresses.check(&url)?;
+            let web =
+                Web::new(headers.clone(), &settings.addresses, &settings.resolver, settings.limits.largest_message)?;
+            match transport.unwrap_or_else(|| params::transport_of(&url)) {
+                HttpTransport::Streamable => opening.streamable(web, url.as_str(), known).await,
+                HttpTransport::Sse => opening.sse(web, &url).await,
+            }
+        }
+    }
+}
+
+/// A connection in the making.
+struct Opening<'a> {
+    mask: Mask,
+    settings: &'a Settings,
+    limit: Duration,
+    deadline: Instant,
+}
+
+impl Opening<'_> {
+    async fn program<'p>(
+        &self,
+        program: impl Fn() -> Program<'p>,
+        known: Option<Era>,
+    ) -> Result<Connection, ConnectError> {
+        let era = match known {
+            Some(era) => era,
+            None => {
+                let (mut lines, words, watch) = self.start(program()).await?;
+                // The rest of the time is for starting once more.
+                let patience = self.deadline - self.limit * 2 / 5;
+                match timeout_at(patience, lines.probe(&question())).await {
+                    Ok(Some(true)) => return self.greet(lines, modern(), Some(words), watch).await,
+                    Ok(Some(false)) => {
+                        return self.greet(lines, ClientLifecycleMode::Initialize, Some(words), watch).await;
+                    }
+                    // It ended, or it does not answer what it does not know. It is dropped, and so killed, before it is started again.
+                    Ok(None) | Err(_) => Era::Legacy,
+                }
+            }
+        };
+        let (lines, words, watch) = self.start(program()).await?;
+        self.greet(lines, lifecycle(era), Some(words), watch).await
+    }
+
+    async fn start(&self, program: Program<'_>) -> Result<(ChildLines, LastWords, Watch), ConnectError> {
+        let started =
+            child::start(program, &self.settings.variables, self.settings.wrapper.as_ref(), self.mask.clone()).await?;
+        let lines =
+            Lines::new(started.output, started.input, self.settings.limits.largest_message).with_child(started.child);
+        Ok((lines, started.last_words, Watch::default()))
+    }
+
+    async fn streamable(&self, web: Web, url: &str, known: Option<Era>) -> Result<Connection, ConnectError> {
+        let first = known.map_or_else(either, lifecycle);
+        let opened = self.greet(streamable_transport(web.clone(), url), first, None, Watch::default()).await;
+        match opened {
+            // The answer to the first question came late, or was none. What is left of the time is for the other era.
+            Err(ConnectError::Greeting { .. } | ConnectError::Ended { .. }) if known.is_none() => {
+                let legacy = ClientLifecycleMode::Initialize;
+                self.greet(streamable_transport(web, url), legacy, None, Watch::default()).await
+            }
+            opened => opened,
+        }
+    }
+
+    async fn sse(&self, web: Web, url: &reqwest::Url) -> Result<Connection, ConnectError> {
+        let opened = timeout_at(self.deadline, SseTransport::open(web, url)).await;
+        let transport = opened.map_err(|_| ConnectError::Timeout { limit: self.limit, last_words: None })??;
+        // This transport is older than the newer era.
+        self.greet(transport, ClientLifecycleMode::Initialize, None, Watch::default()).await
+    }
+
+    async fn greet<T: Transport<RoleClient> + 'static>(
+        &self,
+        transport: T,
+        lifecycle: ClientLifecycleMode,
+        last_words: Option<LastWords>,
+        watch: Watch,
+    ) -> Result<Connection, ConnectError> {
+        let watched = Watched::new(transport, &watch);
+        let greeted = timeout_at(self.deadline, serve_client_with_lifecycle(Handler, watched, lifecycle)).await;
+        let words = || last_words.as_ref().and_then(LastWords::last);
+        let service = match greeted {
+            Ok(Ok(service)) => service,
+            Ok(Err(error)) => return Err(self.ungreeted(error, words())),
+            Err(_) => return Err(ConnectError::Timeout { limit: self.limit, last_words: words() }),
+        };
+        let info = service.peer().peer_info();
+        let is_modern = info.as_ref().is_some_and(|info| info.protocol_version >= ProtocolVersion::V_2026_07_28);
+        let server = info.and_then(|info| info.server_info.clone());
+        let server = server.map(|server| said(&format!("{} {}", server.name, server.version), &self.mask));
+        let era = if is_modern { Era::Modern } else { Era::Legacy };
+        Ok(Connection::new(service, era, server, self.mask.clone(), last_words, watch))
+    }
+
+    fn ungreeted(&self, error: ClientInitializeError, last_words: Option<String>) -> ConnectError {
+        match error {
+            ClientInitializeError::ConnectionClosed(_) => ConnectError::Ended { last_words },
+            ClientInitializeError::TransportError { error, .. } => {
+                match error.error.downcast::<StreamableHttpError<WebError>>() {
+                    Ok(error) => match *error {
+                        StreamableHttpError::Client(error) => ConnectError::Web(error),
+                        _ => ConnectError::Greeting { why: "its answer is no message".to_owned() },
+                    },
+                    Err(error) => match error.downcast::<WebError>() {
+                        Ok(error) => ConnectError::Web(*error),
+                        Err(_) => ConnectError::Ended { last_words },
+                    },
+                }
+            }
+            ClientInitializeError::LegacyFallbackFailed { fallback, .. } => self.ungreeted(*fallback, last_words),
+            ClientInitializeError::JsonRpcError(error) => {
+                ConnectError::Greeting { why: said(&error.message, &self.mask) }
+            }
+            ClientInitializeError::NoCompatibleProtocolVersion { .. } => {
+                ConnectError::Greeting { why: "it speaks no version of the protocol that is known here".to_owned() }
+            }
+            // The text of the others holds whole messages.
+            _ => ConnectError::Greeting { why: "its answer is not the one to the greeting".to_owned() },
+        }
+    }
+}
+
+/// A server that answers with plain JSON holds its request until the tool has ended, so that this bounds its calls.
+const MOST_POSTS: usize = 256;
+
+type ChildLines = Lines<tokio::process::ChildStdout, tokio::process::ChildStdin>;
+
+fn streamable_transport(web: Web, url: &str) -> StreamableHttpClientTransport<Web> {
+    // A session that the server has forgotten is a lost connection like any other: what it has now is compared with what was registered.
+    let config = StreamableHttpClientTransportConfig::with_uri(url)
+        .reinit_on_expired_session(false)
+        .max_concurrent_requests(MOST_POSTS);
+    StreamableHttpClientTransport::with_client(web.clone(), config.max_sse_event_size(web.largest))
+}
+
+fn modern() -> ClientLifecycleMode {
+    ClientLifecycleMode::Discover { preferred_versions: vec![ProtocolVersion::V_2026_07_28] }
+}
+
+fn either() -> ClientLifecycleMode {
+    ClientLifecycleMode::Auto {
+        preferred_versions: vec![ProtocolVersion::V_2026_07_28],
+        legacy_version: Some(ProtocolVersion::V_2025_11_25),
+    }
+}
+
+fn lifecycle(era: Era) -> ClientLifecycleMode {
+    match era {
+        Era::Modern => modern(),
+        Era::Legacy => ClientLifecycleMode::Initialize,
+    }
+}
+
+/// What goes with every request of the newer era.
+fn question() -> Value {
+    let meta = RequestMetaObject::with_client_context(
+        ProtocolVersion::V_2026_07_28,
+        ourselves(),
+        ClientCapabilities::default(),
+    );
+    serde_json::to_value(meta).unwrap_or_default()
+}

@@ -1,0 +1,126 @@
+//! What a server may tell its client: how far a call is, and that its tools changed.
+//!
+//! Whatever it may ask (input of a person, samples of a model, folders) is declined, and nothing of the kind is declared.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rmcp::ClientHandler;
+use rmcp::model::{
+    ClientCapabilities, ClientConfig, Implementation, ProgressNotificationParam, ProgressToken, ProtocolVersion,
+};
+use tokio::sync::{Notify, mpsc};
+
+use crate::call::Progress;
+use crate::connection::said;
+use crate::variables::Mask;
+
+/// Progress that comes before anybody knows its token: of a call that has been sent, but not yet returned to whoever waits.
+const MOST_EARLY: usize = 64;
+
+/// What rmcp asks when a server asks. Its own answers are no, or nothing.
+pub(crate) struct Handler;
+
+impl ClientHandler for Handler {
+    fn get_info(&self) -> ClientConfig {
+        ClientConfig::new(ClientCapabilities::default(), ourselves())
+            .with_protocol_version(ProtocolVersion::V_2025_11_25)
+    }
+}
+
+/// How often the server said that its tools changed, and how much of that has been looked at.
+#[derive(Default)]
+pub(crate) struct Changed {
+    told: AtomicU64,
+    seen: AtomicU64,
+    notify: Notify,
+}
+
+impl Changed {
+    pub(crate) fn is_stale(&self) -> bool {
+        self.told.load(Ordering::Acquire) != self.seen.load(Ordering::Acquire)
+    }
+
+    /// Returns what is to be given to [`Changed::seen`] when what is listed from now on has been compared. Until then it is not known.
+    pub(crate) fn look(&self) -> u64 {
+        self.told.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn seen(&self, look: u64) {
+        self.seen.store(look, Ordering::Release);
+    }
+
+    pub(crate) async fn told(&self) {
+        self.notify.notified().await;
+    }
+
+    pub(crate) fn tell(&self) {
+        self.told.fetch_add(1, Ordering::AcqRel);
+        self.notify.notify_one();
+    }
+}
+
+/// Who wants to know about which call.
+#[derive(Default)]
+pub(crate) struct ProgressTokens(Mutex<Followed>);
+
+#[derive(Default)]
+struct Followed {
+    calls: HashMap<ProgressToken, mpsc::Sender<Progress>>,
+    early: VecDeque<(ProgressToken, Progress)>,
+}
+
+/// The progress of one call. Dropping it ends that.
+pub(crate) struct Follower {
+    tokens: Arc<ProgressTokens>,
+    token: ProgressToken,
+    pub(crate) receiver: mpsc::Receiver<Progress>,
+}
+
+impl ProgressTokens {
+    pub(crate) fn follow(self: &Arc<Self>, token: &ProgressToken) -> Follower {
+        let (sender, receiver) = mpsc::channel(MOST_EARLY);
+        let mut followed = self.lock();
+        followed.early.retain(|(early, progress)| {
+            let is_ours = early == token;
+            if is_ours {
+                let _ = sender.try_send(progress.clone());
+            }
+            !is_ours
+        });
+        followed.calls.insert(token.clone(), sender);
+        Follower { tokens: Arc::clone(self), token: token.clone(), receiver }
+    }
+
+    pub(crate) fn hear(&self, params: ProgressNotificationParam) {
+        let message = params.message.map(|message| said(&message, &Mask::default()));
+        let (token, progress) =
+            (params.progress_token, Progress { progress: params.progress, total: params.total, message });
+        let mut followed = self.lock();
+        if let Some(sender) = followed.calls.get(&token) {
+            // Who is slow to listen misses some of it.
+            let _ = sender.try_send(progress);
+            return;
+        }
+        if followed.early.len() == MOST_EARLY {
+            followed.early.pop_front();
+        }
+        followed.early.push_back((token, progress));
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Followed> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        self.tokens.lock().calls.remove(&self.token);
+    }
+}
+
+/// What we call ourselves.
+pub(crate) fn ourselves() -> Implementation {
+    Implementation::new("cellblock", env!("CARGO_PKG_VERSION"))
+}

@@ -1,0 +1,209 @@
+//! Messages as lines, over the pipes of a program.
+//!
+//! A line that is no message is passed over: programs print where they should not. A line that is too long is thrown away while it is read,
+//! and the request that it answers is told so.
+
+use std::io;
+use std::sync::Arc;
+
+use rmcp::RoleClient;
+use rmcp::model::RequestId;
+use rmcp::service::TxJsonRpcMessage;
+use rmcp::transport::Transport;
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader};
+use tokio::sync::Mutex;
+
+use crate::child::Child;
+use crate::wire::{self, IdFinder, Message};
+
+/// The id of the question with which a server's era is found out. rmcp counts, so that its own ids are never texts.
+const PROBE: &str = "cellblock-probe";
+
+/// Both directions of a program's pipes.
+pub(crate) struct Lines<R, W> {
+    reader: BufReader<R>,
+    line: Vec<u8>,
+    /// Set while a line is thrown away.
+    discarded: Option<IdFinder>,
+    largest: usize,
+    writer: Arc<Mutex<Option<W>>>,
+    child: Option<Child>,
+}
+
+enum Line {
+    /// In `line`.
+    Whole,
+    TooLong(Option<RequestId>),
+    End,
+}
+
+impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Lines<R, W> {
+    pub(crate) fn new(reader: R, writer: W, largest: usize) -> Lines<R, W> {
+        Lines {
+            reader: BufReader::new(reader),
+            line: Vec::new(),
+            discarded: None,
+            largest,
+            writer: Arc::new(Mutex::new(Some(writer))),
+            child: None,
+        }
+    }
+
+    /// Ends `child` with this.
+    pub(crate) fn with_child(mut self, child: Child) -> Lines<R, W> {
+        self.child = Some(child);
+        self
+    }
+
+    /// Asks for the server's era. Returns whether it is a modern one, or `None` if the server has ended.
+    ///
+    /// This is asked before rmcp sees the connection, because rmcp's own question has a time limit of its own, and an answer that comes later is
+    /// then taken for another one.
+    pub(crate) async fn probe(&mut self, question: &Value) -> Option<bool> {
+        let line = json!({"jsonrpc": "2.0", "id": PROBE, "method": "server/discover", "params": {"_meta": question}});
+        write(&self.writer, line.to_string().into_bytes()).await.ok()?;
+        loop {
+            match self.read_line().await {
+                Line::End => return None,
+                Line::TooLong(_) => {}
+                Line::Whole => {
+                    let value: Option<Value> = serde_json::from_slice(&self.line).ok();
+                    self.line.clear();
+                    let Some(value) = value else { continue };
+                    // Some servers cannot say which question an error is about, as they have not understood it.
+                    if value.get("id").is_some_and(|id| id == PROBE || id.is_null()) || value.get("error").is_some() {
+                        return Some(value.pointer("/result/supportedVersions").is_some());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Reads a line. When this is cancelled nothing is lost: what has been read is kept in `self` before anything is awaited again.
+    async fn read_line(&mut self) -> Line {
+        loop {
+            let available = match self.reader.fill_buf().await {
+                Ok([]) | Err(_) => return Line::End,
+                Ok(available) => available,
+            };
+            let end = available.iter().position(|byte| *byte == b'\n');
+            let taken = end.map_or(available.len(), |end| end + 1);
+            if let Some(finder) = &mut self.discarded {
+                finder.feed(&available[..taken]);
+            } else if self.line.len() + taken > self.largest {
+                let mut finder = IdFinder::default();
+                finder.feed(&self.line);
+                finder.feed(&available[..taken]);
+                self.discarded = Some(finder);
+                self.line = Vec::new();
+            } else {
+                self.line.extend_from_slice(&available[..taken]);
+            }
+            self.reader.consume(taken);
+            if end.is_some() {
+                return self.discarded.take().map_or(Line::Whole, |finder| Line::TooLong(finder.found()));
+            }
+        }
+    }
+}
+
+impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Transport<RoleClient> for Lines<R, W> {
+    type Error = io::Error;
+
+    fn send(&mut self, message: TxJsonRpcMessage<RoleClient>) -> impl Future<Output = io::Result<()>> + Send + 'static {
+        let writer = Arc::clone(&self.writer);
+        let bytes = serde_json::to_vec(&message).map_err(io::Error::other);
+        async move { write(&writer, bytes?).await }
+    }
+
+    async fn receive(&mut self) -> Option<Message> {
+        loop {
+            match self.read_line().await {
+                Line::End => return None,
+                Line::TooLong(id) => {
+                    tracing::warn!(largest = self.largest, "an MCP server sent a message that is too large");
+                    if let Some(id) = id {
+                        return Some(wire::too_large(id, self.largest));
+                    }
+                }
+                Line::Whole => {
+                    let message = wire::read(&self.line);
+                    // A large answer's bytes are not kept beside its value.
+                    if self.line.capacity() > 64 * 1024 {
+                        self.line = Vec::new();
+                    }
+                    self.line.clear();
+                    if message.is_some() {
+                        return message;
+                    }
+                }
+            }
+        }
+    }
+
+    async fn close(&mut self) -> io::Result<()> {
+        drop(self.writer.lock().await.take());
+        if let Some(mut child) = self.child.take() {
+            child.end().await;
+        }
+        Ok(())
+    }
+}
+
+/// Writes a line. The lock is what keeps two lines apart; it is held while one is written.
+async fn write<W: AsyncWrite + Unpin>(writer: &Mutex<Option<W>>, mut line: Vec<u8>) -> io::Result<()> {
+    line.push(b'\n');
+    let mut writer = writer.lock().await;
+    let writer = writer.as_mut().ok_or(io::ErrorKind::NotConnected)?;
+    writer.write_all(&line).await?;
+    writer.flush().await
+}
+
+#[cfg(test)]
+mod tests {
+    use rmcp::model::JsonRpcMessage;
+
+    use super::*;
+
+    fn lines(text: &str, largest: usize) -> Lines<&[u8], Vec<u8>> {
+        Lines::new(text.as_bytes(), Vec::new(), largest)
+    }
+
+    #[tokio::test]
+    async fn garbage_is_passed_over() {
+        let mut lines = lines("hello\n\n{\"a\":\n[]\r\n{\"id\":1,\"result\":{}}\r\nlast", 1000);
+        let message = lines.receive().await.unwrap();
+        assert!(matches!(message, JsonRpcMessage::Response(_)), "{message:?}");
+        assert!(lines.receive().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn a_line_that_is_too_long_answers_its_request_and_spoils_no_other() {
+        let long = format!("{{\"result\":\"{}\",\"id\":5}}", "x".repeat(50_000));
+        let text = format!("{long}\n{{\"id\":6,\"result\":{{}}}}\n");
+        let mut small = lines(&text, 10_000);
+        let JsonRpcMessage::Error(error) = small.receive().await.unwrap() else { panic!("no error") };
+        assert!(wire::is_too_large(&error.error));
+        assert_eq!(error.id, Some(RequestId::Number(5)));
+        assert!(small.line.capacity() <= 16_384);
+        assert!(matches!(small.receive().await.unwrap(), JsonRpcMessage::Response(_)));
+        // The control: within the limit it is an answer.
+        assert!(matches!(lines(&text, 60_000).receive().await.unwrap(), JsonRpcMessage::Response(_)));
+    }
+
+    #[tokio::test]
+    async fn a_probe_tells_the_eras_apart() {
+        for (answer, expected) in [
+            (r#"{"id":"cellblock-probe","result":{"supportedVersions":["2026-07-28"]}}"#, Some(true)),
+            (r#"{"id":"cellblock-probe","error":{"code":-32601,"message":"no"}}"#, Some(false)),
+            (r#"{"id":"cellblock-probe","error":{"code":-32602,"message":"no"}}"#, Some(false)),
+            (r#"{"id":null,"error":{"code":-32600,"message":"no"}}"#, Some(false)),
+            (r#"{"id":"cellblock-probe","result":{}}"#, Some(false)),
+            (r#"{"id":"other","result":{}}"#, None),
+        ] {
+            let text = format!("starting\n{{\"method\":\"notifications/message\"}}\n{answer}\n");
+            assert_eq!(lines(&text, 1000).probe(&json!({})).await, expected, "{answer}");
+        }
+    }
+}

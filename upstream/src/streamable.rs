@@ -1,0 +1,170 @@
+//! Streamable HTTP: what rmcp wants to be sent, sent within bounds.
+//!
+//! rmcp knows the protocol (sessions, headers, which answer belongs to which request). This is the part that touches the network.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use futures_util::stream::{BoxStream, StreamExt};
+use http::{HeaderName, HeaderValue, Method, StatusCode};
+use rmcp::model::{ClientJsonRpcMessage, ClientRequest, ErrorData, RequestId, ServerJsonRpcMessage};
+use rmcp::transport::streamable_http_client::{
+    SseError, StreamableHttpClient, StreamableHttpError, StreamableHttpPostResponse,
+};
+use sse_stream::Sse;
+
+use crate::events;
+use crate::web::{self, Web, WebError};
+use crate::wire;
+
+const SESSION: &str = "mcp-session-id";
+const JSON: &str = "application/json";
+const EVENTS: &str = "text/event-stream";
+
+type Failure = StreamableHttpError<WebError>;
+type Headers = HashMap<HeaderName, HeaderValue>;
+
+impl StreamableHttpClient for Web {
+    type Error = WebError;
+
+    async fn post_message(
+        &self,
+        uri: Arc<str>,
+        message: ClientJsonRpcMessage,
+        session: Option<Arc<str>>,
+        _token: Option<String>,
+        headers: Headers,
+    ) -> Result<StreamableHttpPostResponse, Failure> {
+        let body = serde_json::to_vec(&message)?;
+        let request = self.with_headers(Method::POST, &uri, session.as_deref(), headers);
+        let request = request.header(http::header::CONTENT_TYPE, JSON).body(body);
+        let response = web::send(request).await.map_err(Failure::Client)?;
+        let status = response.status();
+        let asked = asked(&message);
+        match () {
+            () if status == StatusCode::ACCEPTED || status == StatusCode::NO_CONTENT => {
+                Ok(StreamableHttpPostResponse::Accepted)
+            }
+            () if status == StatusCode::NOT_FOUND && session.is_some() => Err(Failure::SessionExpired),
+            () if !status.is_success() => self.failed(response, &message, session.is_some()).await,
+            // Nobody waits for an answer to a notification, whatever the server makes of it.
+            () if asked.is_none() => Ok(StreamableHttpPostResponse::Accepted),
+            () if web::is_type(&response, EVENTS) => {
+                let session = session_of(&response);
+                Ok(StreamableHttpPostResponse::Sse(self.events(response), session))
+            }
+            () if web::is_type(&response, JSON) => self.answered(response, asked).await,
+            () => Err(Failure::Client(WebError::ContentType)),
+        }
+    }
+
+    async fn delete_session(
+        &self,
+        uri: Arc<str>,
+        session: Arc<str>,
+        _token: Option<String>,
+        headers: Headers,
+    ) -> Result<(), Failure> {
+        let request = self.with_headers(Method::DELETE, &uri, Some(&session), headers);
+        web::send(request).await.map(drop).map_err(Failure::Client)
+    }
+
+    async fn get_stream(
+        &self,
+        uri: Arc<str>,
+        session: Option<Arc<str>>,
+        last_event: Option<String>,
+        _token: Option<String>,
+        headers: Headers,
+    ) -> Result<BoxStream<'static, Result<Sse, SseError>>, Failure> {
+        let mut request = self.with_headers(Method::GET, &uri, session.as_deref(), headers);
+        if let Some(last_event) = last_event {
+            request = request.header("last-event-id", last_event);
+        }
+        let response = web::send(request).await.map_err(Failure::Client)?;
+        match response.status() {
+            status if status.is_success() && web::is_type(&response, EVENTS) => Ok(self.events(response)),
+            // All of these mean that there is no such stream; only this error keeps rmcp from asking again and again.
+            status if status.is_client_error() || status.is_success() => Err(Failure::ServerDoesNotSupportSse),
+            status => Err(Failure::Client(WebError::Status(status.as_u16()))),
+        }
+    }
+}
+
+impl Web {
+    fn with_headers(
+        &self,
+        method: Method,
+        uri: &str,
+        session: Option<&str>,
+        headers: Headers,
+    ) -> reqwest::RequestBuilder {
+        let accept = if method == Method::GET { EVENTS.to_owned() } else { format!("{JSON}, {EVENTS}") };
+        let mut request = self.request(method, uri).header(http::header::ACCEPT, accept);
+        for (name, value) in headers {
+            request = request.header(name, value);
+        }
+        match session {
+            Some(session) => request.header(SESSION, session),
+            None => request,
+        }
+    }
+
+    fn events(&self, response: reqwest::Response) -> BoxStream<'static, Result<Sse, SseError>> {
+        events::of(response, self.largest).map(|event| event.map_err(|error| SseError::Body(Box::new(error)))).boxed()
+    }
+
+    async fn answered(
+        &self,
+        response: reqwest::Response,
+        asked: Option<RequestId>,
+    ) -> Result<StreamableHttpPostResponse, Failure> {
+        let session = session_of(&response);
+        let message = match (web::body(response, self.largest).await, asked) {
+            (Ok(body), _) => wire::read(&body),
+            (Err(WebError::TooLarge(largest)), Some(id)) => Some(wire::too_large(id, largest)),
+            (Err(error), _) => return Err(Failure::Client(error)),
+        };
+        let message = message.ok_or_else(|| Failure::UnexpectedServerResponse("the answer is no message".into()))?;
+        Ok(StreamableHttpPostResponse::Json(message, session))
+    }
+
+    /// Makes the best of a status that says "no": errors of the protocol have a body that says why.
+    async fn failed(
+        &self,
+        response: reqwest::Response,
+        message: &ClientJsonRpcMessage,
+        has_session: bool,
+    ) -> Result<StreamableHttpPostResponse, Failure> {
+        let status = response.status();
+        let is_json = web::is_type(&response, JSON);
+        let body = web::body(response, LARGEST_REFUSAL).await.unwrap_or_default();
+        let said = match wire::read(&body) {
+            Some(ServerJsonRpcMessage::Error(error)) if is_json => Some(error.error),
+            _ => None,
+        };
+        // Servers of the older era refuse the question for the newer one with all kinds of answers.
+        let is_probe = matches!(message, ClientJsonRpcMessage::Request(request) if matches!(request.request, ClientRequest::DiscoverRequest(_)));
+        let error = match said {
+            Some(error) => error,
+            None if is_probe && !has_session && status.is_client_error() => ErrorData::invalid_request("refused", None),
+            None => return Err(Failure::Client(WebError::Status(status.as_u16()))),
+        };
+        Ok(StreamableHttpPostResponse::Json(ServerJsonRpcMessage::error(error, asked(message)), None))
+    }
+}
+
+/// The body of a refusal is a sentence.
+const LARGEST_REFUSAL: usize = 64 * 1024;
+
+/// Returns the id under which an answer is expected.
+fn asked(message: &ClientJsonRpcMessage) -> Option<RequestId> {
+    match message {
+        ClientJsonRpcMessage::Request(request) => Some(request.id.clone()),
+        _ => None,
+    }
+}
+
+fn session_of(response: &reqwest::Response) -> Option<String> {
+    response.headers().get(SESSION).and_then(|value| value.to_str().ok()).map(str::to_owned)
+}

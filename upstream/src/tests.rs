@@ -1,0 +1,5 @@
+//! Whole servers: programs, HTTP, and the registry.
+
+mod programs;
+mod registry;
+mod web;

@@ -1,0 +1,548 @@
+//! A server that is called, watched, and connected again when it was lost.
+//!
+//!     call → is there such a tool? → do the arguments fit? → a live connection → is the tool what it was? → ask
+//!                                                               ↑
+//!     driver: one task per server, the only one that connects.  ┘  It compares what the server has with what was registered, after every
+//!     connection and whenever the server says that something changed.
+//!
+//! A call that cannot have reached the server is made again, once, over a new connection. One that may have reached it is never repeated: it fails
+//! and says so. A server that keeps failing is left alone for a while that grows.
+
+use std::fmt;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use cellblock_egress::resolve::{Resolver, SystemResolver};
+use cellblock_typed::{Package, ServerName, ToolSchema};
+use serde_json::{Map, Value};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::{Instant, timeout};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use crate::addresses::AddressPolicy;
+use crate::call::{CallError, CallOptions, CallReply};
+use crate::child::WrapperCommand;
+use crate::connection::{Connection, Failure};
+use crate::greeting::{self, ConnectError, Era};
+use crate::params::ServerParams;
+use crate::tools::{self, PinnedTools};
+use crate::variables::Variables;
+
+pub use crate::tools::ToolState;
+
+/// The first wait after a failure; each further one doubles it.
+const SHORTEST_WAIT: Duration = Duration::from_millis(500);
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
+/// Arguments with more values than this are checked on a thread of their own.
+const QUICKLY_CHECKED: usize = 1000;
+/// Notes that are kept about one server.
+const MOST_NOTES: usize = 100;
+
+/// What is allowed to a server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// For a connection, from the start of a program to its greeting; and once more for the list of tools.
+    pub connect: Duration,
+    /// How long a server may be silent in a call.
+    pub call: Duration,
+    /// How long a call may take, whatever progress it makes.
+    pub longest_call: Duration,
+    /// One message of the server, and so one result.
+    pub largest_message: usize,
+    /// All descriptions of tools together.
+    pub largest_list: usize,
+    pub most_tools: usize,
+    pub most_pages: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits {
+            connect: Duration::from_secs(30),
+            call: Duration::from_secs(60),
+            longest_call: Duration::from_secs(600),
+            largest_message: 16 * 1024 * 1024,
+            largest_list: 16 * 1024 * 1024,
+            most_tools: 1000,
+            most_pages: 100,
+        }
+    }
+}
+
+/// The surroundings of a server.
+#[derive(Clone)]
+pub struct Settings {
+    /// What `${VAR}` is filled from, and what programs inherit a few of.
+    pub variables: Variables,
+    pub limits: Limits,
+    pub addresses: AddressPolicy,
+    /// Resolves names where the policy wants to see addresses.
+    pub resolver: Arc<dyn Resolver>,
+    /// Through which programs are started; without it they may outlive this process when it is killed.
+    pub wrapper: Option<WrapperCommand>,
+}
+
+impl Settings {
+    /// Returns settings with the usual limits, for anybody who may reach any address.
+    pub fn new(variables: Variables) -> Settings {
+        Settings {
+            variables,
+            limits: Limits::default(),
+            addresses: AddressPolicy::Any,
+            resolver: Arc::new(SystemResolver::new()),
+            wrapper: None,
+        }
+    }
+}
+
+/// A registered server. Clones are the same server; the connection is closed when the last is dropped.
+#[derive(Clone)]
+pub struct Upstream(Arc<Shared>);
+
+struct Shared {
+    name: ServerName,
+    params: ServerParams,
+    limits: Limits,
+    package: Arc<Package>,
+    pinned: Arc<PinnedTools>,
+    notes: Vec<String>,
+    link: Arc<Link>,
+    driver: mpsc::Sender<Wanted>,
+    running: watch::Sender<usize>,
+    closing: CancellationToken,
+    ended: CancellationToken,
+}
+
+/// Somebody who needs a connection.
+type Wanted = oneshot::Sender<Result<Arc<Connection>, String>>;
+
+/// What is known about a server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UpstreamInfo {
+    pub name: ServerName,
+    /// The program, or the host; without anything that could be a secret.
+    pub transport: String,
+    pub era: Option<Era>,
+    /// What the server calls itself.
+    pub server: Option<String>,
+    pub tools: Vec<ToolInfo>,
+    /// What is not as the server said it, and why.
+    pub notes: Vec<String>,
+    /// Whether there is a connection now. Without one, the next call makes one.
+    pub is_alive: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ToolInfo {
+    /// The name that the server knows.
+    pub name: String,
+    /// The name of its module.
+    pub python: String,
+    pub summary: String,
+    pub state: ToolState,
+}
+
+impl Upstream {
+    /// Connects to a server and registers the tools that it has now.
+    pub async fn connect(
+        name: &ServerName,
+        params: &ServerParams,
+        settings: &Settings,
+    ) -> Result<Upstream, ConnectError> {
+        let mut settings = settings.clone();
+        let limits = &mut settings.limits;
+        limits.connect = params.connect_timeout.unwrap_or(limits.connect);
+        limits.call = params.call_timeout.unwrap_or(limits.call);
+        limits.longest_call = limits.longest_call.max(limits.call);
+        let limits = limits.clone();
+        let opened = open(params, &settings, None).await?;
+        let registered = register(name.clone(), opened.tools).await?;
+        let (driver, wanted) = mpsc::channel(64);
+        let era = opened.connection.era;
+        let server = opened.connection.server.clone();
+        let link = Arc::new(Link {
+            current: RwLock::new(Some(Arc::new(opened.connection))),
+            facts: RwLock::new((era, server)),
+        });
+        let (closing, ended) = (CancellationToken::new(), CancellationToken::new());
+        let task = Driver {
+            params: params.clone(),
+            settings,
+            pinned: Arc::clone(&registered.pinned),
+            link: Arc::clone(&link),
+            wanted,
+            closing: closing.clone(),
+            failures: 0,
+            not_before: None,
+            _ended: ended.clone().drop_guard(),
+        };
+        tokio::spawn(task.run());
+        let mut notes = opened.notes;
+        notes.extend(registered.notes);
+        notes.truncate(MOST_NOTES);
+        let Registered { package, pinned, .. } = registered;
+        let (name, params, running) = (name.clone(), params.clone(), watch::Sender::new(0));
+        Ok(Upstream(Arc::new(Shared {
+            name,
+            params,
+            limits,
+            package,
+            pinned,
+            notes,
+            link,
+            driver,
+            running,
+            closing,
+            ended,
+        })))
+    }
+
+    pub fn name(&self) -> &ServerName {
+        &self.0.name
+    }
+
+    pub fn params(&self) -> &ServerParams {
+        &self.0.params
+    }
+
+    /// Returns the Python of the server's tools.
+    pub fn package(&self) -> &Arc<Package> {
+        &self.0.package
+    }
+
+    pub fn info(&self) -> UpstreamInfo {
+        let tools = self.0.package.tools.iter().map(|tool| ToolInfo {
+            name: tool.original.clone(),
+            python: tool.python.clone(),
+            summary: tool.summary.clone(),
+            state: self.0.pinned.state(&tool.original).unwrap_or(ToolState::Gone),
+        });
+        let (era, server) = self.0.link.facts.read().unwrap_or_else(PoisonError::into_inner).clone();
+        UpstreamInfo {
+            name: self.0.name.clone(),
+            transport: self.0.params.summary(),
+            era: Some(era),
+            server,
+            tools: tools.collect(),
+            notes: self.0.notes.clone(),
+            is_alive: self.0.link.usable().is_some(),
+        }
+    }
+
+    /// Calls a tool. Any number of calls may run at a time.
+    ///
+    /// Dropping the future cancels the call, as `options.cancel` does.
+    pub async fn call(
+        &self,
+        tool: &str,
+        arguments: Map<String, Value>,
+        options: CallOptions,
+    ) -> Result<CallReply, CallError> {
+        let _running = Running::new(&self.0.running);
+        let arguments = self.checked(tool, arguments).await?;
+        // Once for what cannot have reached a server that was lost without our knowing.
+        let mut attempts = 0;
+        loop {
+            attempts += 1;
+            let connection = tokio::select! {
+                () = options.cancel.cancelled() => return Err(CallError::Cancelled),
+                connection = self.connection() => connection?,
+            };
+            self.is_what_it_was(tool)?;
+            let time = (options.time.unwrap_or(self.0.limits.call), self.0.limits.longest_call);
+            match connection.call(tool, arguments.clone(), &options, time).await {
+                Ok(result) => {
+                    let server = self.0.name.to_string();
+                    return CallReply::read(result).map_err(|why| CallError::Protocol { server, why });
+                }
+                Err(Failure::NotSent { .. }) if attempts == 1 => {}
+                Err(failure) => return Err(self.failed(failure, &connection)),
+            }
+        }
+    }
+
+    /// Closes the connection and waits until a program behind it is gone. Running calls fail.
+    pub async fn close(&self) {
+        self.0.closing.cancel();
+        self.0.ended.cancelled().await;
+    }
+
+    /// Closes when the running calls have ended, or after `patience`.
+    pub(crate) async fn retire(&self, patience: Duration) {
+        let mut running = self.0.running.subscribe();
+        // Whether they ended or not, this is the end.
+        let _ = timeout(patience, running.wait_for(|count| *count == 0)).await;
+        self.close().await;
+    }
+
+    async fn checked(&self, tool: &str, arguments: Map<String, Value>) -> Result<Map<String, Value>, CallError> {
+        if !self.0.pinned.has(tool) {
+            let likeness = |name: &&str| strsim::jaro_winkler(tool, name);
+            let nearest = self.0.pinned.names().max_by(|one, other| likeness(one).total_cmp(&likeness(other)));
+            let nearest = nearest.filter(|name| likeness(name) > 0.75).map(str::to_owned);
+            let tool = tool.chars().take(128).collect();
+            return Err(CallError::Unknown { server: self.0.name.to_string(), tool, nearest });
+        }
+        self.is_what_it_was(tool)?;
+        let arguments = Value::Object(arguments);
+        let is_small = is_small(&arguments, &mut QUICKLY_CHECKED.clone());
+        let (pinned, name) = (Arc::clone(&self.0.pinned), tool.to_owned());
+        let check = move || (pinned.objection(&name, &arguments), arguments);
+        let (objection, arguments) = if is_small {
+            check()
+        } else {
+            tokio::task::spawn_blocking(check).await.expect("checking arguments does not panic")
+        };
+        match (objection, arguments) {
+            (None, Value::Object(arguments)) => Ok(arguments),
+            (why, _) => Err(CallError::Invalid { tool: tool.to_owned(), why: why.unwrap_or_default() }),
+        }
+    }
+
+    fn is_what_it_was(&self, tool: &str) -> Result<(), CallError> {
+        let how = match self.0.pinned.state(tool) {
+            Some(ToolState::Ready) => return Ok(()),
+            Some(ToolState::Changed) => "has changed",
+            Some(ToolState::Gone) | None => "is gone",
+        };
+        Err(CallError::ToolChanged { server: self.0.name.to_string(), tool: tool.to_owned(), how })
+    }
+
+    /// Returns a connection on which what the server has is known.
+    async fn connection(&self) -> Result<Arc<Connection>, CallError> {
+        if let Some(connection) = self.0.link.usable().filter(|connection| !connection.is_stale()) {
+            return Ok(connection);
+        }
+        let unavailable = |why: String| CallError::Unavailable { server: self.0.name.to_string(), why };
+        let closed = || unavailable(ConnectError::Closed.to_string());
+        let (answer, connection) = oneshot::channel();
+        self.0.driver.send(answer).await.map_err(|_| closed())?;
+        connection.await.map_err(|_| closed())?.map_err(unavailable)
+    }
+
+    fn failed(&self, failure: Failure, connection: &Connection) -> CallError {
+        let server = self.0.name.to_string();
+        match failure {
+            Failure::NotSent { why } => CallError::Unavailable { server, why },
+            Failure::Lost => CallError::Interrupted { server, last_words: connection.last_words() },
+            Failure::Refused { code, message } => CallError::Refused { server, code, message },
+            Failure::NotAResult(why) => CallError::Protocol { server, why },
+            Failure::TooLarge => CallError::TooLarge { server, largest: self.0.limits.largest_message },
+            Failure::Timeout(time) => CallError::Timeout { server, time },
+            Failure::Cancelled => CallError::Cancelled,
+        }
+    }
+}
+
+impl fmt::Debug for Upstream {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("Upstream")
+            .field("name", &self.0.name)
+            .field("params", &self.0.params)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Tells whether a value has few parts, and no long text that a pattern could be busy with.
+fn is_small(value: &Value, left: &mut usize) -> bool {
+    let weight = 1 + value.as_str().map_or(0, |text| text.len() / 64);
+    *left = left.saturating_sub(weight);
+    *left > 0
+        && match value {
+            Value::Array(items) => items.iter().all(|item| is_small(item, left)),
+            Value::Object(members) => members.values().all(|member| is_small(member, left)),
+            _ => true,
+        }
+}
+
+/// Counts a call while it runs.
+struct Running(watch::Sender<usize>);
+
+impl Running {
+    fn new(count: &watch::Sender<usize>) -> Running {
+        count.send_modify(|count| *count += 1);
+        Running(count.clone())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.send_modify(|count| *count -= 1);
+    }
+}
+
+/// The connection of the moment, and what the last one was like.
+struct Link {
+    current: RwLock<Option<Arc<Connection>>>,
+    facts: RwLock<(Era, Option<String>)>,
+}
+
+impl Link {
+    fn usable(&self) -> Option<Arc<Connection>> {
+        let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
+        current.as_ref().filter(|connection| connection.is_usable()).cloned()
+    }
+
+    fn set(&self, connection: Arc<Connection>) {
+        *self.facts.write().unwrap_or_else(PoisonError::into_inner) = (connection.era, connection.server.clone());
+        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Some(connection);
+    }
+
+    fn take(&self) -> Option<Arc<Connection>> {
+        self.current.write().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn era(&self) -> Era {
+        self.facts.read().unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+/// The task that connects.
+struct Driver {
+    params: ServerParams,
+    settings: Settings,
+    pinned: Arc<PinnedTools>,
+    link: Arc<Link>,
+    wanted: mpsc::Receiver<Wanted>,
+    closing: CancellationToken,
+    failures: u32,
+    not_before: Option<(Instant, String)>,
+    _ended: DropGuard,
+}
+
+impl Driver {
+    async fn run(mut self) {
+        let closing = self.closing.clone();
+        tokio::select! {
+            () = closing.cancelled() => {}
+            () = self.drive() => {}
+        }
+        if let Some(connection) = self.link.take() {
+            connection.close().await;
+        }
+    }
+
+    /// Serves until nobody holds the server any more.
+    async fn drive(&mut self) {
+        loop {
+            let connection = self.link.usable();
+            let changed = async {
+                match &connection {
+                    Some(connection) => connection.changed().await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                wanted = self.wanted.recv() => match wanted {
+                    None => return,
+                    Some(answer) => {
+                        let live = self.live().await.map_err(|error| error.to_string());
+                        // Whoever asked may have been cancelled.
+                        let _ = answer.send(live);
+                    }
+                },
+                () = changed => {
+                    if let Some(connection) = self.link.usable() {
+                        self.compare(&connection).await;
+                    }
+                }
+            }
+        }
+    }
+
+    async fn live(&mut self) -> Result<Arc<Connection>, ConnectError> {
+        if let Some(connection) = self.link.usable()
+            && (!connection.is_stale() || self.compare(&connection).await)
+        {
+            return Ok(connection);
+        }
+        if let Some((time, why)) = &self.not_before
+            && let Some(wait) = time.checked_duration_since(Instant::now()).filter(|wait| !wait.is_zero())
+        {
+            return Err(ConnectError::Waiting { wait, why: why.clone() });
+        }
+        match open(&self.params, &self.settings, Some(self.link.era())).await {
+            Ok(opened) => {
+                self.failures = 0;
+                self.not_before = None;
+                self.lost(self.pinned.compare(&opened.tools));
+                let connection = Arc::new(opened.connection);
+                self.link.set(Arc::clone(&connection));
+                Ok(connection)
+            }
+            Err(error) => {
+                let wait = SHORTEST_WAIT.saturating_mul(1 << self.failures.min(16)).min(LONGEST_WAIT);
+                self.failures += 1;
+                self.not_before = Some((Instant::now() + wait, error.to_string()));
+                Err(error)
+            }
+        }
+    }
+
+    /// Compares what the server has now with what was registered. A connection on which that is not known is not used any more.
+    async fn compare(&mut self, connection: &Arc<Connection>) -> bool {
+        let look = connection.look();
+        match connection.list(&self.settings.limits).await {
+            Ok(listed) => {
+                self.lost(self.pinned.compare(&tools::read(listed).tools));
+                connection.seen(look);
+                true
+            }
+            Err(error) => {
+                tracing::warn!(%error, "an MCP server said that its tools changed, and then did not tell them");
+                connection.close().await;
+                false
+            }
+        }
+    }
+
+    fn lost(&self, tools: Vec<String>) {
+        if !tools.is_empty() {
+            tracing::warn!(
+                ?tools,
+                "tools of an MCP server are not what they were when they were registered, and are not called any more"
+            );
+        }
+    }
+}
+
+struct Opened {
+    connection: Connection,
+    tools: Vec<ToolSchema>,
+    notes: Vec<String>,
+}
+
+async fn open(params: &ServerParams, settings: &Settings, known: Option<Era>) -> Result<Opened, ConnectError> {
+    let filled = params.fill(&settings.variables)?;
+    let connection = greeting::open(&filled, settings, known).await?;
+    let look = connection.look();
+    let listed = connection.list(&settings.limits).await?;
+    // Nobody uses this connection before its tools are pinned, or compared with those that are.
+    connection.seen(look);
+    let tools::Readable { tools, notes } = tools::read(listed);
+    Ok(Opened { connection, tools, notes })
+}
+
+struct Registered {
+    package: Arc<Package>,
+    pinned: Arc<PinnedTools>,
+    notes: Vec<String>,
+}
+
+/// Makes the Python of the tools and pins them. That takes a processor for a while, so it is not done among the tasks.
+async fn register(name: ServerName, tools: Vec<ToolSchema>) -> Result<Registered, ConnectError> {
+    let work = move || {
+        let mut notes = Vec::new();
+        // What cannot be checked gets no module.
+        let pinned = PinnedTools::new(&tools, &mut notes);
+        let usable: Vec<ToolSchema> = tools.into_iter().filter(|tool| pinned.has(&tool.name)).collect();
+        let package = cellblock_typed::generate(&name, &usable)?;
+        // And what has no module is not called.
+        let made = usable.iter().filter(|tool| package.tools.iter().any(|made| made.original == tool.name));
+        let pinned = if package.tools.len() == usable.len() { pinned } else { PinnedTools::new(made, &mut Vec::new()) };
+        notes.extend(package.notes.iter().map(ToString::to_string));
+        Ok(Registered { package: Arc::new(package), pinned: Arc::new(pinned), notes })
+    };
+    tokio::task::spawn_blocking(work).await.expect("making Python of schemas does not panic")
+}
