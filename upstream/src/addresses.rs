@@ -42,7 +42,7 @@ impl AddressPolicy {
         if self.lists(text) {
             return Ok(());
         }
-        match literal(text).map(|address| special(address)) {
+        match literal(text).map(special) {
             Some(Some(kind)) => Err(AddressError::Special { kind }),
             Some(None) => Ok(()),
             None => HostName::parse(text).map(drop).map_err(|_| AddressError::Name),

@@ -21,7 +21,8 @@ use rustix::process::{Pid, Signal, getppid, kill_process_group, set_parent_proce
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::process::{ChildStdin, ChildStdout, Command};
 use tokio::sync::oneshot;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::CancellationToken;
 
 use crate::variables::{Mask, Variables};
 
@@ -33,6 +34,8 @@ const USUAL_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 const PATIENCE_AFTER_INPUT: Duration = Duration::from_secs(2);
 /// How long it has after SIGTERM.
 const PATIENCE_AFTER_TERM: Duration = Duration::from_secs(1);
+/// How long the last words of a program may be on their way.
+const PATIENCE_FOR_WORDS: Duration = Duration::from_millis(300);
 /// How much is kept of what a server writes to its standard error.
 const KEPT_LINES: usize = 20;
 const LONGEST_KEPT_LINE: usize = 500;
@@ -86,7 +89,8 @@ pub enum StartError {
 pub(crate) struct Child {
     process: tokio::process::Child,
     group: Option<Pid>,
-    stderr: tokio::task::JoinHandle<()>,
+    /// Nobody holds the program any more.
+    over: CancellationToken,
 }
 
 /// The ends of the pipes, and the last words.
@@ -129,8 +133,9 @@ pub(crate) async fn start(
     let (input, output) = (process.stdin.take().ok_or_else(missing)?, process.stdout.take().ok_or_else(missing)?);
     let errors = process.stderr.take().ok_or_else(missing)?;
     let last_words = LastWords::default();
-    let stderr = tokio::spawn(listen(errors, last_words.clone(), mask));
-    Ok(Started { child: Child { process, group, stderr }, input, output, last_words })
+    let over = CancellationToken::new();
+    tokio::spawn(listen(errors, last_words.clone(), mask, over.clone()));
+    Ok(Started { child: Child { process, group, over }, input, output, last_words })
 }
 
 impl Child {
@@ -160,17 +165,22 @@ impl Child {
 impl Drop for Child {
     fn drop(&mut self) {
         self.signal(Signal::KILL);
-        self.stderr.abort();
+        self.over.cancel();
     }
 }
 
 /// The last lines that a program wrote to its standard error, without secrets.
 #[derive(Clone, Default)]
-pub(crate) struct LastWords(Arc<Mutex<VecDeque<String>>>);
+pub(crate) struct LastWords {
+    lines: Arc<Mutex<VecDeque<String>>>,
+    /// Nothing more comes.
+    ended: CancellationToken,
+}
 
 impl LastWords {
-    /// Returns the last line that says something.
-    pub(crate) fn last(&self) -> Option<String> {
+    /// Returns the last line that says something, of a program that seems to have ended. What it said is on its way, and soon here.
+    pub(crate) async fn last(&self) -> Option<String> {
+        let _ = timeout(PATIENCE_FOR_WORDS, self.ended.cancelled()).await;
         self.lines().back().cloned()
     }
 
@@ -190,25 +200,39 @@ impl LastWords {
     }
 
     fn lines(&self) -> std::sync::MutexGuard<'_, VecDeque<String>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Reads standard error to its end, so that the program never waits for us. Of a long line the beginning is kept.
-async fn listen(mut errors: impl AsyncRead + Unpin, last_words: LastWords, mask: Mask) {
+/// Reads standard error until it ends, so that the program never waits for us; and not much longer than the program is held, in case that somebody
+/// else has it open.
+async fn listen(errors: impl AsyncRead + Unpin, last_words: LastWords, mask: Mask, over: CancellationToken) {
+    let given_up = async {
+        over.cancelled().await;
+        sleep(PATIENCE_FOR_WORDS).await;
+    };
+    tokio::select! {
+        () = read(errors, &last_words, &mask) => {}
+        () = given_up => {}
+    }
+    last_words.ended.cancel();
+}
+
+/// Reads lines. Of a long one the beginning is kept.
+async fn read(mut errors: impl AsyncRead + Unpin, last_words: &LastWords, mask: &Mask) {
     let mut line = Vec::new();
     let mut buffer = [0; 4096];
     while let Ok(count @ 1..) = errors.read(&mut buffer).await {
         for byte in &buffer[..count] {
             if *byte == b'\n' {
-                last_words.add(&line, &mask);
+                last_words.add(&line, mask);
                 line.clear();
             } else if line.len() < 4 * LONGEST_KEPT_LINE {
                 line.push(*byte);
             }
         }
     }
-    last_words.add(&line, &mask);
+    last_words.add(&line, mask);
 }
 
 fn environment(host: &Variables, given: &BTreeMap<String, String>) -> BTreeMap<String, String> {
@@ -340,11 +364,11 @@ mod tests {
             crate::variables::fill(&Variables::new([("K".to_owned(), "hunter2".to_owned())]), |fill| fill.text("${K}"));
         let words = LastWords::default();
         let many: String = (0..100).map(|number| format!("line {number}\n")).collect();
-        listen(many.as_bytes(), words.clone(), Mask::default()).await;
+        listen(many.as_bytes(), words.clone(), Mask::default(), CancellationToken::new()).await;
         assert_eq!(words.lines().len(), KEPT_LINES);
         let text = format!("{}\nthe key hunter2 is wrong\r\n\n", "x".repeat(100_000));
-        listen(text.as_bytes(), words.clone(), filled.unwrap().mask).await;
-        assert_eq!(words.last().unwrap(), "the key [hidden] is wrong");
+        listen(text.as_bytes(), words.clone(), filled.unwrap().mask, CancellationToken::new()).await;
+        assert_eq!(words.last().await.unwrap(), "the key [hidden] is wrong");
         assert!(words.lines().iter().all(|line| line.len() <= LONGEST_KEPT_LINE));
     }
 

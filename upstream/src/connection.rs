@@ -117,8 +117,12 @@ impl Connection {
         self.service.cancellation_token().cancel();
     }
 
-    pub(crate) fn last_words(&self) -> Option<String> {
-        self.last_words.as_ref().and_then(LastWords::last)
+    /// Returns the last that a program said, if it is one.
+    pub(crate) async fn last_words(&self) -> Option<String> {
+        match &self.last_words {
+            Some(words) => words.last().await,
+            None => None,
+        }
     }
 
     /// Starts to listen to changes, where that has to be asked for.
@@ -140,7 +144,10 @@ impl Connection {
     /// Returns all tools, as the server describes them.
     pub(crate) async fn list(&self, limits: &Limits) -> Result<Vec<Value>, ConnectError> {
         let listed = timeout(limits.connect, self.pages(limits)).await;
-        listed.unwrap_or_else(|_| Err(ConnectError::Timeout { limit: limits.connect, last_words: self.last_words() }))
+        match listed {
+            Ok(listed) => listed,
+            Err(_) => Err(ConnectError::Timeout { limit: limits.connect, last_words: self.last_words().await }),
+        }
     }
 
     async fn pages(&self, limits: &Limits) -> Result<Vec<Value>, ConnectError> {
@@ -186,7 +193,7 @@ impl Connection {
             Err(Failure::Refused { message, .. }) => Err(ConnectError::ListRefused { why: message }),
             Err(Failure::TooLarge) => Err(ConnectError::List { why: "is too long" }),
             Err(Failure::NotSent { why }) => Err(ConnectError::Greeting { why }),
-            Err(_) => Err(ConnectError::Ended { last_words: self.last_words() }),
+            Err(_) => Err(ConnectError::Ended { last_words: self.last_words().await }),
         }
     }
 

@@ -39,6 +39,10 @@ impl Script {
         self.settings[name] == true
     }
 
+    fn is_modern(&self) -> bool {
+        self.is("modern") || (self.is("modern_when_restarted") && self.starts > 1)
+    }
+
     /// Answers a message with any number of messages.
     pub(crate) fn answer(&mut self, message: &Value) -> Vec<Value> {
         let (method, id) = (message["method"].as_str().unwrap_or_default(), &message["id"]);
@@ -46,12 +50,12 @@ impl Script {
         let refuse =
             |code: i64, text: &str| vec![json!({"jsonrpc": "2.0", "id": id, "error": {"code": code, "message": text}})];
         match method {
-            "server/discover" if self.is("modern") => reply(json!({
+            "server/discover" if self.is_modern() => reply(json!({
                 "resultType": "complete", "supportedVersions": ["2026-07-28"], "capabilities": {"tools": {"listChanged": true}},
                 "ttlMs": 0, "cacheScope": "private",
                 "_meta": {"io.modelcontextprotocol/serverInfo": {"name": "fixture", "version": "1"}},
             })),
-            "initialize" if !self.is("modern") => reply(json!({
+            "initialize" if !self.is_modern() => reply(json!({
                 "protocolVersion": "2025-11-25", "capabilities": {"tools": {"listChanged": true}},
                 "serverInfo": {"name": "fixture", "version": "1"},
             })),
@@ -119,6 +123,7 @@ impl Script {
             "environment",
             "change",
             "ask",
+            "ticks",
             "pid",
             "input",
             "notes",
@@ -177,6 +182,17 @@ impl Script {
             "ask" => {
                 let id = message["id"].as_i64().unwrap() + 1000;
                 vec![json!({"jsonrpc": "2.0", "id": id, "method": arguments["method"], "params": arguments["params"]})]
+            }
+            "ticks" => {
+                let token = message["params"]["_meta"]["progressToken"].clone();
+                std::thread::spawn(move || {
+                    for step in 1.. {
+                        let params = json!({"progressToken": token, "progress": step});
+                        println!("{}", json!({"jsonrpc": "2.0", "method": "notifications/progress", "params": params}));
+                        std::thread::sleep(std::time::Duration::from_millis(20));
+                    }
+                });
+                Vec::new()
             }
             "pid" => structured(json!(std::process::id())),
             "input" => reply(json!({"resultType": "input_required", "inputRequests": {}, "requestState": "x"})),
@@ -279,6 +295,9 @@ fn child_server() {
     let mut output = std::io::stdout();
     // The test runner may have written the beginning of a line.
     output.write_all(b"\n").unwrap();
+    if let Some(time) = script.settings["starts_after_milliseconds"].as_u64() {
+        std::thread::sleep(std::time::Duration::from_millis(time));
+    }
     if script.is("garbage") {
         output.write_all(b"Listening on stdio\n{\"half\": \n[]\n\xff\xfe\n").unwrap();
     }

@@ -43,13 +43,13 @@ pub enum ConnectError {
     Missing(#[from] MissingVariables),
     #[error(transparent)]
     Params(#[from] BadParams),
-    #[error("the program cannot be started: {0}")]
+    #[error("the program cannot be started")]
     Start(#[from] StartError),
     #[error(transparent)]
     Client(#[from] ClientError),
-    #[error("the server may not be used: {0}")]
+    #[error("the server may not be used")]
     Address(#[from] AddressError),
-    #[error("the server cannot be used: {0}")]
+    #[error("the server cannot be used")]
     Web(#[from] WebError),
     #[error("the server did not answer within {} s{}", .limit.as_secs_f64(), last(.last_words))]
     Timeout { limit: Duration, last_words: Option<String> },
@@ -61,12 +61,18 @@ pub enum ConnectError {
     ListRefused { why: String },
     #[error("the server's list of tools {why}")]
     List { why: &'static str },
-    #[error("the tools cannot be used: {0}")]
+    #[error("the tools cannot be used")]
     Generate(#[from] cellblock_typed::GenerateError),
     #[error("the server failed a moment ago and is not tried again before {} s have passed: {why}", .wait.as_secs_f64().ceil())]
     Waiting { wait: Duration, why: String },
     #[error("the server has been unregistered")]
     Closed,
+}
+
+/// Returns what an error says, and what its causes say.
+pub(crate) fn told(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }
 
 fn last(words: &Option<String>) -> String {
@@ -170,11 +176,14 @@ impl Opening<'_> {
     ) -> Result<Connection, ConnectError> {
         let watched = Watched::new(transport, &watch);
         let greeted = timeout_at(self.deadline, serve_client_with_lifecycle(Handler, watched, lifecycle)).await;
-        let words = || last_words.as_ref().and_then(LastWords::last);
+        let words = async || match &last_words {
+            Some(words) => words.last().await,
+            None => None,
+        };
         let service = match greeted {
             Ok(Ok(service)) => service,
-            Ok(Err(error)) => return Err(self.ungreeted(error, words())),
-            Err(_) => return Err(ConnectError::Timeout { limit: self.limit, last_words: words() }),
+            Ok(Err(error)) => return Err(self.ungreeted(error, words().await)),
+            Err(_) => return Err(ConnectError::Timeout { limit: self.limit, last_words: words().await }),
         };
         let info = service.peer().peer_info();
         let is_modern = info.as_ref().is_some_and(|info| info.protocol_version >= ProtocolVersion::V_2026_07_28);

@@ -10,7 +10,7 @@
 //!     connection          the list of tools, and calls
 //!     watched, handler    what a server tells beside its answers, and when a connection ends
 //!     tools               the tools as they were when they were registered
-//!     upstream            a server that is called, watched, and connected again when it was lost
+//!     upstream, driver    a server that is called, and connected again when it was lost
 //!     registry            which servers there are, and whose they are
 //!
 //! Everything that a server says is hostile: bounded, checked, and never more than data. A tool is what it was when it was registered; one that
@@ -25,6 +25,7 @@ mod addresses;
 mod call;
 mod child;
 mod connection;
+mod driver;
 mod events;
 mod greeting;
 mod handler;

@@ -1,38 +1,33 @@
 //! A server that is called, watched, and connected again when it was lost.
 //!
-//!     call → is there such a tool? → do the arguments fit? → a live connection → is the tool what it was? → ask
-//!                                                               ↑
-//!     driver: one task per server, the only one that connects.  ┘  It compares what the server has with what was registered, after every
-//!     connection and whenever the server says that something changed.
+//!     call → is there such a tool? → do the arguments fit? → a live connection (`driver`) → is the tool what it was? → ask
 //!
 //! A call that cannot have reached the server is made again, once, over a new connection. One that may have reached it is never repeated: it fails
 //! and says so. A server that keeps failing is left alone for a while that grows.
 
 use std::fmt;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use cellblock_egress::resolve::{Resolver, SystemResolver};
 use cellblock_typed::{Package, ServerName, ToolSchema};
 use serde_json::{Map, Value};
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::time::{Instant, timeout};
-use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
 
 use crate::addresses::AddressPolicy;
 use crate::call::{CallError, CallOptions, CallReply};
 use crate::child::WrapperCommand;
 use crate::connection::{Connection, Failure};
-use crate::greeting::{self, ConnectError, Era};
+use crate::driver::{self, Driver, Link, Wanted};
+use crate::greeting::{ConnectError, Era};
 use crate::params::ServerParams;
-use crate::tools::{self, PinnedTools};
+use crate::tools::PinnedTools;
 use crate::variables::Variables;
 
 pub use crate::tools::ToolState;
 
-/// The first wait after a failure; each further one doubles it.
-const SHORTEST_WAIT: Duration = Duration::from_millis(500);
-const LONGEST_WAIT: Duration = Duration::from_secs(30);
 /// Arguments with more values than this are checked on a thread of their own.
 const QUICKLY_CHECKED: usize = 1000;
 /// Notes that are kept about one server.
@@ -113,9 +108,6 @@ struct Shared {
     ended: CancellationToken,
 }
 
-/// Somebody who needs a connection.
-type Wanted = oneshot::Sender<Result<Arc<Connection>, String>>;
-
 /// What is known about a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UpstreamInfo {
@@ -155,15 +147,10 @@ impl Upstream {
         limits.call = params.call_timeout.unwrap_or(limits.call);
         limits.longest_call = limits.longest_call.max(limits.call);
         let limits = limits.clone();
-        let opened = open(params, &settings, None).await?;
+        let opened = driver::open(params, &settings, None).await?;
         let registered = register(name.clone(), opened.tools).await?;
         let (driver, wanted) = mpsc::channel(64);
-        let era = opened.connection.era;
-        let server = opened.connection.server.clone();
-        let link = Arc::new(Link {
-            current: RwLock::new(Some(Arc::new(opened.connection))),
-            facts: RwLock::new((era, server)),
-        });
+        let link = Arc::new(Link::new(opened.connection));
         let (closing, ended) = (CancellationToken::new(), CancellationToken::new());
         let task = Driver {
             params: params.clone(),
@@ -172,9 +159,7 @@ impl Upstream {
             link: Arc::clone(&link),
             wanted,
             closing: closing.clone(),
-            failures: 0,
-            not_before: None,
-            _ended: ended.clone().drop_guard(),
+            ended: ended.clone().drop_guard(),
         };
         tokio::spawn(task.run());
         let mut notes = opened.notes;
@@ -217,7 +202,7 @@ impl Upstream {
             summary: tool.summary.clone(),
             state: self.0.pinned.state(&tool.original).unwrap_or(ToolState::Gone),
         });
-        let (era, server) = self.0.link.facts.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let (era, server) = self.0.link.facts();
         UpstreamInfo {
             name: self.0.name.clone(),
             transport: self.0.params.summary(),
@@ -256,7 +241,7 @@ impl Upstream {
                     return CallReply::read(result).map_err(|why| CallError::Protocol { server, why });
                 }
                 Err(Failure::NotSent { .. }) if attempts == 1 => {}
-                Err(failure) => return Err(self.failed(failure, &connection)),
+                Err(failure) => return Err(self.failed(failure, &connection).await),
             }
         }
     }
@@ -320,11 +305,11 @@ impl Upstream {
         connection.await.map_err(|_| closed())?.map_err(unavailable)
     }
 
-    fn failed(&self, failure: Failure, connection: &Connection) -> CallError {
+    async fn failed(&self, failure: Failure, connection: &Connection) -> CallError {
         let server = self.0.name.to_string();
         match failure {
             Failure::NotSent { why } => CallError::Unavailable { server, why },
-            Failure::Lost => CallError::Interrupted { server, last_words: connection.last_words() },
+            Failure::Lost => CallError::Interrupted { server, last_words: connection.last_words().await },
             Failure::Refused { code, message } => CallError::Refused { server, code, message },
             Failure::NotAResult(why) => CallError::Protocol { server, why },
             Failure::TooLarge => CallError::TooLarge { server, largest: self.0.limits.largest_message },
@@ -370,158 +355,6 @@ impl Drop for Running {
     fn drop(&mut self) {
         self.0.send_modify(|count| *count -= 1);
     }
-}
-
-/// The connection of the moment, and what the last one was like.
-struct Link {
-    current: RwLock<Option<Arc<Connection>>>,
-    facts: RwLock<(Era, Option<String>)>,
-}
-
-impl Link {
-    fn usable(&self) -> Option<Arc<Connection>> {
-        let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
-        current.as_ref().filter(|connection| connection.is_usable()).cloned()
-    }
-
-    fn set(&self, connection: Arc<Connection>) {
-        *self.facts.write().unwrap_or_else(PoisonError::into_inner) = (connection.era, connection.server.clone());
-        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Some(connection);
-    }
-
-    fn take(&self) -> Option<Arc<Connection>> {
-        self.current.write().unwrap_or_else(PoisonError::into_inner).take()
-    }
-
-    fn era(&self) -> Era {
-        self.facts.read().unwrap_or_else(PoisonError::into_inner).0
-    }
-}
-
-/// The task that connects.
-struct Driver {
-    params: ServerParams,
-    settings: Settings,
-    pinned: Arc<PinnedTools>,
-    link: Arc<Link>,
-    wanted: mpsc::Receiver<Wanted>,
-    closing: CancellationToken,
-    failures: u32,
-    not_before: Option<(Instant, String)>,
-    _ended: DropGuard,
-}
-
-impl Driver {
-    async fn run(mut self) {
-        let closing = self.closing.clone();
-        tokio::select! {
-            () = closing.cancelled() => {}
-            () = self.drive() => {}
-        }
-        if let Some(connection) = self.link.take() {
-            connection.close().await;
-        }
-    }
-
-    /// Serves until nobody holds the server any more.
-    async fn drive(&mut self) {
-        loop {
-            let connection = self.link.usable();
-            let changed = async {
-                match &connection {
-                    Some(connection) => connection.changed().await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                wanted = self.wanted.recv() => match wanted {
-                    None => return,
-                    Some(answer) => {
-                        let live = self.live().await.map_err(|error| error.to_string());
-                        // Whoever asked may have been cancelled.
-                        let _ = answer.send(live);
-                    }
-                },
-                () = changed => {
-                    if let Some(connection) = self.link.usable() {
-                        self.compare(&connection).await;
-                    }
-                }
-            }
-        }
-    }
-
-    async fn live(&mut self) -> Result<Arc<Connection>, ConnectError> {
-        if let Some(connection) = self.link.usable()
-            && (!connection.is_stale() || self.compare(&connection).await)
-        {
-            return Ok(connection);
-        }
-        if let Some((time, why)) = &self.not_before
-            && let Some(wait) = time.checked_duration_since(Instant::now()).filter(|wait| !wait.is_zero())
-        {
-            return Err(ConnectError::Waiting { wait, why: why.clone() });
-        }
-        match open(&self.params, &self.settings, Some(self.link.era())).await {
-            Ok(opened) => {
-                self.failures = 0;
-                self.not_before = None;
-                self.lost(self.pinned.compare(&opened.tools));
-                let connection = Arc::new(opened.connection);
-                self.link.set(Arc::clone(&connection));
-                Ok(connection)
-            }
-            Err(error) => {
-                let wait = SHORTEST_WAIT.saturating_mul(1 << self.failures.min(16)).min(LONGEST_WAIT);
-                self.failures += 1;
-                self.not_before = Some((Instant::now() + wait, error.to_string()));
-                Err(error)
-            }
-        }
-    }
-
-    /// Compares what the server has now with what was registered. A connection on which that is not known is not used any more.
-    async fn compare(&mut self, connection: &Arc<Connection>) -> bool {
-        let look = connection.look();
-        match connection.list(&self.settings.limits).await {
-            Ok(listed) => {
-                self.lost(self.pinned.compare(&tools::read(listed).tools));
-                connection.seen(look);
-                true
-            }
-            Err(error) => {
-                tracing::warn!(%error, "an MCP server said that its tools changed, and then did not tell them");
-                connection.close().await;
-                false
-            }
-        }
-    }
-
-    fn lost(&self, tools: Vec<String>) {
-        if !tools.is_empty() {
-            tracing::warn!(
-                ?tools,
-                "tools of an MCP server are not what they were when they were registered, and are not called any more"
-            );
-        }
-    }
-}
-
-struct Opened {
-    connection: Connection,
-    tools: Vec<ToolSchema>,
-    notes: Vec<String>,
-}
-
-async fn open(params: &ServerParams, settings: &Settings, known: Option<Era>) -> Result<Opened, ConnectError> {
-    let filled = params.fill(&settings.variables)?;
-    let connection = greeting::open(&filled, settings, known).await?;
-    let look = connection.look();
-    let listed = connection.list(&settings.limits).await?;
-    // Nobody uses this connection before its tools are pinned, or compared with those that are.
-    connection.seen(look);
-    let tools::Readable { tools, notes } = tools::read(listed);
-    Ok(Opened { connection, tools, notes })
 }
 
 struct Registered {

@@ -39,16 +39,65 @@ pub(crate) struct Sent {
     changed: Notify,
 }
 
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 enum Sending {
+    /// It will be sent, or not.
+    Waiting,
+    /// Some of it may have been sent.
     Begun,
     Done,
     Failed,
+    /// Nobody wants to know, and rmcp has not come to it.
+    Forgotten,
+}
+
+/// A request on its way out. rmcp drops it, in whatever state it is, when the connection is lost.
+struct OnItsWay {
+    sent: Arc<Sent>,
+    request: RequestId,
+    state: Sending,
+}
+
+impl OnItsWay {
+    fn new(sent: &Arc<Sent>, request: RequestId) -> OnItsWay {
+        sent.set(&request, Sending::Waiting);
+        OnItsWay { sent: Arc::clone(sent), request, state: Sending::Waiting }
+    }
+
+    fn begin(&mut self) {
+        self.change(Sending::Begun);
+    }
+
+    fn end(&mut self, is_sent: bool) {
+        self.change(if is_sent { Sending::Done } else { Sending::Failed });
+    }
+
+    fn change(&mut self, state: Sending) {
+        self.state = state;
+        self.sent.set(&self.request, state);
+    }
+}
+
+impl Drop for OnItsWay {
+    fn drop(&mut self) {
+        match self.state {
+            Sending::Waiting => self.change(Sending::Failed),
+            Sending::Begun => self.change(Sending::Done),
+            Sending::Done | Sending::Failed | Sending::Forgotten => {}
+        }
+    }
 }
 
 impl Sent {
+    /// Changes what is known of a request, if anybody still wants to know.
     fn set(&self, request: &RequestId, sending: Sending) {
-        self.lock().insert(request.clone(), sending);
+        let mut requests = self.lock();
+        match (requests.get(request), sending) {
+            (Some(Sending::Forgotten), _) => drop(requests.remove(request)),
+            (None, Sending::Waiting) | (Some(_), _) => drop(requests.insert(request.clone(), sending)),
+            (None, _) => {}
+        }
+        drop(requests);
         self.changed.notify_waiters();
     }
 
@@ -58,9 +107,9 @@ impl Sent {
             loop {
                 let changed = self.changed.notified();
                 match self.lock().get(request) {
-                    None | Some(Sending::Failed) => return false,
+                    None | Some(Sending::Failed | Sending::Forgotten) => return false,
                     Some(Sending::Done) => return true,
-                    Some(Sending::Begun) => {}
+                    Some(Sending::Waiting | Sending::Begun) => {}
                 }
                 changed.await;
             }
@@ -69,8 +118,12 @@ impl Sent {
         timeout(LONGEST_DOUBT, decided).await.unwrap_or(true)
     }
 
+    /// Nobody will ask about this request any more.
     pub(crate) fn forget(&self, request: &RequestId) {
-        self.lock().remove(request);
+        let mut requests = self.lock();
+        if requests.remove(request).is_none() {
+            requests.insert(request.clone(), Sending::Forgotten);
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<RequestId, Sending>> {
@@ -131,19 +184,15 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for Watched<T> {
         message: TxJsonRpcMessage<RoleClient>,
     ) -> impl Future<Output = Result<(), T::Error>> + Send + 'static {
         let request = match &message {
-            JsonRpcMessage::Request(request) => Some(request.id.clone()),
+            JsonRpcMessage::Request(request) => Some(OnItsWay::new(&self.watch.sent, request.id.clone())),
             _ => None,
         };
-        let sent = Arc::clone(&self.watch.sent);
-        if let Some(request) = &request {
-            sent.set(request, Sending::Begun);
-        }
         let sending = self.inner.send(message);
         async move {
+            let mut request = request;
+            request.iter_mut().for_each(OnItsWay::begin);
             let result = sending.await;
-            if let Some(request) = &request {
-                sent.set(request, if result.is_ok() { Sending::Done } else { Sending::Failed });
-            }
+            request.iter_mut().for_each(|request| request.end(result.is_ok()));
             result
         }
     }
@@ -210,22 +259,48 @@ mod tests {
         assert!(watched.receive().await.is_some());
     }
 
+    async fn fate(steps: impl FnOnce(&mut OnItsWay)) -> bool {
+        let sent: Arc<Sent> = Arc::default();
+        let mut request = OnItsWay::new(&sent, RequestId::Number(1));
+        steps(&mut request);
+        drop(request);
+        sent.may_have_arrived(&RequestId::Number(1)).await
+    }
+
     #[tokio::test]
-    async fn what_was_not_sent_is_known() {
-        let sent = Sent::default();
-        let id = RequestId::Number(1);
-        assert!(!sent.may_have_arrived(&id).await);
-        sent.set(&id, Sending::Failed);
-        assert!(!sent.may_have_arrived(&id).await);
-        sent.set(&id, Sending::Done);
-        assert!(sent.may_have_arrived(&id).await);
+    async fn only_what_was_begun_and_did_not_fail_may_have_arrived() {
+        assert!(!Sent::default().may_have_arrived(&RequestId::Number(1)).await);
+        assert!(!fate(|_| {}).await);
+        assert!(fate(OnItsWay::begin).await);
+        assert!(fate(|request| request.end(true)).await);
+        assert!(!fate(|request| request.end(false)).await);
     }
 
     #[tokio::test(start_paused = true)]
     async fn what_is_not_known_counts_as_sent() {
-        let sent = Sent::default();
+        let sent: Arc<Sent> = Arc::default();
+        let _request = OnItsWay::new(&sent, RequestId::Number(1));
+        assert!(sent.may_have_arrived(&RequestId::Number(1)).await);
+    }
+
+    #[tokio::test]
+    async fn what_nobody_asks_about_any_more_is_forgotten() {
         let id = RequestId::Number(1);
-        sent.set(&id, Sending::Begun);
-        assert!(sent.may_have_arrived(&id).await);
+        for is_early in [true, false] {
+            let sent: Arc<Sent> = Arc::default();
+            if is_early {
+                sent.forget(&id);
+            }
+            let mut request = OnItsWay::new(&sent, id.clone());
+            if !is_early {
+                sent.forget(&id);
+            }
+            request.begin();
+            request.end(true);
+            drop(request);
+            // Once it was on its way nothing is left of it; before that, a mark that it takes away.
+            sent.lock().retain(|_, sending| *sending != Sending::Forgotten);
+            assert!(sent.lock().is_empty(), "{is_early}");
+        }
     }
 }

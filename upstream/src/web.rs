@@ -19,8 +19,9 @@ const LONGEST_DIAL: Duration = Duration::from_secs(10);
 /// Why a server elsewhere did not do what was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum WebError {
+    /// What its causes say is for those who know the library; the text says it in short.
     #[error("{}", told(.0))]
-    Request(#[source] reqwest::Error),
+    Request(reqwest::Error),
     #[error("it answered with the status {0}")]
     Status(u16),
     #[error("it wants to be asked elsewhere (status {0}); register the address that it moved to")]

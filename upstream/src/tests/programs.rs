@@ -11,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 use crate::fixtures::{
     self, call, call_with, child, child_with, connect, is_alive, name, process, settings, until_dead,
 };
+use crate::greeting::told;
 use crate::{CallError, CallOptions, ConnectError, Era, Limits, Progress, Reason, ServerParams, ToolState, Upstream};
 
 async fn refused(script: Value, limits: Limits) -> ConnectError {
@@ -76,7 +77,7 @@ async fn a_list_that_never_ends_or_is_too_long_is_refused() {
         ("huge", "too long"),
         ("wrong", "is none"),
     ] {
-        let error = refused(json!({"list": list}), small.clone()).await.to_string();
+        let error = told(&refused(json!({"list": list}), small.clone()).await);
         assert!(error.contains(words), "{list}: {error}");
     }
     let few = Limits { most_tools: 5, ..Limits::default() };
@@ -356,6 +357,16 @@ async fn a_server_that_comes_back_with_other_tools_is_seen_through() {
 }
 
 #[tokio::test]
+async fn a_server_that_comes_back_in_another_era_is_understood() {
+    let folder = tempfile::tempdir().unwrap();
+    let upstream = connect(&child(json!({"folder": folder.path(), "modern_when_restarted": true}))).await;
+    assert_eq!(upstream.info().era, Some(Era::Legacy));
+    call(&upstream, "die", json!({})).await.unwrap_err();
+    assert!(call(&upstream, "echo", json!({})).await.is_ok());
+    assert_eq!(upstream.info().era, Some(Era::Modern));
+}
+
+#[tokio::test]
 async fn a_server_that_keeps_failing_is_left_alone_for_a_while() {
     let folder = tempfile::tempdir().unwrap();
     let script = folder.path().join("server");
@@ -432,4 +443,51 @@ async fn a_wrapped_program_does_not_outlive_a_killed_process() {
             until_dead(server).await;
         }
     }
+}
+
+#[tokio::test]
+async fn a_server_that_is_slow_to_start_is_waited_for_and_not_started_twice() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut settings = settings();
+    settings.limits.connect = Duration::from_secs(20);
+    let script = json!({"modern": true, "starts_after_milliseconds": 700, "folder": folder.path()});
+    let upstream = Upstream::connect(&name("fixture"), &child(script), &settings).await.unwrap();
+    assert_eq!(upstream.info().era, Some(Era::Modern));
+    assert_eq!(std::fs::read_to_string(folder.path().join("starts")).unwrap(), "x");
+}
+
+#[tokio::test]
+async fn progress_does_not_keep_a_call_alive_for_ever() {
+    let mut settings = settings();
+    settings.limits.call = Duration::from_millis(200);
+    settings.limits.longest_call = Duration::from_millis(700);
+    let upstream = Upstream::connect(&name("fixture"), &child(json!({})), &settings).await.unwrap();
+    let error = call(&upstream, "ticks", json!({})).await.unwrap_err();
+    assert!(matches!(error, CallError::Timeout { time, .. } if time >= Duration::from_millis(700)), "{error:?}");
+}
+
+#[tokio::test]
+async fn the_parameters_say_how_long_a_call_may_take() {
+    let mut params = child(json!({}));
+    params.call_timeout = Some(Duration::from_millis(50));
+    let upstream = connect(&params).await;
+    let error = call(&upstream, "slow", json!({})).await.unwrap_err();
+    assert!(matches!(error, CallError::Timeout { time, .. } if time < Duration::from_secs(10)), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_server_that_was_replaced_is_closed_although_a_call_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let upstream = connect(&child(json!({"folder": folder.path()}))).await;
+    let process = process(&upstream).await;
+    let running = tokio::spawn({
+        let upstream = upstream.clone();
+        async move { call(&upstream, "slow", json!({})).await }
+    });
+    while !folder.path().join("slow").exists() {
+        tokio::task::yield_now().await;
+    }
+    upstream.retire(Duration::from_millis(50)).await;
+    assert_eq!(reason(running.await.unwrap()), Reason::Unavailable);
+    assert!(!is_alive(process));
 }

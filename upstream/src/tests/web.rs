@@ -33,7 +33,11 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use crate::fixtures::{Script, call, call_with, name, settings};
-use crate::{AddressPolicy, CallError, CallOptions, ConnectError, Era, Reason, ServerParams, Settings, Upstream};
+use crate::greeting::told;
+use crate::{
+    AddressPolicy, CallError, CallOptions, ConnectError, Era, Owner, Reason, RegisterError, Registry, ServerParams,
+    Settings, Upstream,
+};
 
 /// A server on this machine, until it is dropped.
 struct Local {
@@ -283,7 +287,7 @@ async fn no_redirect_is_followed_and_no_header_goes_elsewhere() {
     for (path, kind) in [("/moved", "http"), ("/found", "http"), ("/moved", "sse")] {
         let params = local.params(path, json!({"type": kind, "headers": {"X-Key": "secret"}}));
         let error = connect(&params).await.unwrap_err();
-        assert!(error.to_string().contains("wants to be asked elsewhere"), "{path} {kind}: {error}");
+        assert!(told(&error).contains("wants to be asked elsewhere"), "{path} {kind}: {error}");
     }
     assert_eq!(seen.load(Ordering::SeqCst), 0);
     // The control: asked directly, the other server is reached.
@@ -297,7 +301,7 @@ async fn credentials_that_are_refused_are_a_plain_error() {
     for kind in ["http", "sse"] {
         let params = local.params("/mcp", json!({"type": kind, "headers": {"Authorization": "Bearer ${TOKEN}"}}));
         let error = connect(&params).await.unwrap_err();
-        assert_eq!(error.to_string(), "the server cannot be used: it does not accept the credentials (status 401)");
+        assert_eq!(told(&error), "the server cannot be used: it does not accept the credentials (status 401)");
     }
 }
 
@@ -309,7 +313,7 @@ async fn no_error_shows_a_url() {
     for kind in ["http", "sse"] {
         let url = format!("http://{address}/s3cr3t?key=s3cr3t");
         let error = connect(&ServerParams::parse(&json!({"url": url, "type": kind})).unwrap()).await.unwrap_err();
-        let printed = format!("{error} {error:?}");
+        let printed = format!("{} {error:?}", told(&error));
         assert!(printed.contains("refused") && !printed.contains("s3cr3t"), "{printed}");
     }
 }
@@ -349,7 +353,8 @@ async fn private_addresses_are_dialled_only_for_hosts_that_are_listed() {
         [("127.0.0.1", "http"), ("localhost", "http"), ("mcp.example.com", "http"), ("mcp.example.com", "sse")]
     {
         let params = ServerParams::parse(&json!({"url": format!("http://{host}:{port}/mcp"), "type": kind})).unwrap();
-        let error = Upstream::connect(&name("fixture"), &params, &public_only(&[])).await.unwrap_err().to_string();
+        let error = Upstream::connect(&name("fixture"), &params, &public_only(&[])).await.unwrap_err();
+        let error = told(&error);
         assert!(error.contains("only public addresses may be used"), "{host}: {error}");
     }
     assert!(library.headers.lock().unwrap().is_empty());
@@ -362,14 +367,34 @@ async fn private_addresses_are_dialled_only_for_hosts_that_are_listed() {
     }
 }
 
+#[tokio::test]
+async fn an_owner_has_so_many_servers_and_no_more() {
+    let local = Local::serve(plain_router(plain(json!({"list": "pages"})))).await;
+    let registry = Registry::new();
+    let params = local.params("/mcp", json!({}));
+    let owner = Owner::One("alice".to_owned());
+    let register = async |owner: &Owner, number: usize| {
+        registry.register(owner, &name(&format!("s{number}")), &params, &settings()).await
+    };
+    for number in 0..50 {
+        register(&owner, number).await.unwrap();
+    }
+    assert!(matches!(register(&owner, 50).await, Err(RegisterError::TooMany)));
+    // The controls: in place of another, for somebody else, and when one is gone.
+    assert!(register(&owner, 49).await.is_ok());
+    assert!(register(&Owner::One("bob".to_owned()), 50).await.is_ok());
+    assert!(registry.unregister(&owner, "s0"));
+    assert!(register(&owner, 50).await.is_ok());
+}
+
 /// A server with the older transport.
 #[derive(Clone, Default)]
 struct Older {
-    streams: Arc<Mutex<HashMap<usize, (mpsc::UnboundedSender<Value>, SharedScript)>>>,
+    streams: Arc<Mutex<HashMap<usize, OlderStream>>>,
     endpoint: Option<String>,
 }
 
-type SharedScript = Arc<Mutex<Script>>;
+type OlderStream = (mpsc::UnboundedSender<Value>, Arc<Mutex<Script>>);
 
 impl Older {
     fn router(self) -> Router {
@@ -434,7 +459,7 @@ async fn an_event_stream_that_sends_us_elsewhere_is_refused() {
     let endpoint = Some(format!("http://{}/post/0", other.address));
     let local = Local::serve(Older { endpoint, ..Older::default() }.router()).await;
     let error = connect(&local.params("/sse", json!({"headers": {"X-Key": "secret"}}))).await.unwrap_err();
-    assert!(error.to_string().contains("another origin"), "{error}");
+    assert!(told(&error).contains("another origin"), "{error}");
 }
 
 #[tokio::test]
