@@ -1,13 +1,20 @@
-//! The program `cellblock`: the server, and, under an argument of its own, the guardian of its jail.
+//! The program `cellblock`: the server, and, under arguments of their own, the guardian of its jail, what opens doors in containers, or a server of another maker.
 
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    // The guardian needs a single thread, so this comes before any runtime.
-    if std::env::args_os().nth(1).is_some_and(|argument| argument == cellblock_jail::guardian::ARGUMENT) {
-        return cellblock_jail::guardian::main();
+    match std::env::args_os().nth(1) {
+        // These need a single thread, so they come before any runtime.
+        Some(argument) if argument == cellblock_jail::guardian::ARGUMENT => cellblock_jail::guardian::main(),
+        Some(argument) if argument == cellblock_jail::doors::ARGUMENT => cellblock_jail::doors::main(),
+        // Becomes a server of another maker, which ends with whoever started it.
+        Some(argument) if argument == cellblock::app::WRAPPER_ARGUMENT => {
+            let error = cellblock_upstream::exec_with_parent(std::env::args_os().skip(2));
+            eprintln!("cellblock: the program could not be started: {error}");
+            ExitCode::from(127)
+        }
+        _ => cellblock::app::main(),
     }
-    cellblock::app::main()
 }

@@ -1,8 +1,8 @@
 //! All tests that need the real program, in one binary so that it is linked once.
 //!
-//! `support` holds the mechanics. `contract` runs the same cases on every backend; `posture` and `attacks` look at a session from inside and
+//! `support` holds the mechanics. `contract` runs the same cases on every backend, `containers` what only containers have; `posture` and `attacks` look at a session from inside and
 //! out; `auth` meets a real issuer of tokens; `branching` copies sessions; `network` reaches out of them, with `secrets` in its hands; `stdio`, `cli`, `audit`,
-//! `keeper`, `leaks` and `profiles` use the built program as its users do; `clients` and `conformance` are other people's programs; `tidy` reads the tree.
+//! `keeper`, `leaks` and `profiles` use the built program as its users do; `upstream` has sessions call tools of another MCP server; `clients` and `conformance` are other people's programs; `tidy` reads the tree.
 
 mod attacks;
 mod audit;
@@ -11,6 +11,7 @@ mod branching;
 mod cli;
 mod clients;
 mod conformance;
+mod containers;
 mod contract;
 mod http;
 mod keeper;
@@ -24,3 +25,4 @@ mod secrets;
 mod stdio;
 mod support;
 mod tidy;
+mod upstream;

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use cellblock::sandbox::Network;
+use cellblock::sandbox::container::ContainerBind;
 use cellblock_egress::authority::{Authority, Trust};
 use cellblock_egress::gateway::Limits;
 use cellblock_egress::secrets::{Secret, Vault};
@@ -20,6 +21,7 @@ use tempfile::{NamedTempFile, TempDir};
 
 use crate::network::https::{Heard, Https, Signer};
 use crate::network::{HERE, Names, Web, blocked, listed};
+use crate::support::containers::docker;
 use crate::support::native::{Builder, Native, Session, control_groups, everything, processes, run};
 use crate::support::server::{Era, MINIMAL, Server, program};
 use crate::support::{is_root, skipped};
@@ -55,6 +57,38 @@ impl Place {
 
     /// A place whose server is certified by one authority while another one is trusted.
     fn trusting(trusted: &Signer, signer: &Signer, secret: &str) -> Place {
+        let Parts { api, other, plain, network, variables, placeholder, folder, bind } =
+            Parts::new(trusted, signer, secret);
+        let native = Builder::new("minimal").variables(variables).bind(bind).network(network).start();
+        Place { api, other, plain, native, placeholder, _folder: folder }
+    }
+
+    async fn session(&self) -> Session {
+        let session = self.native.session();
+        session.ok(ASK).await;
+        session
+    }
+
+    /// A call of `ask` to the host with the secret.
+    fn to_api(&self, rest: &str) -> String {
+        format!("print(ask('https://api.test:{}/path{rest}", self.api.port())
+    }
+}
+
+/// What a backend of any kind is made of.
+struct Parts {
+    api: Https,
+    other: Https,
+    plain: Web,
+    network: Network,
+    variables: Vec<(String, String)>,
+    placeholder: String,
+    folder: TempDir,
+    bind: Bind,
+}
+
+impl Parts {
+    fn new(trusted: &Signer, signer: &Signer, secret: &str) -> Parts {
         let listener = || TcpListener::bind((HERE, 0)).unwrap();
         let echo = |request: &Heard| format!("{}{}", request.head, request.body);
         let api = Https::serve(listener(), signer, &["api.test"], echo);
@@ -81,19 +115,7 @@ impl Place {
             limits: Limits::default(),
             resolver: Arc::new(Names::default()).and("api.test", &[&[HERE]]).and("other.test", &[&[HERE]]),
         };
-        let native = Builder::new("minimal").variables(variables).bind(bind).network(network).start();
-        Place { api, other, plain, native, placeholder, _folder: folder }
-    }
-
-    async fn session(&self) -> Session {
-        let session = self.native.session();
-        session.ok(ASK).await;
-        session
-    }
-
-    /// A call of `ask` to the host with the secret.
-    fn to_api(&self, rest: &str) -> String {
-        format!("print(ask('https://api.test:{}/path{rest}", self.api.port())
+        Parts { api, other, plain, network, variables, placeholder, folder, bind }
     }
 }
 
@@ -226,6 +248,31 @@ fn the_value_arrives_in_the_header_and_its_echo_is_masked() {
         assert!(!text.contains(&canary()), "{text}");
         assert!(blocked(&outcome).is_empty());
         place.native.end().await;
+    });
+}
+
+#[test]
+fn the_value_arrives_from_a_container_that_has_never_seen_it() {
+    run(async {
+        let signer = Signer::new();
+        let Some(engine) = docker() else { return };
+        let parts = Parts::new(&signer, &signer, "");
+        let file = ContainerBind { host: parts.bind.host, inside: parts.bind.inside, writable: false };
+        let backend = engine.build().variables(parts.variables).network(parts.network, &[file]).start();
+        let session = backend.session();
+        session.ok(ASK).await;
+        let answer = session.ok(&format!("print(ask('https://api.test:{}/path'))", parts.api.port())).await;
+        assert_eq!(parts.api.last().header("authorization"), Some(format!("Bearer {}", canary()).as_str()), "{answer}");
+        assert!(
+            answer.starts_with("200 ") && answer.contains(&parts.placeholder) && !answer.contains(&canary()),
+            "{answer}"
+        );
+        // Nor to a host that has no secret.
+        session.ok(&format!("print(ask('https://other.test:{}/path'))", parts.other.port())).await;
+        assert_eq!(parts.other.last().header("authorization"), Some(format!("Bearer {}", parts.placeholder).as_str()));
+        let seen = session.ok("print(os.environ, open(os.environ['SSL_CERT_FILE']).read())").await;
+        assert!(seen.contains("BEGIN CERTIFICATE") && !seen.contains(&canary()) && !seen.contains("PRIVATE"), "{seen}");
+        backend.end().await;
     });
 }
 

@@ -44,6 +44,7 @@ const RUNS: usize = 20;
 const IDLE_SESSIONS: usize = 50;
 const SESSIONS_IN_A_ROW: usize = 200;
 const LIVE_SESSIONS: usize = 150;
+const TRANSIENT_RUNS: usize = 200;
 /// ipybox takes seconds for what others do in milliseconds.
 const IPYBOX_STARTS: usize = 2;
 const IPYBOX_CELLS: usize = 200;
@@ -57,7 +58,7 @@ struct Peers {
 
 type Row = fn(&Peers) -> anyhow::Result<()>;
 
-const ROWS: [(&str, Row); 19] = [
+const ROWS: [(&str, Row); 20] = [
     ("initialize", process_start_to_initialize),
     ("new-session", new_session_to_first_result),
     ("cell", cell_round_trip),
@@ -77,6 +78,7 @@ const ROWS: [(&str, Row); 19] = [
     ("http", service::cells_over_http),
     ("http-token", service::cost_of_a_token),
     ("http-memory", service::memory_of_idle_clients),
+    ("transient", runs_of_python_docker_mcp),
 ];
 
 /// Rows that take minutes and are measured only when they are named.
@@ -129,6 +131,23 @@ fn process_start_to_initialize(peers: &Peers) -> anyhow::Result<()> {
         Ok(start.elapsed())
     })?;
     report("process start to the first cell's result (waits for the warm-up)", &ready, None);
+    Ok(())
+}
+
+/// A transient run is a sandbox made, three cells in it, and the sandbox destroyed.
+fn runs_of_python_docker_mcp(_: &Peers) -> anyhow::Result<()> {
+    println!("\nprofile python-docker-mcp: one call to its result, one after the other");
+    let mut command = cellblock("mcp");
+    command.args(["--profile", "python-docker-mcp"]);
+    let (mut server, _) = Server::start(command)?;
+    let transient = json!({"code": "y = state['x'] + 1; print(y)", "state": {"x": 1}});
+    let persistent = json!({"code": "print(1)", "session_id": "s"});
+    server.call("execute-transient", &transient)?;
+    server.wait_until_idle();
+    let runs = repeat(TRANSIENT_RUNS, || Ok(server.call("execute-transient", &transient)?.1))?;
+    report("execute-transient", &runs, Some(Duration::from_millis(15)));
+    let cells = repeat(TRANSIENT_RUNS, || Ok(server.call("execute-persistent", &persistent)?.1))?;
+    report("execute-persistent", &cells, None);
     Ok(())
 }
 

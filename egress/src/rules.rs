@@ -191,6 +191,17 @@ impl Rules {
         self.0.permits.iter().find(|rule| !self.is_within(rule, ceiling)).cloned()
     }
 
+    /// Returns a list that permits nothing which one of the two does not. It may permit less than both do: rules are compared one with one.
+    pub fn common(&self, other: &Rules) -> Rules {
+        let mut lists = Lists::default();
+        for (rules, ceiling) in [(self, other), (other, self)] {
+            let narrowed = rules.under_denials_of(ceiling);
+            let within = rules.0.permits.iter().filter(|rule| narrowed.is_within(rule, ceiling));
+            within.chain(&rules.0.denials).for_each(|rule| lists.add(rule.clone()));
+        }
+        Rules(Arc::new(lists))
+    }
+
     /// Returns the rules, denials last.
     pub fn iter(&self) -> impl Iterator<Item = &Rule> {
         self.0.permits.iter().chain(&self.0.denials)

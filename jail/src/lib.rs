@@ -10,11 +10,14 @@
 //! The server starts the guardian as a fresh process of the same binary (`guardian::main`), because this work needs a single thread.
 //! If the server dies, the guardian kills the warden, and with a pid namespace's first process the kernel ends everything in it.
 //!
+//! `doors` is for sandboxes that others make: it opens ways out of the network of a container.
+//!
 //! All unsafe code of Cellblock is in `sys`. There is no async code here: the server wraps the sockets of `wire` itself.
 //!
 //! What this crate never does: run a user's code, talk to a network, keep a secret.
 
 pub mod cgroup;
+pub mod doors;
 mod errand;
 pub mod guardian;
 pub mod identity;

@@ -28,26 +28,58 @@ impl Netlink {
         let mut buffer = [0; 8192];
         while awaited > 0 {
             let (length, _) = rustix::net::recv(&self.0, &mut buffer, RecvFlags::empty())?;
-            for answer in answers(&buffer[..length]) {
-                answer?;
+            for (_, body) in answers(&buffer[..length]) {
+                verdict(body)?;
                 awaited = awaited.saturating_sub(1);
             }
         }
         Ok(())
     }
+
+    /// Asks for a list, and returns its entries without their headers.
+    pub(crate) fn list(&self, message: Message) -> io::Result<Vec<Vec<u8>>> {
+        let mut bytes = Vec::new();
+        message.write(1, &mut bytes);
+        rustix::net::send(&self.0, &bytes, SendFlags::empty())?;
+        // The kernel never writes larger pieces of a list.
+        let mut buffer = [0; 32768];
+        let mut entries = Vec::new();
+        loop {
+            let (length, _) = rustix::net::recv(&self.0, &mut buffer, RecvFlags::empty())?;
+            for (kind, body) in answers(&buffer[..length]) {
+                match i32::from(kind) {
+                    libc::NLMSG_DONE => return Ok(entries),
+                    libc::NLMSG_ERROR => verdict(body)?,
+                    _ => entries.push(body.to_vec()),
+                }
+            }
+        }
+    }
 }
 
-/// Reads what the kernel says to each message.
-fn answers(mut bytes: &[u8]) -> Vec<io::Result<()>> {
+/// Splits what the kernel says into messages: the kind of each and what follows its header.
+fn answers(mut bytes: &[u8]) -> Vec<(u16, &[u8])> {
     let mut found = Vec::new();
-    let number =
-        |bytes: &[u8], at: usize| bytes.get(at..at + 4).and_then(|four| four.try_into().ok()).map(i32::from_ne_bytes);
-    while let (Some(length), Some(code)) = (number(bytes, 0), number(bytes, HEADER)) {
-        found.push(if code == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(-code)) });
-        let length = (length.max(HEADER as i32) as usize).next_multiple_of(4);
-        bytes = bytes.get(length..).unwrap_or_default();
+    while let (Some(length), Some(kind)) = (number(bytes, 0), bytes.get(4..6)) {
+        let length = length.max(HEADER as i32) as usize;
+        found.push((u16::from_ne_bytes([kind[0], kind[1]]), bytes.get(HEADER..length).unwrap_or_default()));
+        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
     }
     found
+}
+
+/// Reads how a message fared.
+fn verdict(body: &[u8]) -> io::Result<()> {
+    match number(body, 0) {
+        Some(0) => Ok(()),
+        Some(code) => Err(io::Error::from_raw_os_error(-code)),
+        None => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
+/// Reads four bytes as a number, as the kernel writes it.
+pub(crate) fn number(bytes: &[u8], at: usize) -> Option<i32> {
+    bytes.get(at..at + 4).and_then(|four| four.try_into().ok()).map(i32::from_ne_bytes)
 }
 
 const HEADER: usize = 16;

@@ -10,10 +10,10 @@ use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 
-use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, netdevice, sockopt};
 use serde::{Deserialize, Serialize};
 
-use crate::netlink::{Message, Netlink};
+use crate::netlink::{self, Message, Netlink};
 use crate::nftables;
 
 /// What a sandbox's network lets its user's code reach: nothing but itself, or the doors.
@@ -79,6 +79,24 @@ pub(crate) fn leads_nowhere() -> io::Result<()> {
     }
 }
 
+/// Names the interfaces of this namespace that are up, the loopback one aside. Where there is one, something may leave beside the doors.
+pub(crate) fn other_interfaces() -> io::Result<Vec<String>> {
+    let mut message = Message::new(libc::RTM_GETLINK, libc::NLM_F_DUMP);
+    // struct ifinfomsg: of any family, all of them.
+    message.bytes(&[0; 16]);
+    let socket = rustix::net::socket_with(AddressFamily::INET, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    let mut names = Vec::new();
+    for entry in Netlink::open(libc::NETLINK_ROUTE)?.list(message)? {
+        let (Some(index), Some(flags)) = (netlink::number(&entry, 4), netlink::number(&entry, 8)) else {
+            return Err(io::ErrorKind::InvalidData.into());
+        };
+        if flags & libc::IFF_UP != 0 && index.cast_unsigned() != LOOPBACK {
+            names.push(netdevice::index_to_name(&socket, index.cast_unsigned())?);
+        }
+    }
+    Ok(names)
+}
+
 fn listening(port: u16) -> io::Result<OwnedFd> {
     let socket = bound(SocketType::STREAM, port)?;
     rustix::net::listen(&socket, BACKLOG)?;
@@ -127,7 +145,7 @@ fn make_every_address_local() -> io::Result<()> {
         ]);
         message.attribute(libc::RTA_OIF, &LOOPBACK.to_ne_bytes());
         match kernel.ask(&[message]) {
-            // A kernel without the newer family has no address in it to reach.
+            // Where there is no newer family there is no address in it to reach.
             Err(error) if family == libc::AF_INET6 && no_such_family(&error) => {}
             result => result?,
         }
@@ -135,6 +153,7 @@ fn make_every_address_local() -> io::Result<()> {
     Ok(())
 }
 
+/// The kernel has no such family, or it is switched off on the interface (`EACCES`; for want of rights it would be `EPERM`).
 fn no_such_family(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EAFNOSUPPORT | libc::EOPNOTSUPP))
+    matches!(error.raw_os_error(), Some(libc::EAFNOSUPPORT | libc::EOPNOTSUPP | libc::EACCES))
 }

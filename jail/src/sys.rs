@@ -81,6 +81,19 @@ fn mount_setattr_with(mount: impl AsFd, attributes: &MountAttributes, depth: lib
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Opens the user namespace that a namespace belongs to.
+pub(crate) fn owner_of(namespace: impl AsFd) -> io::Result<OwnedFd> {
+    /// Not in the C library's list: `_IO(0xb7, 0x1)`.
+    const NS_GET_USERNS: libc::Ioctl = 0xb701;
+    // SAFETY: the request takes no argument and returns a new descriptor or an error.
+    let raw = unsafe { libc::ioctl(namespace.as_fd().as_raw_fd(), NS_GET_USERNS) };
+    if raw < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor for us, and nobody else knows of it.
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+}
+
 /// Brings the loopback interface of this network namespace up.
 pub(crate) fn bring_loopback_up() -> io::Result<()> {
     let socket = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, None)?;

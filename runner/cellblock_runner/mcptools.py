@@ -3,7 +3,7 @@
     run(Params(...))  →  call(server, tool, params, Result)  →  question `call_tool`  →  host  →  answer  →  Result, or Reply
 
 The host keeps the connections and credentials, checks the arguments again, and decides. Here is only what makes a call pleasant: arguments as JSON
-(`tool_models`), results as Python values (`tool_values`), failures as exceptions. Not imported before a cell uses it, because it needs Pydantic.
+(`tool_models`), results as Python values (`tool_values`), failures as exceptions. Imported by the warm process where there is Pydantic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,18 @@ import json
 import warnings
 from typing import Any, TypeVar, overload
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+try:
+    import pydantic
+    from pydantic import BaseModel, TypeAdapter, ValidationError
+
+    if tuple(map(int, pydantic.VERSION.split(".")[:2])) < (2, 9):
+        raise ImportError(f"it is version {pydantic.VERSION}")
+except ImportError as cause:
+    raise ImportError(
+        f"the modules of MCP servers need Pydantic 2.9 or newer, which this environment does not have ({cause}); "
+        "install it with %pip install 'pydantic>=2.9'",
+        name="pydantic",
+    ) from None
 
 from . import asking
 from .tool_models import Base64 as Base64

@@ -102,6 +102,7 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
     if "matplotlib.pyplot" in sys.modules:
         _warm_matplotlib()
     if rehearse:
+        _warm_tools()
         _rehearse(shell, _PRIMING_CELLS + _LOADING_CELLS)
         for _ in range(_REHEARSALS):
             _rehearse(shell, _PRIMING_CELLS)
@@ -462,6 +463,22 @@ def _warm_matplotlib() -> None:
         matplotlib.font_manager._get_font.cache_clear()
     except Exception as cause:
         warnings.warn(f"matplotlib could not be warmed: {cause}", stacklevel=2)
+
+
+def _warm_tools() -> None:
+    """Imports what modules of MCP servers need, and has Pydantic make a class: the first one costs it most.
+
+    Without Pydantic there is nothing to warm. Whatever else goes wrong concerns only the cells that use such modules.
+    """
+    try:
+        tools = importlib.import_module(f"{__package__}.mcptools")
+        fields = {"text": str, "count": "int | None", "words": list[str]}
+        namespace = {"__annotations__": fields, "__module__": __name__, "count": None}
+        tools.arguments(type("_Warm", (tools.Model,), namespace)(text="", words=[]))
+    except ImportError:
+        return
+    except Exception as cause:
+        warnings.warn(f"what modules of MCP servers need could not be warmed: {cause}", stacklevel=2)
 
 
 def _fill_gaps() -> None:

@@ -31,7 +31,7 @@ _LARGEST_REPORT = 4096
 # How long what an ended interpreter wrote may wait for a host that does not read.
 _LAST_WORDS = 1.0
 # How long ending the processes of a session may take before it is given up, and with it the container.
-_SWEEPING = 3.0
+_SWEEPING = 8.0
 # Pipes of earlier cells that are still emptied, so that processes left behind neither block nor die.
 _MOST_RETIRED = 16
 # Checkpoints go first when memory runs out.
@@ -191,6 +191,9 @@ class Supervisor:
             elif kind == b"x":
                 self._end_member(number)
                 self._answer(ask)
+            elif kind == b"n":
+                _knock(order["word"], (order["address"], order["port"]))
+                self._answer(ask)
             else:
                 self._answer(ask, "the supervisor does not know this order")
         except (OSError, KeyError) as cause:
@@ -290,8 +293,10 @@ class Supervisor:
         for steward, reports in list(member.stewards.items()):
             _kill(steward, signal.SIGKILL)
             self._drop_steward(member, steward, reports)
-        if member.interpreter is not None:
-            self._close(member.interpreter)
+        for interpreter in [each for each in self._interpreters.values() if each.member is member]:
+            # Nobody waits for what it wrote.
+            interpreter.status = signal.SIGKILL if interpreter.status is None else interpreter.status
+            self._tell_end(interpreter)
         del self._members[number]
         if member.folder is not None:
             shutil.rmtree(member.folder, ignore_errors=True)
@@ -397,6 +402,9 @@ class Supervisor:
                 waits |= self._pull(pipe)
         if waits and interpreter.patience is not None and time.monotonic() < interpreter.patience:
             return
+        self._tell_end(interpreter)
+
+    def _tell_end(self, interpreter: Interpreter) -> None:
         status = interpreter.status or 0
         how = {"signal": os.WTERMSIG(status)} if os.WIFSIGNALED(status) else {"code": os.WEXITSTATUS(status)}
         self._close(interpreter)
@@ -525,7 +533,8 @@ class Supervisor:
             if not stopped:
                 return
             time.sleep(0.0005)
-        os._exit(3)  # Something in here cannot be ended. The container can.
+        os.write(2, f"{len(stopped)} processes could not be ended\n".encode())
+        os._exit(3)  # The container can.
 
     def _steward_of(self, process: int, parents: dict[int, int]) -> int | None:
         """Returns the nearest steward above a process; none for stewards themselves."""
@@ -681,6 +690,12 @@ def _become_warm(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
         os.write(2, f"the warm interpreter could not start: {error!r}\n".encode())
     finally:
         os._exit(1)
+
+
+def _knock(word: str, door: tuple[str, int]) -> None:
+    """Says a word at a door of the network, by which the host knows that the door is one of this container."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as caller:
+        caller.sendto(word.encode(), door)
 
 
 def _kill(process: int, which: int) -> None:

@@ -45,7 +45,7 @@ class CellTest(unittest.TestCase):
 
 class Basics(CellTest):
     def test_hello_names_the_version_and_the_python(self) -> None:
-        self.assertEqual(self.runner.hello["version"], 1)
+        self.assertEqual(self.runner.hello["version"], 2)
         self.assertEqual(self.runner.hello["python"], ".".join(map(str, sys.version_info[:3])))
         self.assertEqual(len(self.runner.hello["marker"]), 32)
 

@@ -80,34 +80,20 @@ pub(super) enum Command {
     /// Show and stop the processes that keep sessions while their server restarts
     #[command(subcommand, arg_required_else_help = true)]
     Keeper(KeeperCommand),
-    /// Build an environment as "ipybox build" builds an image; see docs/migrate/ipybox.md
+    /// The same as "image build", under the name that ipybox has for it
     #[command(hide = true)]
-    Build(IpyboxBuildArguments),
+    Build(ImageArguments),
     /// Remove what nothing uses, where "ipybox cleanup" removes containers; see docs/migrate/ipybox.md
     #[command(hide = true)]
     Cleanup(IpyboxCleanupArguments),
 }
 
-/// What `ipybox build` takes.
-#[derive(Args)]
-pub(super) struct IpyboxBuildArguments {
-    /// The image's tag; the environment's name is made of it
-    #[arg(short, long, value_name = "TAG", default_value = "ipybox")]
-    pub tag: String,
-    /// File of requirements, one in quotes on each line, as in an array of a pyproject.toml
-    #[arg(short, long, value_name = "FILE")]
-    pub dependencies: Option<PathBuf>,
-    /// Has no effect: code is never root
-    #[arg(short, long)]
-    pub root: bool,
-}
-
 /// What `ipybox cleanup` takes.
 #[derive(Args)]
 pub(super) struct IpyboxCleanupArguments {
-    /// The image's tag; the environment that was built for it stays
-    #[arg(short, long, value_name = "TAG", default_value = "ipybox")]
-    pub ancestor: String,
+    /// The image of the containers; it stays
+    #[arg(short, long, value_name = "TAG")]
+    pub ancestor: Option<String>,
 }
 
 /// Levels of the log; Python's programs have other names for two of them.
@@ -177,6 +163,8 @@ pub(super) struct McpArguments {
     #[command(flatten)]
     watch: WatchArguments,
     #[command(flatten)]
+    upstream: UpstreamArguments,
+    #[command(flatten)]
     keeping: KeepingArguments,
 }
 
@@ -191,6 +179,8 @@ pub(super) struct ServeArguments {
     #[command(flatten)]
     watch: WatchArguments,
     #[command(flatten)]
+    upstream: UpstreamArguments,
+    #[command(flatten)]
     keeping: KeepingArguments,
 }
 
@@ -198,9 +188,6 @@ pub(super) struct ServeArguments {
 /// client's configuration already.
 #[derive(Args, Default)]
 pub(super) struct OtherServersArguments {
-    /// Image that code ran in; here an environment of that name, which "cellblock build --tag" makes
-    #[arg(long, value_name = "TAG", hide = true, conflicts_with = "environment")]
-    container_tag: Option<String>,
     /// Has no effect: code is always in a sandbox
     #[arg(long, hide = true)]
     sandbox: bool,
@@ -217,37 +204,14 @@ pub(super) struct OtherServersArguments {
     debug: bool,
 }
 
-/// The image that ipybox publishes. It holds less than our usual environment.
-const PUBLISHED_IMAGE: &str = "ghcr.io/gradion-ai/ipybox";
-
-/// Makes the name of an environment of an image's tag: `gradion-ai/ipybox:mine` is `gradion-ai-ipybox-mine`.
-pub(super) fn environment_of(tag: &str) -> String {
-    let letters = tag.chars().map(|letter| match letter.to_ascii_lowercase() {
-        letter if letter.is_ascii_lowercase() || letter.is_ascii_digit() || "_-".contains(letter) => letter,
-        _ => '-',
-    });
-    let name: String = letters.skip_while(|letter| !letter.is_ascii_lowercase()).collect();
-    // The end says more than the host at the beginning.
-    let excess = name.len().saturating_sub(40);
-    name[excess..].trim_start_matches(|letter: char| !letter.is_ascii_lowercase()).to_owned()
-}
-
 impl OtherServersArguments {
     fn add_to(&self, flags: Flags) -> Flags {
-        let tag = self.container_tag.as_deref().filter(|tag| !tag.starts_with(PUBLISHED_IMAGE));
-        flags
-            .single(Key::Environment, tag.map(environment_of))
-            .single(Key::LogLevel, self.debug.then(|| "debug".to_owned()))
+        flags.single(Key::LogLevel, self.debug.then(|| "debug".to_owned()))
     }
 
     /// Says which of them have no effect.
     pub(super) fn notices(&self) -> Vec<String> {
         let given = [
-            (
-                self.container_tag.as_ref().is_some_and(|tag| tag.starts_with(PUBLISHED_IMAGE)),
-                "--container-tag",
-                "the usual environment holds what the published image does",
-            ),
             (
                 self.tool_server_host.is_some(),
                 "--tool-server-host",
@@ -701,6 +665,14 @@ struct WatchArguments {
     otlp_endpoint: Option<String>,
 }
 
+/// Flags about other MCP servers.
+#[derive(Args, Default)]
+struct UpstreamArguments {
+    /// JSON file with MCP servers that all sessions may use, in the form of client configurations: {"mcpServers": {…}}
+    #[arg(long, value_name = "FILE")]
+    mcp_servers_file: Option<String>,
+}
+
 /// Flags about sessions that outlive the server.
 #[derive(Args, Default)]
 struct KeepingArguments {
@@ -719,11 +691,11 @@ impl Arguments {
             .single(Key::LogLevel, self.general.log_level.clone())
             .single(Key::LogFormat, self.general.log_format.clone());
         match &self.command {
-            Command::Mcp(McpArguments { other, sandbox, branching, watch, keeping }) => {
-                keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(other.add_to(flags)))))
+            Command::Mcp(McpArguments { other, sandbox, branching, watch, upstream, keeping }) => {
+                keeping.add_to(watch.add_to(upstream.add_to(branching.add_to(sandbox.add_to(other.add_to(flags))))))
             }
-            Command::Serve(ServeArguments { service, sandbox, branching, watch, keeping }) => {
-                service.add_to(keeping.add_to(watch.add_to(branching.add_to(sandbox.add_to(flags)))))
+            Command::Serve(ServeArguments { service, sandbox, branching, watch, upstream, keeping }) => {
+                service.add_to(keeping.add_to(watch.add_to(upstream.add_to(branching.add_to(sandbox.add_to(flags))))))
             }
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
             Command::Doctor(_)
@@ -815,6 +787,12 @@ impl BranchingArguments {
 impl WatchArguments {
     fn add_to(&self, flags: Flags) -> Flags {
         flags.single(Key::AuditFile, self.audit_file.clone()).single(Key::OtlpEndpoint, self.otlp_endpoint.clone())
+    }
+}
+
+impl UpstreamArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        flags.single(Key::McpServersFile, self.mcp_servers_file.clone())
     }
 }
 
@@ -929,9 +907,8 @@ mod tests {
             &["keeper", "stop", "../x"],
             &["key", "new"],
             &["key", "new", "ci", "--scope", "everything"],
-            &["mcp", "--container-tag", "a", "--environment", "b"],
             &["mcp", "--debug", "--log-level", "info"],
-            &["serve", "--container-tag", "a"],
+            &["serve", "--tool-server-port", "1"],
         ] {
             assert!(parse(line).is_err(), "{line:?}");
         }
@@ -948,19 +925,6 @@ mod tests {
     }
 
     #[test]
-    fn an_image_tag_becomes_the_name_of_an_environment() {
-        for (tag, name) in [
-            ("ipybox", "ipybox"),
-            ("gradion-ai/ipybox:Mine", "gradion-ai-ipybox-mine"),
-            ("registry.example.com:5000/team/deep/science.image:1.2", "ple-com-5000-team-deep-science-image-1-2"),
-            ("9lives", "lives"),
-        ] {
-            assert_eq!(environment_of(tag), name);
-            assert!(crate::environment::EnvironmentName::new(name).is_some(), "{name}");
-        }
-    }
-
-    #[test]
     fn flags_without_effect_are_told() {
         let told = |line: &[&str]| match parse(line).unwrap().command {
             Command::Mcp(mcp) => mcp.other.notices(),
@@ -968,8 +932,6 @@ mod tests {
         };
         assert!(told(&["mcp", "--sandbox"]).is_empty(), "code is in a sandbox, as it says");
         assert_eq!(told(&["mcp", "--tool-server-port", "1", "--kernel-gateway-host", "x"]).len(), 2);
-        assert_eq!(told(&["mcp", "--container-tag", "ghcr.io/gradion-ai/ipybox:minimal"]).len(), 1);
-        assert!(told(&["mcp", "--container-tag", "mine"]).is_empty());
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The container backend: the operator's settings turned into what it needs.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -8,26 +9,45 @@ use async_trait::async_trait;
 use tokio::sync::watch;
 
 use super::Warmth;
+use super::network::WayOut;
 use crate::config::{Containers, Settings};
 use crate::environment::supplies;
 use crate::sandbox::container::{
-    ContainerBackend, ContainerBind, ContainerSettings, PoolSettings, Supplies, WORK_FOLDER,
+    ContainerBackend, ContainerBind, ContainerNetwork, ContainerSettings, EngineAddress, PoolSettings, Supplies,
+    WORK_FOLDER,
 };
-use crate::sandbox::{Backend, Preparation};
+use crate::sandbox::{Backend, Network, Preparation};
 
 /// Starts the backend that makes containers.
 pub(super) fn backend(settings: &Settings, choice: &Containers, warmth: Warmth) -> anyhow::Result<Arc<dyn Backend>> {
-    if !settings.network.rules.is_empty() || !settings.network.secrets.is_empty() {
-        bail!(
-            "sessions in containers have no way out to the network yet, so allowed domains and secrets cannot be kept; \
-             leave them out, or use --backend native"
-        );
-    }
     let preparation =
         watch::Sender::new(Preparation::Working { step: "preparing containers".to_owned(), done: 0, total: None });
     let supplies = Arc::new(OwnSupplies { data_dir: settings.data_dir.clone() });
-    let started = ContainerBackend::start(container_settings(settings, choice, warmth), supplies, preparation);
+    let mut way_out = WayOut::new(settings, BTreeSet::new())?;
+    let mut containers = container_settings(settings, choice, warmth);
+    containers.variables.append(&mut way_out.variables);
+    containers.network =
+        way_out.network.take().map(|network| container_network(network, way_out, choice)).transpose()?;
+    let started = ContainerBackend::start(containers, supplies, preparation);
     Ok(Arc::new(started.context("the runtime folder cannot be used")?))
+}
+
+/// Adds what a container needs to a way out. Only an engine of this machine has networks in which doors can be opened.
+fn container_network(network: Network, way_out: WayOut, choice: &Containers) -> anyhow::Result<ContainerNetwork> {
+    if !matches!(choice.address, EngineAddress::Unix(_)) {
+        bail!(
+            "the engine at {} is not on this machine, so nobody could hold its containers to allowed domains and secrets; \
+             leave them out, or use an engine of this machine or --backend native",
+            choice.address
+        );
+    }
+    let files = way_out.binds.into_iter();
+    Ok(ContainerNetwork {
+        network,
+        program: std::env::current_exe().context("could not find this program")?,
+        files: files.map(|bind| ContainerBind { host: bind.host, inside: bind.inside, writable: false }).collect(),
+        held: way_out.certificates.map(Arc::new),
+    })
 }
 
 /// Makes settings of the backend from those of the operator.
@@ -56,6 +76,7 @@ fn container_settings(settings: &Settings, choice: &Containers, warmth: Warmth) 
             max_age: choice.pool_max_age,
             creations: choice.pool_creations,
         },
+        network: None,
         preload: Vec::new(),
         quick: warmth == Warmth::OneShot,
     }

@@ -13,7 +13,7 @@ use sha2::{Digest, Sha256};
 use tracing::{error, info};
 
 use super::cli::KeeperCommand;
-use super::{House, Warmth, asked_to_end, house, print};
+use super::{House, Warmth, asked_to_end, house, print, set_up_servers};
 use crate::config::{HandOver, Settings};
 use crate::keeper::{self, Client, KeeperName, KeeperSettings, Kept, Post, Status, StopAnswer, Terms};
 use crate::session::SessionAccess;
@@ -54,6 +54,11 @@ impl Home {
         Ok(Home::Kept(attached.context("sessions cannot be kept; --keep-sessions off does without")?))
     }
 
+    /// Tells the sessions of the operator's servers.
+    pub(super) fn set_up_servers(&self, settings: &Settings) {
+        set_up_servers(self.sessions(), settings);
+    }
+
     pub(super) fn sessions(&self) -> Arc<dyn SessionAccess> {
         match self {
             Home::Here(house) => Arc::new(house.sessions.clone()),
@@ -61,8 +66,9 @@ impl Home {
         }
     }
 
-    /// Uses these settings for the next keeper, should this one end.
+    /// Uses these settings for the next keeper, should this one end; the servers of the operator change at once.
     pub(super) fn renew(&self, settings: &Settings) {
+        self.set_up_servers(settings);
         if let Home::Kept(client) = self {
             match keeper_settings(settings, client.keeper().as_str()) {
                 Ok(settings) => client.renew(settings),
@@ -157,6 +163,8 @@ async fn hold(settings: &Settings, listener: UnixListener) -> anyhow::Result<Exi
             return Ok(ExitCode::from(2));
         }
     };
+    // What the server that started this process was configured with. Every later one tells its own.
+    set_up_servers(Arc::new(house.sessions.clone()), settings);
     info!("this process keeps sessions");
     let kept: Arc<dyn Kept> = Arc::new(house.sessions.clone());
     let terms = Terms { settings: digest(settings), build: env!("CARGO_PKG_VERSION").to_owned() };

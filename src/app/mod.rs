@@ -21,6 +21,7 @@ mod recorded;
 mod run;
 mod service;
 mod stdio;
+mod upstream;
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -39,6 +40,8 @@ pub use self::containers::OwnSupplies;
 use self::keeper::KeepByDefault;
 use self::network::WayOut;
 use self::packages::Packages;
+use self::upstream::Upstreams;
+pub use self::upstream::WRAPPER_ARGUMENT;
 use crate::audit::Audit;
 use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
@@ -46,7 +49,9 @@ use crate::mcp::{self, Front, McpSettings};
 use crate::sandbox::native::{NativeBackend, NativeSettings, Programs, WORK_FOLDER, WarmEnvironment};
 use crate::sandbox::{Backend, Preparation};
 use crate::session::install::{Installer, Source};
-use crate::session::{self, SessionSettings, Sessions, WorkFolder};
+use crate::session::servers::ServerSetup;
+use crate::session::tools::{Broker, Tools};
+use crate::session::{self, SessionAccess, SessionSettings, Sessions, WorkFolder};
 use crate::telemetry::{self, TelemetrySettings};
 
 /// Runs the program.
@@ -112,7 +117,8 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             }
             Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
             Command::Build(build) => {
-                ipybox_commands::build(&build, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
+                let build = cli::ImageCommand::Build(build);
+                image_command::execute(build, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
             }
             Command::Cleanup(cleanup) => {
                 print(&ipybox_commands::clean_up(&cleanup, &settings)?)?;
@@ -174,17 +180,20 @@ fn house(settings: &Settings, warmth: Warmth) -> anyhow::Result<House> {
     // One run of code ends before an installation would pay off.
     let packages = if warmth == Warmth::OneShot || !can_install(settings) { None } else { Packages::new(settings)? };
     let backend = backend(settings, warmth, packages.clone())?;
-    let sessions = sessions(settings, warmth, backend, packages.clone())?;
+    // Nor has it time for other servers.
+    let upstreams = (warmth == Warmth::Full).then(|| Upstreams::new(&settings.upstreams));
+    let sessions = sessions(settings, warmth, backend, packages.clone(), upstreams.clone())?;
     if let Some(packages) = &packages {
         packages.work_in(sessions.clone());
     }
-    Ok(House { sessions, packages })
+    Ok(House { sessions, packages, upstreams })
 }
 
 /// The sessions of a command, and what serves them.
 struct House {
     sessions: Sessions,
     packages: Option<Arc<Packages>>,
+    upstreams: Option<Upstreams>,
 }
 
 impl House {
@@ -193,6 +202,9 @@ impl House {
         self.sessions.shut_down().await;
         if let Some(packages) = &self.packages {
             packages.clean_up();
+        }
+        if let Some(upstreams) = &self.upstreams {
+            upstreams.shut_down().await;
         }
     }
 }
@@ -340,6 +352,22 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
     }
 }
 
+/// The servers of the operator, as sessions are told of them.
+fn server_setup(settings: &Settings) -> ServerSetup {
+    let config::Upstreams { servers, allowed_hosts, variables } = settings.upstreams.clone();
+    ServerSetup { servers, allowed_hosts, variables }
+}
+
+/// Tells sessions of the operator's servers, in the background: nobody waits for a server of another maker.
+fn set_up_servers(sessions: Arc<dyn SessionAccess>, settings: &Settings) {
+    let setup = server_setup(settings);
+    tokio::spawn(async move {
+        if let Err(refused) = sessions.set_up_servers(setup).await {
+            tracing::warn!(error = %refused, "the MCP servers of the configuration cannot be used");
+        }
+    });
+}
+
 /// What clients of a front are told and allowed.
 fn mcp_settings(settings: &Settings, front: Front, keep: KeepByDefault) -> anyhow::Result<McpSettings> {
     Ok(McpSettings {
@@ -415,6 +443,7 @@ fn sessions(
     warmth: Warmth,
     backend: Arc<dyn Backend>,
     packages: Option<Arc<Packages>>,
+    upstreams: Option<Upstreams>,
 ) -> anyhow::Result<Sessions> {
     let undo = match (warmth, settings.undo) {
         (Warmth::OneShot, _) | (_, config::Undo::Off) => session::Undo::Off,
@@ -434,6 +463,7 @@ fn sessions(
             quotas: (&settings.quotas).into(),
             memory_limit: Some(settings.limits.memory),
             packages: Source(packages.map(|packages| packages as Arc<dyn Installer>)),
+            tools: Tools(upstreams.map(|upstreams| Arc::new(upstreams) as Arc<dyn Broker>)),
             ..SessionSettings::default()
         },
     ))

@@ -11,18 +11,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use serde_json::Value;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::audit::{
     Answer, Approval, Audit, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome, Packages, QuotaRefused,
-    SessionCreated, SessionEnded, ToolCall,
+    SessionCreated, SessionEnded, ToolCall, UpstreamCall,
 };
 use crate::sandbox::{Preparation, Rules};
 use crate::session::install::{InstallReport, Leave};
-use crate::session::servers::ServerReport;
+use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
+use crate::session::tools::{CallEnd, NotedCall, ToolReason};
 use crate::session::{
     self, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed, ExecutionHandle,
     ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Load, News,
@@ -161,9 +161,13 @@ impl Recorded {
             cpu: Some(outcome.processor_time),
             memory_peak: Some(outcome.memory.peak),
             blocked: outcome.blocked.iter().map(ToString::to_string).collect(),
+            tool_calls: outcome.tool_calls.total,
         };
         self.audit.note(self.event(owner, Some(id), details));
         outcome.rulings.iter().for_each(|ruling| self.ruled(owner, id, ruling, None));
+        for call in &outcome.tool_calls.noted {
+            self.called(owner, id, call);
+        }
     }
 
     /// Records what was decided about something that code or a caller wanted.
@@ -184,6 +188,27 @@ impl Recorded {
         };
         let event = self.event(owner, Some(id), details);
         self.audit.note(if ruling.by.is_allowed() { event } else { event.denied(ruling.line.as_str()) });
+    }
+
+    /// Records that code called a tool of another MCP server.
+    fn called(&self, owner: &Principal, id: &SessionId, call: &NotedCall) {
+        let outcome = match call.ended {
+            CallEnd::Answered => Outcome::Succeeded,
+            CallEnd::Refused(ToolReason::Cancelled) => Outcome::Cancelled,
+            CallEnd::Refused(ToolReason::Denied | ToolReason::Unknown | ToolReason::Invalid | ToolReason::Budget) => {
+                Outcome::Refused
+            }
+            CallEnd::ToolError | CallEnd::Refused(_) => Outcome::Failed,
+        };
+        let details = UpstreamCall {
+            server: call.server.as_str().into(),
+            tool: call.tool.as_str().into(),
+            arguments: Digest::from_hash(&call.arguments),
+            outcome,
+            elapsed: call.duration,
+        };
+        let event = self.event(owner, Some(id), details);
+        self.audit.note(if outcome == Outcome::Refused { event.denied(call.ended.word()) } else { event });
     }
 }
 
@@ -364,10 +389,10 @@ impl SessionAccess for Recorded {
         done
     }
 
-    async fn register_server(&self, owner: &Principal, name: &str, params: Value) -> Result<ServerReport, Refused> {
+    async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
         self.may_begin()?;
         let begun = Instant::now();
-        let done = self.sessions.register_server(owner, name, params).await;
+        let done = self.sessions.register_server(owner, request).await;
         self.call(owner, None, "register_mcp_server", begun, &done);
         done
     }
@@ -382,6 +407,10 @@ impl SessionAccess for Recorded {
 
     async fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused> {
         self.sessions.servers(owner).await
+    }
+
+    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
+        self.sessions.set_up_servers(setup).await
     }
 
     async fn write_file(

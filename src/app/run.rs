@@ -31,7 +31,7 @@ pub(super) async fn execute(arguments: &RunArguments, settings: Settings) -> any
     let (name, code) = read_code(&arguments.source())?;
     let backend = backend(&settings, Warmth::OneShot, None)?;
     let shown = tokio::spawn(progress::show(backend.preparation()));
-    let sessions = sessions(&settings, Warmth::OneShot, backend, None)?;
+    let sessions = sessions(&settings, Warmth::OneShot, backend, None, None)?;
     let cancel = CancellationToken::new();
     let interrupted = cancel.clone();
     tokio::spawn(async move {

@@ -49,6 +49,7 @@ pub(super) async fn serve(
     let address = listener.local_addr().context("the listening address cannot be read")?;
     let home = Home::of(&settings, KeepByDefault::Yes, "serve").await?;
 
+    home.set_up_servers(&settings);
     let health = Health::new();
     watch_parts(&health, &home, &audit);
     let (metrics, end) = (Metrics::new(&health), CancellationToken::new());
@@ -135,7 +136,7 @@ impl Desk<'_> {
         Ok(Reception { routes: routes.router(), tls })
     }
 
-    /// Takes over what can change while the server runs: who may call, names, origins and certificates. Settings that make no sense change
+    /// Takes over what can change while the server runs: who may call, names, origins, certificates and other MCP servers. Settings that make no sense change
     /// nothing.
     async fn read_again(
         &self,
@@ -160,7 +161,7 @@ impl Desk<'_> {
                     );
                 }
                 info!("the settings were read again");
-                let changed = ["auth", "allowed_hosts", "allowed_origins", "tls_cert", "tls_key"];
+                let changed = ["auth", "allowed_hosts", "allowed_origins", "tls_cert", "tls_key", "mcp_servers"];
                 self.audit.note(Event::new(ServerReloaded { changed: changed.into_iter().collect() }));
             }
             Err(error) => warn!(error = format!("{error:#}"), "the settings were not read again; the old ones hold"),
@@ -176,6 +177,7 @@ fn needs_restart(before: &Settings, now: &Settings) -> bool {
         rest.service.allowed_hosts.clear();
         rest.service.allowed_origins.clear();
         rest.service.tls = None;
+        rest.upstreams = Default::default();
         rest.hand_over = Default::default();
         format!("{rest:?}")
     };

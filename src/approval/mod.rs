@@ -27,7 +27,7 @@ pub use book::{Book, BookError};
 pub use memory::{Memory, Scope};
 pub use pattern::{BadPattern, Pattern};
 pub use policy::{Defaults, Policy};
-pub use rule::{BadRule, Rule, registered_rules};
+pub use rule::{BadRule, Rule, registered_rules, registration};
 pub use shown::{digest, visible};
 
 /// What is about to happen.

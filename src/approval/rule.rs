@@ -16,7 +16,7 @@ use std::fmt;
 use serde_json::{Map, Value};
 
 use super::shown::quoted;
-use super::{BadPattern, Effect, Pattern, Subject};
+use super::{BadPattern, Effect, Pattern, Policy, Subject};
 
 /// Rules that one registration may carry.
 const MOST_REGISTERED: usize = 100;
@@ -169,6 +169,18 @@ pub fn registered_rules(server: &str, written: &Value) -> Result<Vec<Rule>, BadR
         _ => return Err(BadRule::Form),
     };
     rules.into_iter().map(|rule| rule.of_server(server).ok_or(BadRule::NotItsTools)).collect()
+}
+
+/// Takes `approval` out of the parameters of a server. What is left is how to reach it, and a policy of its own if it carries one.
+pub fn registration(server: &str, params: &Value) -> Result<(Value, Option<Policy>), BadRule> {
+    let mut params = params.clone();
+    let Some(written) = params.as_object_mut().and_then(|members| members.remove("approval")) else {
+        return Ok((params, None));
+    };
+    let mut policy = Policy::default();
+    let place = format!("the registration of `{server}`");
+    registered_rules(server, &written)?.into_iter().for_each(|rule| policy.add(rule, &place));
+    Ok((params, Some(policy)))
 }
 
 impl About {
@@ -373,6 +385,19 @@ pub(super) mod tests {
         assert_eq!(registered_rules("github", &json!("maybe")), Err(BadRule::Form));
         let many = vec![json!({"ask": {"tool": "x"}}); MOST_REGISTERED + 1];
         assert_eq!(registered_rules("github", &json!(many)), Err(BadRule::TooMany(MOST_REGISTERED + 1)));
+    }
+
+    #[test]
+    fn what_a_registration_says_about_approvals_is_taken_out_of_how_to_reach_the_server() {
+        let (params, policy) = registration("github", &json!({"command": "x", "approval": "deny"})).unwrap();
+        assert_eq!(params, json!({"command": "x"}));
+        let verdict = policy.unwrap().verdict(&tool("github", "any", json!({})));
+        let line = "`deny: {server: \"github\", tool: \"*\"}` (the registration of `github`)".to_owned();
+        assert_eq!(verdict, crate::approval::Verdict::Deny { line });
+        let (params, policy) = registration("github", &json!({"command": "x"})).unwrap();
+        assert_eq!((params, policy), (json!({"command": "x"}), None));
+        assert!(registration("github", &json!({"command": "x", "approval": "perhaps"})).is_err());
+        assert_eq!(registration("github", &json!("x")), Ok((json!("x"), None)), "others say what is wrong with it");
     }
 
     #[test]

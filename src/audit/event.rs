@@ -171,6 +171,8 @@ pub struct Execution {
     pub memory_peak: Option<u64>,
     /// Hosts that the code wanted to reach and could not, with the reason.
     pub blocked: List,
+    /// Calls of tools of other MCP servers. The first of them have records of their own.
+    pub tool_calls: u64,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -363,6 +365,7 @@ pub(super) mod tests {
                 cpu: Some(elapsed),
                 memory_peak: Some(u64::MAX),
                 blocked: list(),
+                tool_calls: 1,
             }
             .into(),
             Packages { requirements: list(), installed: list(), outcome: Outcome::Refused }.into(),

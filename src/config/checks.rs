@@ -3,7 +3,7 @@
 //! `settle` is pure: it takes the sources as values and a way to read the few files they name. Every refusal names the setting, where
 //! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
 //!
-//! `network` has the settings about what sessions may reach, `auth` those about who may call, `service` those of the HTTP service, `watch`
+//! `network` has the settings about what sessions may reach, `auth` those about who may call, `service` those of the HTTP service, `upstream` those about other MCP servers, `watch`
 //! those about what operators see: log, traces, audit; `containers` those about container engines, `approvals` those about what needs
 //! somebody's permission. Files that hold secrets are read by those who know how to treat them.
 
@@ -12,6 +12,7 @@ pub(super) mod auth;
 mod containers;
 mod network;
 mod service;
+mod upstream;
 mod watch;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -87,7 +88,13 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         home: surroundings.get("HOME").map(String::as_str),
     };
     let profile = check.profile()?;
-    let around = Surroundings { variables: &surroundings, current_dir: &machine.current_dir, read };
+    let around = Surroundings {
+        variables: &surroundings,
+        current_dir: &machine.current_dir,
+        read,
+        containers: check.written.text(Key::Backend)?.map(|(_, backend)| backend != "native"),
+        image: check.written.text(Key::ContainerTag)?.is_some(),
+    };
     let usual = profiles::layer(profile, &around, &mut notices)?;
     let sandbox = match check.path(Key::SandboxConfig)? {
         Some(path) => profiles::sandbox_config(&path, &around, &mut notices)?,
@@ -135,6 +142,7 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
     let secrets = check.secrets(&surroundings)?;
     secrets.keep_out_of(&mut variables, &mut notices)?;
     let network = check.network(&secrets, &mut notices)?;
+    let (upstreams, servers_file) = check.upstreams(&surroundings, read)?;
 
     Ok(Settings {
         environment: check.environment_name()?,
@@ -178,7 +186,8 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         limits,
         data_dir,
         notices,
-        secret_files: secrets.into_files(),
+        upstreams,
+        secret_files: secrets.into_files().into_iter().chain(servers_file).collect(),
         keep_sessions: check.switch(Key::KeepSessions)?,
         keeper: check.keeper()?,
         hand_over: HandOver::default(),

@@ -99,6 +99,9 @@ pub enum Key {
     AuditFailure,
     AuditFileSize,
     AuditRecords,
+    McpServers,
+    McpServersFile,
+    McpAllowedHosts,
 }
 
 /// How a setting is written.
@@ -199,6 +202,9 @@ impl Key {
         (Key::AuditFailure, "audit_failure", "", Shape::Single),
         (Key::AuditFileSize, "audit_file_size", "", Shape::Single),
         (Key::AuditRecords, "audit_records", "", Shape::Single),
+        (Key::McpServers, "mcp_servers", "", Shape::FileOnly),
+        (Key::McpServersFile, "mcp_servers_file", "--mcp-servers-file", Shape::Single),
+        (Key::McpAllowedHosts, "mcp_allowed_hosts", "", Shape::List),
     ];
 
     /// The name used in the configuration file and in messages.

@@ -118,6 +118,8 @@ pub struct Settings {
     pub keep_sessions: Option<bool>,
     /// The name of that process, if anybody chose one.
     pub keeper: Option<KeeperName>,
+    /// Other MCP servers that sessions may use.
+    pub upstreams: Upstreams,
     /// What these settings were made of, for another process that needs the same.
     pub hand_over: HandOver,
     /// Files that hold secrets. `load` has made sure that no sandbox is shown one.
@@ -190,6 +192,29 @@ pub struct Network {
     pub secrets: Vec<Secret>,
     /// What one session may use of the network.
     pub limits: Limits,
+}
+
+/// Other MCP servers, by the operator's will.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct Upstreams {
+    /// Names and parameters in the form of client configurations, checked.
+    pub servers: BTreeMap<String, serde_json::Value>,
+    /// Hosts that callers over HTTP may name although they are at no public address.
+    pub allowed_hosts: Vec<String>,
+    /// What `${VAR}` is filled from: the environment of this process.
+    pub variables: BTreeMap<String, String>,
+}
+
+// Parameters and variables hold secrets.
+impl std::fmt::Debug for Upstreams {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let names: Vec<&String> = self.servers.keys().collect();
+        formatter
+            .debug_struct("Upstreams")
+            .field("servers", &names)
+            .field("allowed_hosts", &self.allowed_hosts)
+            .finish()
+    }
 }
 
 /// Whether and how sessions may install packages.

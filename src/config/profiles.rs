@@ -75,6 +75,10 @@ pub(super) struct Surroundings<'a> {
     pub variables: &'a BTreeMap<String, String>,
     pub current_dir: &'a Path,
     pub read: ReadFile<'a>,
+    /// Whether sandboxes are containers, if anybody said so.
+    pub containers: Option<bool>,
+    /// Whether an image was named.
+    pub image: bool,
 }
 
 impl Surroundings<'_> {
@@ -99,9 +103,13 @@ pub(super) fn layer(
     notices: &mut Vec<String>,
 ) -> Result<Layer, ConfigError> {
     let mut layer = usual(profile);
+    // Whoever names an image to ipybox means a container.
+    if profile == Profile::Ipybox && surroundings.image && surroundings.containers.is_none() {
+        layer.push(Key::Backend, Origin::Flag("--profile"), Written::Text("docker".to_owned()));
+    }
     if profile == Profile::PythonDocker {
         own_file(surroundings, &mut layer, notices)?;
-        own_variables(surroundings, &mut layer, notices)?;
+        own_variables(surroundings, &mut layer);
     }
     Ok(layer)
 }
@@ -141,7 +149,8 @@ fn own_file(surroundings: &Surroundings<'_>, layer: &mut Layer, notices: &mut Ve
     // A file that is named and missing is passed over, as that server does.
     for path in named.into_iter().chain([usual]) {
         if let Some(text) = surroundings.text(&path)? {
-            return PythonDockerFile { path: &path, layer, notices, pool_off: false }.read(&text);
+            let containers = surroundings.containers == Some(true);
+            return PythonDockerFile { path: &path, layer, notices, pool_off: false, containers }.read(&text);
         }
     }
     Ok(())
@@ -153,6 +162,8 @@ struct PythonDockerFile<'a> {
     notices: &'a mut Vec<String>,
     /// The pool was switched off, whatever its size.
     pool_off: bool,
+    /// Sandboxes are containers.
+    containers: bool,
 }
 
 impl PythonDockerFile<'_> {
@@ -186,6 +197,9 @@ impl PythonDockerFile<'_> {
             "docker.memory_limit" => Key::Memory,
             "docker.cpu_limit" => Key::Cpus,
             "docker.timeout" => Key::Timeout,
+            "docker.image" if self.containers => Key::ContainerTag,
+            "docker.pool_max_age" => Key::PoolMaxAge,
+            "docker.max_concurrent_creations" => Key::PoolCreations,
             "docker.pool_size" if self.pool_off => return Ok(()),
             "docker.pool_size" => Key::Pool,
             "package.index_url" => Key::PackageIndex,
@@ -220,26 +234,23 @@ impl PythonDockerFile<'_> {
 /// Says why a setting of python-docker-mcp has no effect.
 fn why(name: &str) -> &'static str {
     match name {
-        "docker.image" => ": code runs in the environment that --environment names",
+        "docker.image" => {
+            ": code runs in the environment that --environment names, and in a container only with --backend docker"
+        }
         "docker.working_dir" => ": code works in a folder of its own, which is its current folder",
         "docker.read_only" => ": the system that code sees is always read-only, its working folder never",
-        "docker.pool_max_age" | "docker.max_concurrent_creations" => {
-            ": ready sandboxes are made as they are needed and do not grow old"
-        }
         "package.installer" => ": packages are installed by uv",
         _ => ", because it is not known",
     }
 }
 
-fn own_variables(
-    surroundings: &Surroundings<'_>,
-    layer: &mut Layer,
-    notices: &mut Vec<String>,
-) -> Result<(), ConfigError> {
-    const SETTINGS: [(&str, Key); 3] = [
+fn own_variables(surroundings: &Surroundings<'_>, layer: &mut Layer) {
+    const SETTINGS: [(&str, Key); 5] = [
         ("PYTHON_DOCKER_MCP_MEMORY_LIMIT", Key::Memory),
         ("PYTHON_DOCKER_MCP_CPU_LIMIT", Key::Cpus),
         ("PYTHON_DOCKER_MCP_POOL_SIZE", Key::Pool),
+        ("PYTHON_DOCKER_MCP_POOL_MAX_AGE", Key::PoolMaxAge),
+        ("PYTHON_DOCKER_MCP_MAX_CONCURRENT_CREATIONS", Key::PoolCreations),
     ];
     for (name, key) in SETTINGS {
         if let Some(value) = surroundings.variable(name) {
@@ -256,15 +267,6 @@ fn own_variables(
         let origin = Origin::Variable("PYTHON_DOCKER_MCP_DEBUG".to_owned());
         layer.push(Key::LogLevel, origin, Written::Text("debug".to_owned()));
     }
-    for (name, setting) in [
-        ("PYTHON_DOCKER_MCP_POOL_MAX_AGE", "docker.pool_max_age"),
-        ("PYTHON_DOCKER_MCP_MAX_CONCURRENT_CREATIONS", "docker.max_concurrent_creations"),
-    ] {
-        if surroundings.variable(name).is_some() {
-            notices.push(format!("{name} has no effect here{}", why(setting)));
-        }
-    }
-    Ok(())
 }
 
 fn truth(text: &str) -> Option<bool> {
@@ -330,7 +332,7 @@ mod tests {
     use std::time::Duration;
 
     use super::super::checks::tests::{Case, case};
-    use super::super::{Settings, Undo};
+    use super::super::{BackendChoice, Settings, Undo};
     use super::*;
 
     const FILE: &str = "/home/me/.python-docker-mcp/config.yaml";
@@ -376,7 +378,7 @@ mod tests {
         assert_eq!(settings.package_index.url.as_deref(), Some("https://user:hush@index.test/simple"));
         assert_eq!(settings.package_index.trusted_hosts, ["index.test"]);
         assert_eq!((&settings.allowed_modules[..], settings.blocked_modules.len()), (&["math".to_owned()][..], 0));
-        for words in ["line 2: docker.image", "working_dir", "read_only", "pool_max_age", "creations", "uv", "future"] {
+        for words in ["line 2: docker.image", "working_dir", "read_only", "uv", "future"] {
             assert!(told(&settings, words), "{words}: {:?}", settings.notices);
         }
         assert!(!format!("{settings:?}").contains("hush"), "an index may hold a password");
@@ -413,12 +415,29 @@ mod tests {
             .settings();
         assert_eq!((settings.limits.memory >> 20, settings.limits.cpus, settings.pool), (300, 0.25, 3));
         assert_eq!(settings.log_filter.as_deref(), Some("debug"));
-        assert!(told(&settings, "POOL_MAX_AGE") && told(&settings, "CONCURRENT_CREATIONS"));
         let off = named().variable("PYTHON_DOCKER_MCP_POOL_SIZE", "3").variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "0");
         assert_eq!(off.settings().pool, 0);
         let missing =
             python_docker().file(FILE, "docker: {memory_limit: 100m}").variable("PYTHON_DOCKER_MCP_CONFIG", "no");
         assert_eq!(missing.settings().limits.memory >> 20, 100, "one that is missing is passed over");
+    }
+
+    #[test]
+    fn an_image_means_containers() {
+        let image = |case: Case| match case.settings().backend {
+            BackendChoice::Containers(containers) => {
+                Some((containers.image, containers.pool_max_age.as_secs(), containers.pool_creations))
+            }
+            BackendChoice::Native => None,
+        };
+        let ipybox = || case().flag(Key::Profile, "ipybox").flag(Key::ContainerTag, "mine:1");
+        assert_eq!(image(ipybox()).unwrap().0, "mine:1");
+        assert_eq!(image(case().flag(Key::Profile, "ipybox")), None); // control
+        assert!(ipybox().flag(Key::Backend, "native").refusal().contains("--backend docker"));
+        let file = "docker: {image: 'python-docker-mcp:latest', pool_max_age: 60, max_concurrent_creations: 7}";
+        let docker = python_docker().file(FILE, file).flag(Key::Backend, "docker");
+        assert_eq!(image(docker), Some(("python-docker-mcp:latest".to_owned(), 60, 7)));
+        assert_eq!(image(python_docker().file(FILE, file)), None, "that server's usual file names an image");
     }
 
     #[test]

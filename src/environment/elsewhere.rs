@@ -92,7 +92,9 @@ pub async fn lock_elsewhere(
         input.check_python(&elsewhere.version)?;
     }
     let mut packages = contents.packages.to_vec();
-    spec::add_missing(&mut packages, "ipython");
+    for needed in spec::RUNNER_NEEDS {
+        spec::add_missing(&mut packages, needed);
+    }
     let wanted = Wanted { packages: &packages, files: contents.files };
     let audience = Audience { interpreter: &interpreter, elsewhere: Some(elsewhere) };
     resolve::resolve(wanted, audience, &uv, &variables, progress).await

@@ -213,7 +213,7 @@ async fn resolve_with(
     progress(EnvironmentProgress::step("looking for Python"));
     let (interpreter, uv) = build::find_tools(&python, data_dir, variables, progress).await?;
     input.check_python(&interpreter.version)?;
-    let wanted = resolve::Wanted { packages: &["ipython".to_owned()], files: Some(input) };
+    let wanted = resolve::Wanted { packages: &spec::RUNNER_NEEDS.map(str::to_owned), files: Some(input) };
     let audience = resolve::Audience { interpreter: &interpreter, elsewhere: None };
     Ok((resolve::resolve(wanted, audience, &uv, variables, progress).await?, python))
 }

@@ -80,6 +80,9 @@ const SCIENCE: [&str; 13] = [
     "requests",
 ];
 
+/// What the runner needs: IPython to run cells, Pydantic for the modules of MCP servers.
+pub(crate) const RUNNER_NEEDS: [&str; 2] = ["ipython", "pydantic>=2.9"];
+
 impl EnvironmentSpec {
     /// The environments that exist without any configuration.
     pub fn built_in() -> [EnvironmentSpec; 2] {
@@ -101,18 +104,29 @@ impl EnvironmentSpec {
         ]
     }
 
-    /// Returns what must be installed: the packages as written, and IPython, which the runner needs.
+    /// Returns what must be installed: the packages as written, and what the runner needs.
     pub fn requirements(&self) -> Vec<String> {
         let mut requirements = self.packages.clone();
-        add_missing(&mut requirements, "ipython");
+        if self.is_locked() {
+            return requirements;
+        }
+        for needed in RUNNER_NEEDS {
+            add_missing(&mut requirements, needed);
+        }
         requirements
+    }
+
+    /// Tells whether the packages are all that a lock holds. It is complete, and whoever made it may do without Pydantic.
+    fn is_locked(&self) -> bool {
+        let has_ipython = self.packages.iter().any(|requirement| project_name(requirement) == "ipython");
+        has_ipython && self.packages.iter().all(|requirement| requirement.contains("=="))
     }
 }
 
-/// Adds a package unless some requirement names it already.
-pub(crate) fn add_missing(requirements: &mut Vec<String>, package: &str) {
-    if !requirements.iter().any(|requirement| project_name(requirement) == package) {
-        requirements.push(package.to_owned());
+/// Adds a requirement unless another one is for the same project.
+pub(crate) fn add_missing(requirements: &mut Vec<String>, needed: &str) {
+    if !requirements.iter().any(|requirement| project_name(requirement) == project_name(needed)) {
+        requirements.push(needed.to_owned());
     }
 }
 
@@ -221,10 +235,12 @@ mod tests {
     }
 
     #[test]
-    fn ipython_is_added_once_and_only_when_it_is_missing() {
-        assert_eq!(spec(&["numpy"]).requirements(), ["numpy", "ipython"]);
-        assert_eq!(spec(&["IPython>=8", "numpy"]).requirements(), ["IPython>=8", "numpy"]);
-        assert_eq!(spec(&["ipython-extra"]).requirements(), ["ipython-extra", "ipython"]);
+    fn what_the_runner_needs_is_added_once_and_only_when_it_is_missing() {
+        assert_eq!(spec(&["numpy"]).requirements(), ["numpy", "ipython", "pydantic>=2.9"]);
+        assert_eq!(spec(&["IPython>=8", "numpy"]).requirements(), ["IPython>=8", "numpy", "pydantic>=2.9"]);
+        assert_eq!(spec(&["ipython", "Pydantic[email]"]).requirements(), ["ipython", "Pydantic[email]"]);
+        assert_eq!(spec(&["ipython==9.0", "six==1.17.0"]).requirements(), ["ipython==9.0", "six==1.17.0"], "a lock");
+        assert_eq!(spec(&["ipython-extra"]).requirements(), ["ipython-extra", "ipython", "pydantic>=2.9"]);
     }
 
     #[test]

@@ -52,9 +52,8 @@ pub(super) async fn carry_out(
         Call::Install { owner, id, requirements, leave } => {
             written(number, &sessions.install(&owner, &id, requirements, leave, cancel, news).await)
         }
-        Call::RegisterServer { owner, name, params } => {
-            written(number, &sessions.register_server(&owner, &name, params).await)
-        }
+        Call::RegisterServer { owner, request } => written(number, &sessions.register_server(&owner, request).await),
+        Call::SetUpServers { setup } => written(number, &sessions.set_up_servers(setup).await),
         Call::UnregisterServer { owner, name } => written(number, &sessions.unregister_server(&owner, &name).await),
         Call::Servers { owner } => written(number, &sessions.servers(&owner).await),
         Call::WriteFile { owner, id, path, overwrite } => {

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use serde::de::DeserializeOwned;
-use serde_json::Value;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -23,7 +22,7 @@ use super::start::{self, AttachError};
 use super::{KeeperSettings, post::KeeperName};
 use crate::sandbox::{LaunchError, Preparation, Rules};
 use crate::session::install::{InstallReport, Leave};
-use crate::session::servers::ServerReport;
+use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
 use crate::session::{
     Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId, ExploreReport,
     ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Load, News, Principal, Refused,
@@ -373,9 +372,12 @@ impl SessionAccess for Client {
         self.ask(Some((owner, id)), call, Wishes { news: Some(news), cancel: Some(cancel) }).await
     }
 
-    async fn register_server(&self, owner: &Principal, name: &str, params: Value) -> Result<ServerReport, Refused> {
-        let call = Call::RegisterServer { owner: owner.clone(), name: name.to_owned(), params };
-        self.ask_plainly(None, call).await
+    async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
+        self.ask_plainly(None, Call::RegisterServer { owner: owner.clone(), request }).await
+    }
+
+    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
+        self.ask_plainly(None, Call::SetUpServers { setup }).await
     }
 
     async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {

@@ -6,10 +6,10 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use crate::sandbox::Preparation;
 use crate::session::install::Leave;
+use crate::session::servers::{ServerRequest, ServerSetup};
 use crate::session::{
     Decision, ExecuteRequest, ExecutionHandle, ExecutionId, ExploreRequest, ForkRequest, InsidePath, Principal,
     Refused, Resident, SessionId, UploadPart, Which,
@@ -129,7 +129,8 @@ pub(super) enum Call {
     Fork { owner: Principal, id: SessionId, request: ForkRequest },
     Explore { owner: Principal, id: SessionId, request: ExploreRequest },
     Install { owner: Principal, id: SessionId, requirements: Vec<String>, leave: Leave },
-    RegisterServer { owner: Principal, name: String, params: Value },
+    RegisterServer { owner: Principal, request: ServerRequest },
+    SetUpServers { setup: ServerSetup },
     UnregisterServer { owner: Principal, name: String },
     Servers { owner: Principal },
     WriteFile { owner: Principal, id: SessionId, path: InsidePath, overwrite: bool },
@@ -161,6 +162,7 @@ impl Call {
             Call::Explore { .. } => "explore",
             Call::Install { .. } => "install",
             Call::RegisterServer { .. } => "register_server",
+            Call::SetUpServers { .. } => "set_up_servers",
             Call::UnregisterServer { .. } => "unregister_server",
             Call::Servers { .. } => "servers",
             Call::WriteFile { .. } => "write_file",

@@ -27,7 +27,7 @@ use super::{Client, KeeperSettings, Kept, Post, Terms, attach, keep};
 use crate::approval::Answer as PersonAnswer;
 use crate::sandbox::{Preparation, Rules};
 use crate::session::install::{InstallReport, Leave};
-use crate::session::servers::{Registrar, ServerReport, ServerState, ServerTool};
+use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
 use crate::session::{
     AskId, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed, ExecutionHandle,
     ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, ForkNames, ForkReport, ForkRequest,
@@ -92,7 +92,8 @@ fn every_call() -> Vec<Call> {
         Call::Fork { owner: owner.clone(), id: id.clone(), request: ForkNames::Count(2).into() },
         Call::Explore { owner: owner.clone(), id: id.clone(), request: exploration },
         Call::Install { owner: owner.clone(), id: id.clone(), requirements: vec!["x".to_owned()], leave: LEAVE },
-        Call::RegisterServer { owner: owner.clone(), name: "n".to_owned(), params: json!({"command": "x"}) },
+        Call::RegisterServer { owner: owner.clone(), request: server_request("n", json!({"command": "x"})) },
+        Call::SetUpServers { setup: ServerSetup::default() },
         Call::UnregisterServer { owner: owner.clone(), name: "n".to_owned() },
         Call::Servers { owner: owner.clone() },
         Call::WriteFile { owner: owner.clone(), id: id.clone(), path: path("f"), overwrite: true },
@@ -316,6 +317,10 @@ fn note(executed: Executed) -> String {
     }
 }
 
+fn server_request(name: &str, params: Value) -> ServerRequest {
+    ServerRequest { name: name.to_owned(), params, trust: Trust::Local }
+}
+
 /// A server with one tool, and one that was left out.
 fn server_report(name: &str) -> ServerReport {
     let tool = ServerTool {
@@ -446,11 +451,18 @@ impl SessionAccess for Puppet {
         Ok(InstallReport { text: requirements.join(" "), loaded: Vec::new(), ruling: None })
     }
 
-    async fn register_server(&self, _: &Principal, name: &str, params: Value) -> Result<ServerReport, Refused> {
-        if params.get("command").is_none() {
+    async fn register_server(&self, _: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
+        if request.params.get("command").is_none() || request.trust == Trust::Remote {
             return Err(Refused::Server { why: "it has no command".to_owned() });
         }
-        Ok(server_report(name))
+        Ok(server_report(&request.name))
+    }
+
+    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
+        match setup.servers.is_empty() {
+            true => Err(Refused::NoServers),
+            false => Ok(()),
+        }
     }
 
     async fn unregister_server(&self, _: &Principal, name: &str) -> Result<(), Refused> {
@@ -696,9 +708,13 @@ async fn every_kind_of_answer_comes_back() {
     assert_eq!(installed.unwrap().text, "one two");
     let decided = client.decide(&owner, &handle(), vec![DECISION], "").await.unwrap();
     assert_eq!((decided.session, decided.rulings[0].by), (id("a"), DecidedBy::Person(PersonAnswer::Session)));
-    let server = client.register_server(&owner, "notes", json!({"command": "x", "env": {"A": "b"}})).await.unwrap();
-    assert_eq!(server, server_report("notes"));
-    assert!(matches!(client.register_server(&owner, "notes", json!({})).await, Err(Refused::Server { .. })));
+    let request = server_request("notes", json!({"command": "x", "env": {"A": "b"}}));
+    assert_eq!(client.register_server(&owner, request).await.unwrap(), server_report("notes"));
+    let request = server_request("notes", json!({}));
+    assert!(matches!(client.register_server(&owner, request).await, Err(Refused::Server { .. })));
+    assert!(matches!(client.set_up_servers(ServerSetup::default()).await, Err(Refused::NoServers)));
+    let servers = [("notes".to_owned(), json!({"command": "x"}))].into();
+    client.set_up_servers(ServerSetup { servers, ..ServerSetup::default() }).await.unwrap();
     assert_eq!(client.servers(&owner).await.unwrap(), [server_report("notes")]);
     client.unregister_server(&owner, "notes").await.unwrap();
     assert!(client.unregister_server(&owner, "other").await.is_err());

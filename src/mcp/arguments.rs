@@ -12,7 +12,7 @@ use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 
 use crate::sandbox::Rules;
-use crate::session::{ForkNames, InsidePath, Keep, MOST_FORKS, MOST_VARIANTS, SessionId, Variant};
+use crate::session::{ForkNames, ForkRequest, InsidePath, Keep, MOST_FORKS, MOST_VARIANTS, SessionId, Variant};
 
 /// More text than this helps no model, and the whole of it can be read as a resource.
 pub(super) const MOST_OUTPUT_CHARS: u64 = 1_000_000;
@@ -32,6 +32,9 @@ pub(super) const LONGEST_EXPRESSION: usize = 4096;
 /// Characters of a variant's name: with the name of its source before it, it names the session that is kept.
 pub(super) const LONGEST_VARIANT: usize = 40;
 
+/// Bytes of the name of another MCP server. What it may say is checked by whoever registers it.
+pub(super) const LONGEST_SERVER_NAME: usize = 200;
+
 /// Words that `keep` has a meaning for, so that no variant can be called by them.
 const KEEP_WORDS: [&str; 3] = ["none", "all", "best"];
 
@@ -43,13 +46,16 @@ pub(super) enum Call {
     Reset { session: SessionId },
     Undo { session: SessionId, cells: u32 },
     Checkpoints { session: SessionId },
-    Fork { session: SessionId, names: ForkNames },
+    Fork { session: SessionId, request: ForkRequest },
     Explore { session: SessionId, variants: Vec<Variant>, timeout: Duration, keep: Keep, replace: bool },
     Check { session: SessionId, wait: Duration, interrupt: bool },
     Upload { session: SessionId, relpath: InsidePath, source: Source, overwrite: bool },
     Download { session: SessionId, relpath: InsidePath, target: Target },
     List,
     Close { session: SessionId },
+    Register { name: String, params: Value },
+    Servers,
+    Unregister { name: String },
 }
 
 /// Where an uploaded file comes from.
@@ -110,6 +116,16 @@ pub(super) struct Given {
 }
 
 impl Given {
+    /// Reads an object. What may be in it is not known here.
+    pub(super) fn object(self) -> Result<Value, BadArgument> {
+        let expected = || "an object".to_owned();
+        match self.value {
+            Some(value @ Value::Object(_)) => Ok(value),
+            Some(other) => Err(wrong(self.tool, self.name, shown(&other), expected())),
+            None => Err(BadArgument::Missing { tool: self.tool, name: self.name, expected: expected() }),
+        }
+    }
+
     pub(super) fn text(self, most_bytes: usize, fewest: usize) -> Result<String, BadArgument> {
         let expected = match fewest {
             0 => format!("a string of at most {most_bytes} bytes"),
@@ -255,6 +271,16 @@ pub(super) fn fork_names(source: &SessionId, count: Given, names: Given) -> Resu
         return Err(at_odds(tool, "count", why));
     }
     Ok(ForkNames::Named(ids))
+}
+
+/// Reads the names of MCP servers.
+pub(super) fn server_names(given: Given) -> Result<Option<Vec<String>>, BadArgument> {
+    let (tool, name) = (given.tool, given.name);
+    let Some(value) = given.value else { return Ok(None) };
+    let refuse = |given: String| wrong(tool, name, given, "a list of names of MCP servers".to_owned());
+    let Value::Array(items) = &value else { return Err(refuse(shown(&value))) };
+    let names: Option<Vec<String>> = items.iter().map(|item| item.as_str().map(str::to_owned)).collect();
+    names.map(Some).ok_or_else(|| refuse("a list with something else in it".to_owned()))
 }
 
 /// Reads what a session is to reach from now on. Whether that may be is for the session to say.
@@ -474,7 +500,7 @@ mod tests {
     #[test]
     fn forks_are_counted_or_named() {
         let forks = |arguments| match parse(ToolName::Fork, arguments).unwrap() {
-            Call::Fork { names, .. } => names,
+            Call::Fork { request, .. } => request.names,
             other => panic!("{other:?}"),
         };
         assert_eq!(forks(json!({})), ForkNames::Count(1));

@@ -20,8 +20,9 @@ use super::desk::{Job, Place};
 use super::host_files::{Capped, HostFileError, HostFiles, Overwrite};
 use super::progress::Reporter;
 use super::resuming::{Manner, Question, installed_or_asked};
-use super::{Server, Shared, compare, render, tasks};
+use super::{Front, Server, Shared, compare, render, servers, tasks};
 use crate::session::install::{InstallReport, Leave};
+use crate::session::servers::{ServerRequest, Trust};
 use crate::session::{
     Checked, Decision, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, Refused,
     SessionId, Which,
@@ -108,8 +109,8 @@ impl Server {
                 Ok(checkpoints) => render::checkpoints(&session, &checkpoints),
                 Err(refused) => render::refused(&refused),
             },
-            Call::Fork { session, names } => {
-                let done = or_cancelled(context, sessions.fork(owner, &session, names.into())).await;
+            Call::Fork { session, request } => {
+                let done = or_cancelled(context, sessions.fork(owner, &session, request)).await;
                 answer(done, |report| render::forked(&session, &report))
             }
             Call::Explore { session, variants, timeout, keep, replace } => {
@@ -138,6 +139,23 @@ impl Server {
             Call::Close { session } => {
                 let done = or_cancelled(context, sessions.close(owner, &session)).await;
                 answer(done, |()| render::closed(&session, self.shared.work_folder))
+            }
+            Call::Register { name, params } => {
+                let trust = match self.shared.front {
+                    Front::Stdio => Trust::Local,
+                    Front::Http => Trust::Remote,
+                };
+                let request = ServerRequest { name, params, trust };
+                let done = or_cancelled(context, sessions.register_server(owner, request)).await;
+                answer(done, |server| servers::registered(&server))
+            }
+            Call::Servers => match sessions.servers(owner).await {
+                Ok(list) => servers::listed(&list),
+                Err(refused) => render::refused(&refused),
+            },
+            Call::Unregister { name } => {
+                let done = or_cancelled(context, sessions.unregister_server(owner, &name)).await;
+                answer(done, |()| servers::unregistered(&name))
             }
         }
     }

@@ -36,6 +36,7 @@ mod progress;
 mod render;
 mod resources;
 mod resuming;
+mod servers;
 mod stdio;
 mod tasks;
 mod toolbox;

@@ -20,6 +20,7 @@ use super::resources;
 use super::tools::Seconds;
 use crate::sandbox::{Exit, Isolation, Layer};
 use crate::session::install::InstallReport;
+use crate::session::tools::{CallEnd, ToolCalls};
 use crate::session::{
     CheckpointInfo, FileChanges, FileNote, FilesCarried, ForkReport, Image, InsidePath, Outcome, Output, Part,
     PythonError, ResetReport, SessionId, SessionInfo, StateAfter, Status, Stream, Underway, UndoReport, Variable,
@@ -28,6 +29,9 @@ use crate::session::{
 
 /// What an execution without output reads.
 pub(super) const NO_OUTPUT: &str = "(no output)";
+
+/// Kinds of failed calls of MCP tools that are told.
+const MOST_FAILURES: usize = 5;
 
 /// Renders a finished execution. Every status but `Completed` sets `isError`.
 pub(super) fn execution(session: &SessionId, outcome: &Outcome) -> CallToolResult {
@@ -62,6 +66,7 @@ pub(super) fn execution(session: &SessionId, outcome: &Outcome) -> CallToolResul
         "can_undo": outcome.can_undo,
         "isolation": isolation_fields(&outcome.isolation),
         "blocked": outcome.blocked.iter().map(ToString::to_string).collect::<Vec<_>>(),
+        "tool_calls": {"total": outcome.tool_calls.total, "failed": outcome.tool_calls.failed},
         "notes": outcome.notes,
     });
     let mut content = vec![ContentBlock::text(text)];
@@ -359,10 +364,35 @@ fn execution_text(outcome: &Outcome, resource: Option<&str>) -> String {
     for blocked in &outcome.blocked {
         page.line(&blocked.to_string());
     }
+    if let Some(calls) = failed_calls(&outcome.tool_calls) {
+        page.line(&calls);
+    }
     if let Some(ending) = ending(outcome) {
         page.line(&ending);
     }
     page.finish()
+}
+
+/// Says which calls of MCP tools did not end well; nothing when all did. The code may have kept it to itself.
+fn failed_calls(calls: &ToolCalls) -> Option<String> {
+    if calls.failed == 0 {
+        return None;
+    }
+    let mut kinds: Vec<(String, usize)> = Vec::new();
+    for call in calls.noted.iter().filter(|call| call.ended != CallEnd::Answered) {
+        let kind = format!("{}.{} ({})", call.server, call.tool, call.ended.word());
+        match kinds.iter_mut().find(|(known, _)| *known == kind) {
+            Some((_, count)) => *count += 1,
+            None => kinds.push((kind, 1)),
+        }
+    }
+    let more = if kinds.len() > MOST_FAILURES { ", …" } else { "" };
+    let told = kinds.into_iter().take(MOST_FAILURES).map(|(kind, count)| match count {
+        1 => kind,
+        count => format!("{kind} {count} times"),
+    });
+    let told = told.collect::<Vec<_>>().join(", ");
+    Some(format!("[{} of {} calls of MCP tools failed: {told}{more}]", calls.failed, calls.total))
 }
 
 /// Text under way. A line of our own never shares a line with the code's output.

@@ -20,7 +20,7 @@ use super::*;
 use crate::sandbox::fake::FakeBackend;
 use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation, Rules};
 use crate::session::install::{InstallError, InstallReport, Leave};
-use crate::session::servers::{Registrar, ServerReport, ServerState, ServerTool};
+use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
 use crate::session::{
     Asking, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId,
     ExploreReport, ExploreRequest, FileList, FileNote, FileRange, FilesCarried, ForkNames, ForkReport, ForkRequest,
@@ -44,7 +44,7 @@ struct FakeSessions {
 }
 
 /// A server with one tool, and one that was left out.
-fn server_report(name: &str) -> ServerReport {
+pub(super) fn server_report(name: &str) -> ServerReport {
     let tool = ServerTool {
         name: "read-note".to_owned(),
         module: "read_note".to_owned(),
@@ -218,11 +218,18 @@ impl SessionAccess for FakeSessions {
         }
     }
 
-    async fn register_server(&self, _: &Principal, name: &str, params: Value) -> Result<ServerReport, Refused> {
-        if params.get("command").is_none() {
+    async fn register_server(&self, _: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
+        if request.params.get("command").is_none() || request.trust == Trust::Remote {
             return Err(Refused::Server { why: "it has no command".to_owned() });
         }
-        Ok(server_report(name))
+        Ok(server_report(&request.name))
+    }
+
+    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
+        match setup.servers.is_empty() {
+            true => Err(Refused::NoServers),
+            false => Ok(()),
+        }
     }
 
     async fn unregister_server(&self, _: &Principal, name: &str) -> Result<(), Refused> {

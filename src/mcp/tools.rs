@@ -14,13 +14,13 @@ use rmcp::model::{JsonObject, Tool, ToolAnnotations};
 use serde_json::{Value, json};
 
 use super::arguments::{
-    self, BadArgument, Call, Given, LARGEST_CODE, LONGEST_PATH, LONGEST_VARIANT, MOST_CELLS, MOST_OUTPUT_CHARS, Source,
-    Target, Unnamed, nearest, shortened,
+    self, BadArgument, Call, Given, LARGEST_CODE, LONGEST_PATH, LONGEST_SERVER_NAME, LONGEST_VARIANT, MOST_CELLS,
+    MOST_OUTPUT_CHARS, Source, Target, Unnamed, nearest, shortened,
 };
 use super::turns::Extent;
 use super::{Front, McpSettings};
 use crate::auth::Scope;
-use crate::session::{MOST_FORKS, MOST_VARIANTS, SessionId, WorkFolder};
+use crate::session::{ForkRequest, MOST_FORKS, MOST_VARIANTS, SessionId, WorkFolder};
 
 /// A tool of the default profile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,11 +37,14 @@ pub(super) enum ToolName {
     Download,
     List,
     Close,
+    Register,
+    Servers,
+    Unregister,
 }
 
 impl ToolName {
     /// All tools, in the order in which they are listed.
-    pub(super) const ALL: [ToolName; 12] = [
+    pub(super) const ALL: [ToolName; 15] = [
         ToolName::Execute,
         ToolName::Check,
         ToolName::Install,
@@ -54,6 +57,9 @@ impl ToolName {
         ToolName::Download,
         ToolName::List,
         ToolName::Close,
+        ToolName::Register,
+        ToolName::Servers,
+        ToolName::Unregister,
     ];
 
     pub(super) fn as_str(self) -> &'static str {
@@ -70,6 +76,9 @@ impl ToolName {
             ToolName::Download => "download_file",
             ToolName::List => "list_sessions",
             ToolName::Close => "close_session",
+            ToolName::Register => "register_mcp_server",
+            ToolName::Servers => "list_mcp_servers",
+            ToolName::Unregister => "unregister_mcp_server",
         }
     }
 
@@ -80,7 +89,8 @@ impl ToolName {
     /// The right that a call needs.
     pub(super) fn scope(self) -> Scope {
         match self {
-            ToolName::Checkpoints | ToolName::Download | ToolName::List => Scope::Read,
+            ToolName::Checkpoints | ToolName::Download | ToolName::List | ToolName::Servers => Scope::Read,
+            ToolName::Register | ToolName::Unregister => Scope::Register,
             ToolName::Install => Scope::Install,
             ToolName::Execute
             | ToolName::Check
@@ -103,7 +113,10 @@ impl ToolName {
             | ToolName::Undo
             | ToolName::Checkpoints
             | ToolName::Fork
-            | ToolName::Explore => Extent::FirstStep,
+            | ToolName::Explore
+            | ToolName::Servers => Extent::FirstStep,
+            // A cell that follows finds the modules.
+            ToolName::Register | ToolName::Unregister => Extent::Whole,
             // They open a file of the host first.
             ToolName::Upload | ToolName::Download => Extent::Whole,
             ToolName::Reset | ToolName::Close => Extent::FirstStepSoon,
@@ -189,7 +202,8 @@ impl Catalogue {
             ToolName::Fork => {
                 let session = take("session_id").session(unnamed)?;
                 let names = arguments::fork_names(&session, take("count"), take("names"))?;
-                Call::Fork { session, names }
+                let servers = arguments::server_names(take("mcp_servers"))?;
+                Call::Fork { session, request: ForkRequest { names, servers } }
             }
             ToolName::Explore => {
                 let session = take("session_id").session(unnamed)?;
@@ -220,6 +234,12 @@ impl Catalogue {
             },
             ToolName::List => Call::List,
             ToolName::Close => Call::Close { session: take("session_id").session(unnamed)? },
+            ToolName::Register => Call::Register {
+                name: take("server_name").text(LONGEST_SERVER_NAME, 1)?,
+                params: take("server_params").object()?,
+            },
+            ToolName::Servers => Call::Servers,
+            ToolName::Unregister => Call::Unregister { name: take("server_name").text(LONGEST_SERVER_NAME, 1)? },
         })
     }
 }
@@ -387,6 +407,10 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                         "type": "array", "minItems": 1, "maxItems": MOST_FORKS, "items": {"type": "string"},
                         "description": "session_ids of the forks, instead of count.",
                     },
+                    "mcp_servers": {
+                        "type": "array", "items": {"type": "string"},
+                        "description": "The only MCP servers that the forks may use.",
+                    },
                 }),
                 &[],
             ),
@@ -546,10 +570,52 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
             result_schema(json!({"session_id": {"type": "string"}})),
             hints(Effect::Changes { destructive: true, idempotent: true }),
         ),
+        ToolName::Register => (
+            "Use another MCP server",
+            "Connects to an MCP server, outside the sandbox, and makes its tools Python modules of your sessions: \
+             mcptools.<server>.<tool> with Params, run and run_async."
+                .to_owned(),
+            object(
+                json!({
+                    "server_name": {"type": "string"},
+                    "server_params": {
+                        "type": "object",
+                        "description": match settings.front {
+                            Front::Stdio => "As clients are configured: command, args, env, cwd; or url, headers, type. ${VAR} is \
+                                             filled from the environment.",
+                            Front::Http => "As clients are configured: url, headers, type.",
+                        },
+                    },
+                }),
+                &["server_name", "server_params"],
+            ),
+            result_schema(json!({
+                "server_name": {"type": "string"},
+                "package": {"type": "string"},
+                "tools": {"type": "array"},
+                "notes": {"type": "array"},
+            })),
+            hints(Effect::Changes { destructive: false, idempotent: true }),
+        ),
+        ToolName::Servers => (
+            "List MCP servers",
+            "Lists the registered MCP servers, their state and modules.".to_owned(),
+            object(json!({}), &[]),
+            result_schema(json!({"servers": {"type": "array"}})),
+            hints(Effect::ReadsOnly),
+        ),
+        ToolName::Unregister => (
+            "Forget an MCP server",
+            "Disconnects from a registered MCP server and removes its modules.".to_owned(),
+            object(json!({"server_name": {"type": "string"}}), &["server_name"]),
+            result_schema(json!({"server_name": {"type": "string"}})),
+            hints(Effect::Changes { destructive: true, idempotent: true }),
+        ),
     };
     // Files and lists stay here; code reaches what the operator has opened.
     let runs_code = matches!(tool, ToolName::Execute | ToolName::Explore);
-    let annotations = annotations.open_world(runs_code && !settings.network.is_empty());
+    let reaches_out = tool == ToolName::Register || (runs_code && !settings.network.is_empty());
+    let annotations = annotations.open_world(reaches_out);
     let input = if needs_session(tool, settings.front) { requiring_session(input) } else { input };
     Tool::new(tool.as_str(), description, map(input))
         .with_title(title)
@@ -559,8 +625,9 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
 
 /// On HTTP no session goes without saying, except for what may begin one.
 fn needs_session(tool: ToolName, front: Front) -> bool {
-    let begins = matches!(tool, ToolName::Execute | ToolName::Install | ToolName::Upload | ToolName::List);
-    front == Front::Http && !begins
+    let begins = matches!(tool, ToolName::Execute | ToolName::Install | ToolName::Upload);
+    let has_none = matches!(tool, ToolName::List | ToolName::Register | ToolName::Servers | ToolName::Unregister);
+    front == Front::Http && !begins && !has_none
 }
 
 fn requiring_session(mut schema: Value) -> Value {
@@ -627,6 +694,7 @@ fn execution_schema() -> Value {
         "can_undo": {"type": "integer"},
         "isolation": {"type": "object"},
         "blocked": {"type": "array"},
+        "tool_calls": {"type": "object", "description": "total, failed"},
         "notes": {"type": "array"},
     }))
 }
@@ -810,11 +878,11 @@ pub(super) mod tests {
 
     #[test]
     fn the_whole_list_of_tools_is_short_enough_for_a_model() {
-        // 3,000 tokens of three and a half bytes, with some room for the message around the list.
+        // 3,000 tokens: a tokenizer (o200k) makes 2,759 of the 11,791 bytes on stdio, 4.27 bytes each.
         for front in [Front::Stdio, Front::Http] {
             let catalogue = Catalogue::new(&McpSettings { front, ..McpSettings::default() });
             let bytes = serde_json::to_vec(catalogue.all()).unwrap().len();
-            assert!(bytes < 10_400, "{bytes} bytes on {front:?}");
+            assert!(bytes < 12_500, "{bytes} bytes on {front:?}");
         }
     }
 
@@ -852,6 +920,9 @@ pub(super) mod tests {
             "download_file",
             "list_sessions",
             "close_session",
+            "register_mcp_server",
+            "list_mcp_servers",
+            "unregister_mcp_server",
         ];
         assert_eq!(names, expected);
         for tool in ToolName::ALL {
@@ -882,14 +953,15 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn only_listing_is_read_only_and_only_code_reaches_what_is_open() {
+    fn only_listing_is_read_only_and_only_code_and_registration_reach_out() {
         for network in [Rules::none(), Rules::parse(&["example.com"]).unwrap()] {
             let settings = McpSettings { network: network.clone(), ..McpSettings::default() };
             for tool in ToolName::ALL {
                 let annotations = describe(tool, &settings).annotations.unwrap();
                 let runs_code = matches!(tool, ToolName::Execute | ToolName::Explore);
-                assert_eq!(annotations.open_world_hint, Some(runs_code && !network.is_empty()));
-                let lists = matches!(tool, ToolName::List | ToolName::Checkpoints);
+                let reaches_out = tool == ToolName::Register || (runs_code && !network.is_empty());
+                assert_eq!(annotations.open_world_hint, Some(reaches_out));
+                let lists = matches!(tool, ToolName::List | ToolName::Checkpoints | ToolName::Servers);
                 assert_eq!(annotations.read_only_hint, lists.then_some(true));
             }
         }

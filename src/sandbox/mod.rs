@@ -10,7 +10,7 @@ pub mod container;
 pub mod fake;
 pub mod isolation;
 pub mod native;
-mod way_out;
+pub mod way_out;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -103,8 +103,11 @@ pub trait Sandbox: Send + Sync {
     /// Gives a checkpoint and its memory up. One that is gone already is no error.
     fn forget(&self, checkpoint: CheckpointId);
 
-    /// Returns what starts programs in the sandbox, also while somebody else holds the sandbox. It is good until the sandbox is destroyed.
-    fn launcher(&self) -> Arc<dyn Launcher>;
+    /// Returns what starts programs in the sandbox, also while somebody else holds the sandbox. It is good until the sandbox is destroyed. Where a backend has
+    /// nothing of the kind, it starts none.
+    fn launcher(&self) -> Arc<dyn Launcher> {
+        Arc::new(NoLauncher)
+    }
 
     /// Tells what can be reached from inside.
     fn rules(&self) -> Rules;
@@ -173,6 +176,16 @@ pub trait Process: Send + Sync {
 pub trait Launcher: Send + Sync {
     /// Starts a program, and returns when it has begun. It ends, with the processes of its group, when the value is dropped.
     async fn launch(&self, program: Program) -> Result<Box<dyn Process>, ProgramError>;
+}
+
+/// The launcher of a backend that has none.
+struct NoLauncher;
+
+#[async_trait]
+impl Launcher for NoLauncher {
+    async fn launch(&self, _program: Program) -> Result<Box<dyn Process>, ProgramError> {
+        Err(ProgramError::Unsupported { why: "this kind of sandbox starts none beside a session".to_owned() })
+    }
 }
 
 /// A program that is to be started.

@@ -1,4 +1,8 @@
 //! What sandboxes can reach, and the gateway of each.
+//!
+//! The doors of a native sandbox are made by its init; `container` has those of a container opened from outside.
+
+mod container;
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -13,6 +17,8 @@ use cellblock_egress::resolve::Resolver;
 use cellblock_egress::rules::{Listens, Rules};
 use cellblock_egress::secrets::Vault;
 use cellblock_jail::network::{Door, Doors};
+
+pub use container::{KNOCK_AT, Unproven, WayOutError};
 
 /// What the sandboxes of a backend can reach.
 #[derive(Clone)]
@@ -40,7 +46,7 @@ impl fmt::Debug for Network {
 
 impl Network {
     /// The sockets that every sandbox needs.
-    pub(super) fn doors(&self) -> Doors {
+    pub(in crate::sandbox) fn doors(&self) -> Doors {
         match self.rules.listens() {
             Listens::Ports(ports) => Doors::Ports(ports.union(&self.ports).copied().collect()),
             Listens::All => Doors::All,
@@ -48,7 +54,7 @@ impl Network {
     }
 
     /// Opens the gateway of a sandbox.
-    pub(super) fn open(&self, doors: Vec<(Door, OwnedFd)>) -> io::Result<Gateway> {
+    pub(in crate::sandbox) fn open(&self, doors: Vec<(Door, OwnedFd)>) -> io::Result<Gateway> {
         let doors = doors.into_iter().map(|(door, socket)| match door {
             Door::Names => gateway::Door::Names(UdpSocket::from(socket)),
             Door::Port(port) => gateway::Door::Port(port, TcpListener::from(socket)),
@@ -62,5 +68,33 @@ impl Network {
             self.limits,
             Arc::clone(&self.resolver),
         )
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use cellblock_egress::resolve::SystemResolver;
+
+    use super::*;
+
+    /// A network in which nothing is listed.
+    pub(in crate::sandbox) fn closed() -> Network {
+        Network {
+            rules: Rules::none(),
+            ports: BTreeSet::new(),
+            vault: Arc::new(Vault::none()),
+            authority: None,
+            limits: Limits::default(),
+            resolver: Arc::new(SystemResolver::new()),
+        }
+    }
+
+    #[test]
+    fn doors_are_made_for_listed_ports_and_for_those_that_may_be_listed_later() {
+        let network =
+            Network { rules: Rules::parse(&["a.test:8080"]).unwrap(), ports: BTreeSet::from([443]), ..closed() };
+        assert_eq!(network.doors(), Doors::Ports(vec![443, 8080]));
+        let network = Network { rules: Rules::parse(&["a.test:*"]).unwrap(), ..closed() };
+        assert_eq!(network.doors(), Doors::All);
     }
 }

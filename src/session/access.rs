@@ -8,13 +8,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::install::{InstallReport, Leave};
-use super::servers::ServerReport;
+use super::servers::{ServerReport, ServerRequest, ServerSetup};
 use super::{
     Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId, ExploreReport,
     ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Principal, Refused, ResetReport,
@@ -162,12 +161,15 @@ pub trait SessionAccess: Send + Sync {
     async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused>;
 
     /// Connects to another MCP server and makes its tools known to the owner's sessions.
-    async fn register_server(&self, owner: &Principal, name: &str, params: Value) -> Result<ServerReport, Refused>;
+    async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused>;
 
     async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused>;
 
     /// Tells which servers the owner's sessions may use.
     async fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused>;
+
+    /// Takes over the servers of the operator, which everybody's sessions may use. Nothing is waited for.
+    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused>;
 
     /// Tells how busy the whole house is. Names nobody.
     async fn load(&self) -> Load;
@@ -329,8 +331,12 @@ impl SessionAccess for Sessions {
         self.narrow(owner, id, rules).await
     }
 
-    async fn register_server(&self, owner: &Principal, name: &str, params: Value) -> Result<ServerReport, Refused> {
-        Sessions::register_server(self, owner, name, &params).await
+    async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
+        Sessions::register_server(self, owner, request).await
+    }
+
+    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
+        Sessions::set_up_servers(self, setup)
     }
 
     async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {

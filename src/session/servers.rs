@@ -3,6 +3,9 @@
 //! A registration belongs to its owner, or to the operator, and then everybody may use it. What it takes to reach a server (a command, an address, headers, variables)
 //! goes to the broker and never comes back.
 
+use std::collections::BTreeMap;
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -10,13 +13,49 @@ use super::manager::Sessions;
 use super::tools::Broker;
 use super::{Principal, Refused};
 
+/// A server that somebody wants to use.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServerRequest {
+    pub name: String,
+    /// In the form of client configurations, unchecked.
+    pub params: Value,
+    pub trust: Trust,
+}
+
+// Parameters hold secrets.
+impl fmt::Debug for ServerRequest {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("ServerRequest").field("name", &self.name).field("trust", &self.trust).finish()
+    }
+}
+
+/// What whoever names a server may do on this machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Trust {
+    /// They started the server: they may name programs, use its variables and reach what it reaches.
+    Local,
+    /// They may name addresses that are public, or that the operator has listed, and none of the server's variables.
+    Remote,
+}
+
+/// The servers of the operator, in the place of those that were told before.
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServerSetup {
+    /// Names and parameters, checked.
+    pub servers: BTreeMap<String, Value>,
+    /// Hosts that remote callers may name although they are at no public address.
+    pub allowed_hosts: Vec<String>,
+    /// What `${VAR}` is filled from.
+    pub variables: BTreeMap<String, String>,
+}
+
 /// What is known of a registered server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerReport {
     pub name: String,
     /// The Python package below `mcptools`.
     pub package: String,
-    /// `stdio`, `streamable_http` or `sse`.
+    /// `stdio` or `http`.
     pub transport: String,
     pub registrar: Registrar,
     pub state: ServerState,
@@ -73,13 +112,8 @@ pub struct ServerTool {
 
 impl Sessions {
     /// Connects to a server and makes its tools known to the owner's sessions, in the place of one of the same name.
-    pub async fn register_server(
-        &self,
-        owner: &Principal,
-        name: &str,
-        params: &Value,
-    ) -> Result<ServerReport, Refused> {
-        self.broker()?.register(owner, name, params).await.map_err(|why| Refused::Server { why })
+    pub async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
+        self.broker()?.register(owner, request).await.map_err(|why| Refused::Server { why })
     }
 
     /// Takes a server away from the owner's sessions.
@@ -90,6 +124,12 @@ impl Sessions {
     /// Tells which servers the owner's sessions may use, in the order of their names.
     pub fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused> {
         Ok(self.broker()?.servers(owner))
+    }
+
+    /// Takes over the servers of the operator. They are connected in the background.
+    pub fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
+        self.broker()?.set_up(setup);
+        Ok(())
     }
 
     fn broker(&self) -> Result<&dyn Broker, Refused> {

@@ -11,7 +11,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::behaviour::{Setting, id, owner, request, setting_with, text, without_undo};
-use super::servers::ServerReport;
+use super::servers::{ServerReport, ServerRequest, ServerSetup};
 use super::tools::{Broker, CallEnd, ToolCall, ToolReason, ToolRefused, ToolReply, Tools};
 use super::*;
 use crate::approval::Policy;
@@ -128,9 +128,11 @@ impl Broker for FakeBroker {
         self.version.subscribe()
     }
 
-    async fn register(&self, _: &Principal, name: &str, _: &Value) -> Result<ServerReport, String> {
-        Err(format!("nothing is registered as {name}"))
+    async fn register(&self, _: &Principal, request: ServerRequest) -> Result<ServerReport, String> {
+        Err(format!("nothing is registered as {}", request.name))
     }
+
+    fn set_up(&self, _: ServerSetup) {}
 
     async fn unregister(&self, _: &Principal, _: &str) -> Result<(), String> {
         Ok(())

@@ -12,9 +12,11 @@ use async_trait::async_trait;
 use cellblock_typed::Package;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
 use tokio::sync::watch;
+use tokio::time::Instant;
 
-use super::servers::ServerReport;
+use super::servers::{ServerReport, ServerRequest, ServerSetup};
 use super::{Principal, SessionId};
 use crate::approval::Policy;
 
@@ -124,13 +126,16 @@ pub trait Broker: Send + Sync {
     fn changes(&self) -> watch::Receiver<u64>;
 
     /// Connects to a server and keeps it for this owner. What it refuses, it refuses in a sentence without secrets.
-    async fn register(&self, owner: &Principal, name: &str, params: &Value) -> Result<ServerReport, String>;
+    async fn register(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, String>;
 
     /// Forgets a server of this owner.
     async fn unregister(&self, owner: &Principal, name: &str) -> Result<(), String>;
 
     /// Returns what is known of the servers that this owner may use, in the order of their names.
     fn servers(&self, owner: &Principal) -> Vec<ServerReport>;
+
+    /// Takes over the servers of the operator: connects to new and changed ones in the background, and forgets those that are not among them.
+    fn set_up(&self, setup: ServerSetup);
 }
 
 /// Which servers a session may use.
@@ -185,8 +190,30 @@ pub struct NotedCall {
     /// As the code named it, cut to its bound.
     pub server: String,
     pub tool: String,
+    /// The SHA-256 of the arguments as JSON.
+    pub arguments: [u8; 32],
     pub ended: CallEnd,
     pub duration: Duration,
+}
+
+/// A call that was begun, for a record.
+pub(super) struct Begun {
+    server: String,
+    tool: String,
+    arguments: [u8; 32],
+    since: Instant,
+}
+
+impl Begun {
+    pub(super) fn now(call: &ToolCall) -> Begun {
+        let arguments = serde_json::to_vec(&call.arguments).expect("a JSON value can be written");
+        Begun {
+            server: shortened(&call.server),
+            tool: shortened(&call.tool),
+            arguments: Sha256::digest(arguments).into(),
+            since: Instant::now(),
+        }
+    }
 }
 
 /// How a call ended.
@@ -217,11 +244,12 @@ impl CallEnd {
 }
 
 impl ToolCalls {
-    pub(super) fn note(&mut self, server: &str, tool: &str, ended: CallEnd, duration: Duration) {
+    pub(super) fn note(&mut self, call: Begun, ended: CallEnd) {
         self.total += 1;
         self.failed += u64::from(ended != CallEnd::Answered);
         if self.noted.len() < MOST_NOTED {
-            self.noted.push(NotedCall { server: shortened(server), tool: shortened(tool), ended, duration });
+            let Begun { server, tool, arguments, since } = call;
+            self.noted.push(NotedCall { server, tool, arguments, ended, duration: since.elapsed() });
         }
     }
 }

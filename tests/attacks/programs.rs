@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use cellblock::approval::{Defaults, Effect, Policy};
-use cellblock::sandbox::LaunchError;
+use cellblock::sandbox::{LaunchError, Rules};
 use cellblock::session::Approvals;
 use cellblock::session::{StateAfter, Status};
 use cellblock_jail::posture::Posture;
@@ -547,6 +547,11 @@ fn work_of_the_servers_own_may_start_programs() {
         let (mut own, _own) = backend.backend.launch_apart().await.unwrap();
         assert_eq!(filters(), [2]);
         own.destroy().await;
+        // Nobody is asked either, although there is a policy that denies everything.
+        let hidden = denying().sessions.hidden(Rules::none()).unwrap();
+        let code = "import subprocess; print(subprocess.Popen(['sh', '-c', 'exit 42']).wait())\n!echo x";
+        let outcome = hidden.execute(code, Duration::from_secs(60), 1000).await.unwrap();
+        assert_eq!(native::everything(&outcome), "42\nx\n");
         let (mut of_session, _of_session) = backend.backend.launch().await.unwrap();
         assert_eq!(filters(), [3], "control");
         of_session.destroy().await;

@@ -6,7 +6,7 @@ use super::client::{Raw, call, head};
 use crate::support::service::Service;
 
 const ALICE_AND_BOB: &[(&str, &[&str])] = &[
-    ("alice", &["python:execute", "packages:install"]),
+    ("alice", &["python:execute", "packages:install", "mcp:register"]),
     ("bob", &["python:execute", "packages:install"]),
     ("reader", &["sessions:read"]),
     ("installer", &["packages:install"]),
@@ -67,6 +67,9 @@ async fn every_route_and_tool_needs_its_scope() {
         ("download_file", json!({"relpath": "f", "session_id": "a"}), "sessions:read"),
         ("list_sessions", json!({}), "sessions:read"),
         ("close_session", session, "python:execute"),
+        ("register_mcp_server", json!({"server_name": "a", "server_params": {"command": "x"}}), "mcp:register"),
+        ("list_mcp_servers", json!({}), "sessions:read"),
+        ("unregister_mcp_server", json!({"server_name": "a"}), "mcp:register"),
         ("no_such_tool", json!({}), "sessions:read"),
     ];
     let may = |caller: &str, scope: &str| match caller {

@@ -2,8 +2,10 @@
 //!
 //! Servers are on this machine's loopback interface; names are ours. `reach` is about names, addresses, ports and other protocols, `tls` about HTTPS and
 //! the programs that speak it, `questions` about DNS and what its answers may lead to, `limits` about rules that change and about what one session may
-//! use up. `program` does the same with the built program and its flags. `https` is a server with a certificate.
+//! use up. `containers` opens the networks of others from outside, `engines` those of real containers. `program` does the same with the built program and its flags. `https` is a server with a certificate.
 
+mod containers;
+mod engines;
 pub(crate) mod https;
 mod limits;
 mod program;

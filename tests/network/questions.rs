@@ -17,7 +17,7 @@ fn wild(port: u16, names: &Arc<Names>) -> Native {
 }
 
 /// Asks questions as bytes, so that no library decides what may be asked.
-const ASK: &str = "
+pub(super) const ASK: &str = "
 import os, select, socket, struct
 def question(name, kind=1, number=1):
     labels = b''.join(bytes([len(label)]) + label.encode() for label in name.split('.'))

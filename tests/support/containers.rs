@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use cellblock::app::OwnSupplies;
 use cellblock::sandbox::container::{
-    ContainerBackend, ContainerBind, ContainerSettings, EngineAddress, EngineKind, PoolSettings,
+    ContainerBackend, ContainerBind, ContainerNetwork, ContainerSettings, EngineAddress, EngineKind, PoolSettings,
 };
-use cellblock::sandbox::{Backend, Preparation, SandboxLimits};
+use cellblock::sandbox::{Backend, Network, Preparation, SandboxLimits};
 use cellblock::session::{SessionSettings, Sessions};
 use rustix::fs::FlockOperation;
 use tokio::sync::watch;
@@ -67,10 +67,18 @@ fn start(kind: EngineKind, word: &str) -> Result<TestEngine, String> {
 impl TestEngine {
     /// Runs the engine's own command line against it: another witness than ours.
     pub(crate) fn command(&self, arguments: &[&str]) -> String {
+        self.try_command(arguments).unwrap_or_else(|| panic!("{arguments:?} failed"))
+    }
+
+    fn try_command(&self, arguments: &[&str]) -> Option<String> {
         let output = Command::new("docker").arg("-H").arg(self.address.to_string()).args(arguments).output();
         let output = output.expect("the engine's command line runs");
-        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).expect("text")
+        output.status.success().then(|| String::from_utf8(output.stdout).expect("text"))
+    }
+
+    /// The runtimes that the engine knows, in one line.
+    pub(crate) fn runtimes(&self) -> String {
+        self.command(&["info", "--format", "{{.Runtimes}}"])
     }
 
     /// The identities of all containers that the engine knows.
@@ -78,11 +86,29 @@ impl TestEngine {
         self.command(&["ps", "--all", "--no-trunc", "--quiet"]).lines().map(str::to_owned).collect()
     }
 
+    /// The running containers that may use exactly so much memory.
+    pub(crate) fn containers_with_memory(&self, memory: u64) -> Vec<String> {
+        let running = self.command(&["ps", "--no-trunc", "--quiet"]);
+        let has = |id: &&str| {
+            // It may end while we look.
+            let arguments = ["inspect", "--format", "{{.HostConfig.Memory}}", id];
+            self.try_command(&arguments).is_some_and(|found| found.trim() == memory.to_string())
+        };
+        running.lines().filter(has).map(str::to_owned).collect()
+    }
+
+    /// Makes an image of nothing.
+    pub(crate) fn import(&self, name: &str) {
+        let archive = folder().join("nothing.tar");
+        std::fs::write(&archive, [0; 10_240]).expect("the folder can be written to");
+        self.command(&["import", &archive.to_string_lossy(), name]);
+    }
+
     /// The container that a session is in: the one whose first process has the session's pid namespace.
     pub(crate) async fn container_of(&self, session: &Session) -> String {
         let namespace = session.ok("import os; print(os.readlink('/proc/self/ns/pid'))").await;
         let is_it = |id: &String| {
-            let pid = self.command(&["inspect", "--format", "{{.State.Pid}}", id]);
+            let Some(pid) = self.try_command(&["inspect", "--format", "{{.State.Pid}}", id]) else { return false };
             let found = std::fs::read_link(format!("/proc/{}/ns/pid", pid.trim()));
             found.is_ok_and(|found| found.to_string_lossy() == namespace.trim())
         };
@@ -110,6 +136,7 @@ impl TestEngine {
                 binds: Vec::new(),
                 variables: vec![("GIVEN".to_owned(), "by the operator".to_owned())],
                 pool: PoolSettings { size: 0, max_age: Duration::from_secs(600), creations: 2 },
+                network: None,
                 preload: Vec::new(),
                 quick: true,
             },
@@ -141,6 +168,18 @@ impl Builder {
         self
     }
 
+    /// Lets sessions reach what this lists, and shows them these files.
+    pub(crate) fn network(mut self, network: Network, files: &[ContainerBind]) -> Builder {
+        let program = PathBuf::from(super::PROGRAM);
+        self.settings.network = Some(ContainerNetwork { network, program, files: files.to_vec(), held: None });
+        self
+    }
+
+    pub(crate) fn variables(mut self, variables: Vec<(String, String)>) -> Builder {
+        self.settings.variables.extend(variables);
+        self
+    }
+
     pub(crate) fn image(mut self, image: &str) -> Builder {
         self.settings.image = image.to_owned();
         self
@@ -163,20 +202,27 @@ impl Builder {
         // Also outside of an async test the backend's tasks find the runtime.
         let _entered = super::native::runtime().enter();
         let backend = ContainerBackend::start(self.settings, supplies, watch::Sender::new(working));
-        let backend: Arc<dyn Backend> = Arc::new(backend.expect("the runtime folder can be used"));
-        Containers { sessions: Sessions::new(Arc::clone(&backend), self.sessions), backend }
+        let backend = Arc::new(backend.expect("the runtime folder can be used"));
+        Containers { sessions: Sessions::new(Arc::clone(&backend) as Arc<dyn Backend>, self.sessions), backend }
     }
 }
 
 /// A backend with its sessions.
 pub(crate) struct Containers {
     pub(crate) sessions: Sessions,
-    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) backend: Arc<ContainerBackend>,
 }
 
 impl Containers {
     pub(crate) fn session(&self) -> Session {
         Session::new(&self.sessions)
+    }
+
+    /// What separates a session, as its results tell: one line per layer.
+    pub(crate) async fn isolation(&self) -> String {
+        let outcome = self.session().execute("pass").await.expect("the session takes the cell");
+        let layers = outcome.isolation.layers.iter();
+        layers.map(|(kind, layer)| format!("{}: {layer:?}\n", kind.name())).collect()
     }
 
     /// Ends the backend and everything it made.

@@ -24,6 +24,9 @@ use tokio::io::AsyncWrite;
 /// How long one question to the engine may take; pulling and following events are no questions.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Engines repeat what they were asked for when they refuse it; so much of that is told.
+const LONGEST_REFUSAL: usize = 400;
+
 /// Which engine sandboxes are made by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineKind {
@@ -36,6 +39,14 @@ impl EngineKind {
         match self {
             EngineKind::Docker => "Docker",
             EngineKind::Podman => "Podman",
+        }
+    }
+
+    /// The variable that names its address.
+    fn variable(self) -> &'static str {
+        match self {
+            EngineKind::Docker => "DOCKER_HOST",
+            EngineKind::Podman => "CONTAINER_HOST",
         }
     }
 }
@@ -67,8 +78,8 @@ impl fmt::Display for EngineAddress {
 /// What went wrong with the engine.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum EngineError {
-    #[error("{0} cannot be reached at {1}: {2}; start it, or name another one with DOCKER_HOST")]
-    Unreachable(&'static str, String, String),
+    #[error("{} cannot be reached at {address}: {why}; start it, or name another one with {}", kind.name(), kind.variable())]
+    Unreachable { kind: EngineKind, address: String, why: String },
     #[error("there is no {0}")]
     Missing(String),
     #[error("the engine has no room left on its disk; remove images or containers there that nobody needs")]
@@ -102,7 +113,8 @@ pub(super) struct Engine {
 impl Engine {
     /// Connects and finds out which version of the API both know.
     pub(super) async fn connect(kind: EngineKind, address: &EngineAddress) -> Result<Engine, EngineError> {
-        let unreachable = |error: Error| EngineError::Unreachable(kind.name(), address.to_string(), told(&error));
+        let unreachable =
+            |error: Error| EngineError::Unreachable { kind, address: address.to_string(), why: told(&error) };
         let seconds = PATIENCE.as_secs();
         let docker = match address {
             EngineAddress::Unix(path) => {
@@ -260,10 +272,11 @@ impl Engine {
                 EngineError::Missing(thing.to_owned())
             }
             Error::DockerResponseServerError { message, .. } | Error::DockerStreamError { error: message } => {
-                if message.contains("no space left") { EngineError::DiskFull } else { EngineError::Refused(message) }
+                let short = message.chars().take(LONGEST_REFUSAL).collect();
+                if message.contains("no space left") { EngineError::DiskFull } else { EngineError::Refused(short) }
             }
             Error::RequestTimeoutError => EngineError::Silent,
-            other => EngineError::Unreachable(self.kind.name(), self.address.to_string(), told(&other)),
+            other => EngineError::Unreachable { kind: self.kind, address: self.address.to_string(), why: told(&other) },
         }
     }
 }

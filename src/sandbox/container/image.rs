@@ -55,14 +55,19 @@ struct Found {
     ready: bool,
 }
 
+/// Who looks at an image, and with what.
+pub(super) struct Look<'a> {
+    pub(super) engine: &'a Engine,
+    pub(super) supplies: &'a dyn Supplies,
+    /// Labels of what is made on the way.
+    pub(super) labels: HashMap<String, String>,
+    pub(super) seccomp: &'a str,
+    pub(super) tell: &'a (dyn Fn(&str, u64, Option<u64>) + Send + Sync),
+}
+
 /// Looks at an image, fetches it if the engine has none, and fills the volume.
-pub(super) async fn prepare(
-    engine: &Engine,
-    name: &str,
-    supplies: &dyn Supplies,
-    labels: &HashMap<String, String>,
-    tell: &(dyn Fn(&str, u64, Option<u64>) + Send + Sync),
-) -> Result<Prepared, String> {
+pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, String> {
+    let Look { engine, tell, .. } = look;
     let image = match engine.image(name).await {
         Err(EngineError::Missing(_)) => {
             let step = format!("fetching the image {name}");
@@ -75,17 +80,21 @@ pub(super) async fn prepare(
         }
         found => found.map_err(|error| error.to_string())?,
     };
-    check_platform(engine, name, image.os.as_deref(), image.architecture.as_deref()).await?;
+    let machine = engine.info().await.map_err(|error| error.to_string())?.architecture.unwrap_or_default();
+    let (os, architecture) = (image.os.unwrap_or_default(), image.architecture.unwrap_or_default());
+    if let Some(why) = wrong_platform(name, &os, &architecture, &machine) {
+        return Err(why);
+    }
     let identity = image.id.ok_or("the engine does not tell the identity of the image")?;
-    let runner = supplies.runner();
+    let runner = look.supplies.runner();
     let volume = volume_name(&identity, &runner);
-    let mut volume_labels = labels.clone();
+    let mut volume_labels = look.labels.clone();
     volume_labels.insert(LABEL_ROLE.to_owned(), "runner".to_owned());
     engine.volume(&volume, volume_labels).await.map_err(|error| error.to_string())?;
     tell("looking at the image", 0, None);
     let mut failures = Vec::new();
     for python in NAMES {
-        let work = fill(engine, &identity, &volume, python, &runner, supplies, labels, tell);
+        let work = fill(look, &identity, &volume, python, &runner);
         match tokio::time::timeout(PATIENCE, work).await {
             Ok(Ok(found)) => {
                 let command = supervisor_command(python, &found);
@@ -116,28 +125,23 @@ impl From<EngineError> for Failure {
     }
 }
 
-async fn check_platform(
-    engine: &Engine,
-    name: &str,
-    os: Option<&str>,
-    architecture: Option<&str>,
-) -> Result<(), String> {
-    let info = engine.info().await.map_err(|error| error.to_string())?;
-    let theirs = match info.architecture.as_deref() {
-        Some("x86_64") => "amd64",
-        Some("aarch64") => "arm64",
-        Some(other) => other,
-        None => return Ok(()),
+/// Returns why an image cannot run on the engine's machine, if it cannot.
+fn wrong_platform(name: &str, os: &str, architecture: &str, machine: &str) -> Option<String> {
+    let machine = match machine {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
     };
-    match (os, architecture) {
-        (Some(os), _) if !os.is_empty() && os != "linux" => {
-            Err(format!("the image {name} is for {os}; sessions need one for linux"))
-        }
-        (_, Some(architecture)) if !architecture.is_empty() && architecture != theirs => Err(format!(
-            "the image {name} is for {architecture}, and the engine's machine is {theirs}; name an image for {theirs}"
-        )),
-        _ => Ok(()),
+    // Images that were made from an archive may say nothing.
+    if !os.is_empty() && os != "linux" {
+        return Some(format!("the image {name} is for {os}; sessions need one for linux"));
     }
+    let is_other = ![architecture, machine].contains(&"") && architecture != machine;
+    is_other.then(|| {
+        format!(
+            "the image {name} is for {architecture}, and the engine's machine is {machine}; name an image for {machine}"
+        )
+    })
 }
 
 fn volume_name(image: &str, runner: &[(String, Vec<u8>)]) -> String {
@@ -198,34 +202,26 @@ if files:
 print("filled", flush=True)
 "#;
 
-#[allow(clippy::too_many_arguments)] // All of it is one thing: which image, what goes in, whom to tell.
 async fn fill(
-    engine: &Engine,
+    look: &Look<'_>,
     image: &str,
     volume: &str,
     python: &str,
     runner: &[(String, Vec<u8>)],
-    supplies: &dyn Supplies,
-    labels: &HashMap<String, String>,
-    tell: &(dyn Fn(&str, u64, Option<u64>) + Send + Sync),
 ) -> Result<Found, Failure> {
     let command = vec![python.to_owned(), "-I".to_owned(), "-c".to_owned(), HELPER.to_owned(), spec::RUNNER.to_owned()];
-    let mut labels = labels.clone();
+    let mut labels = look.labels.clone();
     labels.insert(LABEL_ROLE.to_owned(), "helper".to_owned());
     let name = format!("cellblock-helper-{:016x}", fresh_number());
-    let id = engine.create(&name, &spec::helper(image, volume, command, labels)).await?;
-    let done = converse(engine, &id, runner, supplies, tell).await;
-    engine.remove(&id).await;
+    let body = spec::helper(image, volume, command, labels, look.seccomp);
+    let id = look.engine.create(&name, &body).await?;
+    let done = converse(look, &id, runner).await;
+    look.engine.remove(&id).await;
     done
 }
 
-async fn converse(
-    engine: &Engine,
-    id: &str,
-    runner: &[(String, Vec<u8>)],
-    supplies: &dyn Supplies,
-    tell: &(dyn Fn(&str, u64, Option<u64>) + Send + Sync),
-) -> Result<Found, Failure> {
+async fn converse(look: &Look<'_>, id: &str, runner: &[(String, Vec<u8>)]) -> Result<Found, Failure> {
+    let Look { engine, supplies, tell, .. } = look;
     let Attached { output, mut input } = engine.attach(id).await?;
     let mut lines = Lines { output, text: String::new(), complaints: String::new() };
     engine.start(id).await?;
@@ -324,4 +320,36 @@ pub(super) fn fresh_number() -> u64 {
     let mut bytes = [0; 8];
     let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
     u64::from_ne_bytes(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_for_another_machine_is_refused_with_what_would_fit() {
+        assert_eq!(wrong_platform("x", "linux", "amd64", "x86_64"), None); // control
+        assert_eq!(wrong_platform("x", "", "", "x86_64"), None);
+        assert_eq!(wrong_platform("x", "linux", "riscv64", "riscv64"), None);
+        let why = wrong_platform("x", "linux", "s390x", "aarch64").unwrap();
+        assert!(why.contains("is for s390x") && why.contains("for arm64"), "{why}");
+        assert!(wrong_platform("x", "windows", "amd64", "x86_64").unwrap().contains("for windows"));
+    }
+
+    #[test]
+    fn another_runner_or_image_has_another_volume() {
+        let files = |text: &str| vec![("a.py".to_owned(), text.as_bytes().to_vec())];
+        let one = volume_name("sha256:1", &files("1"));
+        assert_eq!(one, volume_name("sha256:1", &files("1")));
+        assert_ne!(one, volume_name("sha256:2", &files("1")));
+        assert_ne!(one, volume_name("sha256:1", &files("2")));
+    }
+
+    #[test]
+    fn the_packages_of_the_image_come_before_ours() {
+        let command =
+            |ipython| supervisor_command("python3", &Found { version: (3, 12), ipython, ready: true }).concat();
+        assert!(command(false).contains("sys.path.append('/opt/cellblock/ready/ipython')"));
+        assert!(!command(true).contains("ipython"));
+    }
 }

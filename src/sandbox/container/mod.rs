@@ -9,9 +9,9 @@
 //!
 //! `engine` speaks the API, `spec` says what a container is and checks what was made, `profile` which system calls it may make, `image` looks at the image and adds
 //! our runner beside it. `line` carries everything between here and the supervisor over one stream (`strands`); `sandbox` is one container and its
-//! sessions; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left.
+//! sessions; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left; `way_out` opens a container's network to what an operator lists.
 //!
-//! No container ever has a network, a capability, a device, the engine's socket, or a folder that the operator did not name. The engine's copying of files into and out of
+//! No container ever has a network that leads anywhere, a capability, a device, the engine's socket, or a folder that the operator did not name. The engine's copying of files into and out of
 //! containers is not used.
 
 mod engine;
@@ -24,11 +24,12 @@ mod sandbox;
 mod spec;
 mod strands;
 mod tenancy;
+mod way_out;
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, Mutex, RwLock, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -43,13 +44,14 @@ use self::engine::Engine;
 pub use self::engine::{EngineAddress, EngineError, EngineKind};
 use self::facts::Fate;
 pub use self::image::Supplies;
-use self::image::{Prepared, fresh_number};
+use self::image::{Look, Prepared, fresh_number};
 use self::pool::Pool;
 pub use self::pool::PoolSettings;
-use self::sandbox::{Container, ContainerSandbox, Fresh, House};
+use self::sandbox::{Container, ContainerSandbox, Fresh, House, Made, Maker};
 pub use self::spec::{ContainerBind, WORK as WORK_FOLDER};
 use self::spec::{LABEL_PLACE, LABEL_ROLE, LABEL_SERVER, User, Wanted};
 use self::tenancy::Tenancy;
+pub use self::way_out::ContainerNetwork;
 use super::{Backend, Interpreter, LaunchError, Preparation, Sandbox, SandboxLimits};
 
 /// How long making a session in a new container may take, from its creation to a warm Python.
@@ -82,6 +84,8 @@ pub struct ContainerSettings {
     /// Variables that the operator gives to sessions.
     pub variables: Vec<(String, String)>,
     pub pool: PoolSettings,
+    /// What sessions may reach; nothing without.
+    pub network: Option<ContainerNetwork>,
     /// Modules that are imported once, as far as the image has them.
     pub preload: Vec<String>,
     /// Nothing is done that pays off only with many sessions.
@@ -95,6 +99,8 @@ pub struct ContainerBackend {
 }
 
 struct Inner {
+    /// Itself, for sessions whose container is gone.
+    this: Weak<Inner>,
     settings: ContainerSettings,
     supplies: Arc<dyn Supplies>,
     preparation: watch::Sender<Preparation>,
@@ -112,6 +118,8 @@ struct Standing {
     engine: Engine,
     image: Prepared,
     house: Arc<House>,
+    /// The list of system calls as this engine takes it.
+    seccomp: String,
 }
 
 impl ContainerBackend {
@@ -122,7 +130,8 @@ impl ContainerBackend {
         preparation: watch::Sender<Preparation>,
     ) -> std::io::Result<ContainerBackend> {
         let tenancy = Tenancy::register(&settings.runtime_dir)?;
-        let inner = Arc::new(Inner {
+        let inner = Arc::new_cyclic(|this| Inner {
+            this: Weak::clone(this),
             settings,
             supplies,
             preparation,
@@ -134,6 +143,11 @@ impl ContainerBackend {
         });
         let background = vec![tokio::spawn(inner.clone().prepare_until_it_works())];
         Ok(ContainerBackend { inner, background: Mutex::new(background) })
+    }
+
+    /// Counts the containers that wait to be used.
+    pub fn waiting(&self) -> usize {
+        self.inner.pool.len()
     }
 }
 
@@ -181,6 +195,22 @@ impl Backend for ContainerBackend {
     }
 }
 
+/// Makes another container like the one that it is for.
+struct Again {
+    inner: Weak<Inner>,
+    binds: Vec<ContainerBind>,
+}
+
+#[async_trait]
+impl Maker for Again {
+    async fn another(&self) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
+        let ending = || LaunchError::Start { why: "the server is ending".to_owned() };
+        let inner = self.inner.upgrade().ok_or_else(ending)?;
+        let standing = inner.prepared().await?;
+        inner.make(&standing, Fresh::AtOnce, &self.binds).await
+    }
+}
+
 impl Inner {
     fn standing(&self) -> Option<Arc<Standing>> {
         self.ready.read().expect("no holder of the standing panics").clone()
@@ -222,17 +252,49 @@ impl Inner {
         let options = info.security_options.unwrap_or_default();
         let has_user_namespace =
             options.iter().any(|option| option.contains("name=userns") || option.contains("name=rootless"));
-        let tell = |step: &str, done: u64, total: Option<u64>| self.tell(step, done, total);
-        let image = image::prepare(&engine, &settings.image, &*self.supplies, &self.labels("helper"), &tell).await?;
+        self.check_network(&engine)?;
+        let seccomp = self.seccomp()?;
+        let look = Look {
+            engine: &engine,
+            supplies: &*self.supplies,
+            labels: self.labels("helper"),
+            seccomp: &seccomp,
+            tell: &|step, done, total| self.tell(step, done, total),
+        };
+        let image = image::prepare(&look, &settings.image).await?;
         let house = House {
             limits: settings.limits.clone(),
-            user: self.user(has_user_namespace),
             has_user_namespace,
             runtime: settings.runtime.clone().filter(|runtime| !["runc", "crun"].contains(&runtime.as_str())),
             owns_work_folder: !settings.binds.iter().any(|bind| bind.inside == Path::new(WORK_FOLDER)),
             plan: self.plan(),
+            network: settings.network.clone(),
         };
-        Ok(Standing { engine, image, house: Arc::new(house) })
+        Ok(Standing { engine, image, house: Arc::new(house), seccomp })
+    }
+
+    /// Refuses rules that nobody could keep, before anything is made. Whether they are kept in a container is tried in each.
+    fn check_network(&self, engine: &Engine) -> Result<(), String> {
+        if self.settings.network.is_none() || engine.is_local() {
+            return Ok(());
+        }
+        let way = "leave allowed domains and secrets out, or use an engine of this machine or --backend native";
+        Err(format!("what sessions may reach cannot be enforced: the engine is on another machine; {way}"))
+    }
+
+    /// Returns the list of system calls as the engine takes it: as text, or as a file of its own machine.
+    fn seccomp(&self) -> Result<String, String> {
+        match (self.settings.kind, &self.settings.address) {
+            (EngineKind::Docker, _) => Ok(profile::text()),
+            (EngineKind::Podman, EngineAddress::Unix(_)) => {
+                let file = self.tenancy.keep("seccomp.json", &profile::text());
+                file.map_err(|error| format!("the list of system calls cannot be written: {error}"))
+            }
+            (EngineKind::Podman, _) => Err(
+                "Podman takes the list of system calls only as a file of its own machine; use it over a Unix socket, or use Docker"
+                    .to_owned(),
+            ),
+        }
     }
 
     /// What the warm process of each container does.
@@ -249,8 +311,8 @@ impl Inner {
         json!({"environment": variables, "preload": self.settings.preload, "rehearse": !self.settings.quick, "folders": [cellblock_jail::root::HOME]})
     }
 
-    /// Decides who sessions are. A folder of the operator's decides if there is one, because sessions must be able to work in it.
-    fn user(&self, has_user_namespace: bool) -> User {
+    /// Decides who the sessions of a container are. A folder of the operator's decides if there is one, because sessions must be able to work in it.
+    fn user(&self, has_user_namespace: bool, binds: &[ContainerBind]) -> User {
         if has_user_namespace {
             return NAMESPACED_USER;
         }
@@ -258,7 +320,7 @@ impl Inner {
             let found = std::fs::metadata(&bind.host).ok()?;
             (found.uid() != 0 && found.gid() != 0).then(|| User { uid: found.uid(), gid: found.gid() })
         };
-        self.settings.binds.iter().find_map(owner).unwrap_or_else(|| {
+        binds.iter().find_map(owner).unwrap_or_else(|| {
             let id = FIRST_USER + (fresh_number() & 0x00ff_ffff) as u32;
             User { uid: id, gid: id }
         })
@@ -291,6 +353,12 @@ impl Inner {
         }
     }
 
+    /// What of the host a container shows: these, and what its network needs.
+    fn shown(&self, binds: &[ContainerBind]) -> std::io::Result<Vec<ContainerBind>> {
+        let network = self.settings.network.as_ref().map(|network| network.files(self.tenancy.folder())).transpose()?;
+        Ok(binds.iter().cloned().chain(network.unwrap_or_default()).collect())
+    }
+
     /// Makes a container with a session in it.
     async fn make(
         &self,
@@ -298,15 +366,19 @@ impl Inner {
         how: Fresh,
         binds: &[ContainerBind],
     ) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
+        let user = self.user(standing.house.has_user_namespace, binds);
+        let shown = self.shown(binds).map_err(|error| LaunchError::Start { why: error.to_string() })?;
         let body = spec::session(Wanted {
             image: &standing.image.image,
             runtime: self.settings.runtime.as_deref(),
             limits: &self.settings.limits,
-            binds,
-            user: standing.house.user,
+            binds: &shown,
+            user,
             volume: &standing.image.volume,
             command: standing.image.command.clone(),
             labels: self.labels("session"),
+            seccomp: &standing.seccomp,
+            can_count_files: self.settings.kind == EngineKind::Docker,
         });
         let name = format!("cellblock-{:016x}", fresh_number());
         let id = standing
@@ -325,7 +397,9 @@ impl Inner {
             true => standing.house.clone(),
             false => Arc::new(House { owns_work_folder: true, ..(*standing.house).clone() }),
         };
-        let container = Container::start(&standing.engine, house, &name, &body, id, followed).await?;
+        let maker = Arc::new(Again { inner: self.this.clone(), binds: binds.to_vec() });
+        let made = Made { engine: &standing.engine, house, name: &name, id, body: &body, user, fate: followed, maker };
+        let container = Container::start(made).await?;
         container.first_session(how, LAUNCH_PATIENCE).await
     }
 

@@ -94,6 +94,10 @@ impl Pool {
         drop(weeds);
     }
 
+    pub(super) fn len(&self) -> usize {
+        self.state().waiting.len()
+    }
+
     /// Waits until something was taken or added.
     pub(super) async fn changed(&self) {
         self.changed.notified().await;

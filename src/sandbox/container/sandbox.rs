@@ -18,6 +18,7 @@ use super::engine::Engine;
 use super::facts::{self, Fate, Mark, Meter};
 use super::line::Line;
 use super::spec::{self, User};
+use super::way_out::{ContainerNetwork, WayOut};
 use crate::sandbox::{
     Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
     Layer, LayerKind, MemoryUse, Process, Program, ProgramError, Rules, Sandbox, SandboxLimits,
@@ -60,16 +61,24 @@ impl Fresh {
 }
 
 /// What all containers of a backend have in common.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) struct House {
     pub(super) limits: SandboxLimits,
-    pub(super) user: User,
     pub(super) has_user_namespace: bool,
     /// Another runtime than that of ordinary containers, whose processes the kernel shows differently.
     pub(super) runtime: Option<String>,
     /// No folder of the operator's is the working folder.
     pub(super) owns_work_folder: bool,
     pub(super) plan: Value,
+    /// What sessions may reach; nothing without.
+    pub(super) network: Option<ContainerNetwork>,
+}
+
+impl std::fmt::Debug for House {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // The plan holds variables of the operator's.
+        formatter.debug_struct("House").field("limits", &self.limits).finish_non_exhaustive()
+    }
 }
 
 /// A running container.
@@ -81,21 +90,36 @@ pub(super) struct Container {
     fate: watch::Receiver<Fate>,
     house: Arc<House>,
     isolation: Isolation,
+    way_out: Option<WayOut>,
     members: AtomicU32,
     next_member: AtomicU32,
     removed: AtomicBool,
+    maker: Arc<dyn Maker>,
+}
+
+/// Makes containers, for sessions whose own is gone.
+#[async_trait]
+pub(super) trait Maker: Send + Sync {
+    async fn another(&self) -> Result<(ContainerSandbox, Interpreter), LaunchError>;
+}
+
+/// What is needed to start a container that the engine has made.
+pub(super) struct Made<'a> {
+    pub(super) engine: &'a Engine,
+    pub(super) house: Arc<House>,
+    pub(super) name: &'a str,
+    pub(super) id: String,
+    /// What the engine was asked for.
+    pub(super) body: &'a ContainerCreateBody,
+    pub(super) user: User,
+    pub(super) fate: watch::Receiver<Fate>,
+    pub(super) maker: Arc<dyn Maker>,
 }
 
 impl Container {
     /// Makes, starts and checks a container. The first session can be asked for at once; it waits until Python is warm.
-    pub(super) async fn start(
-        engine: &Engine,
-        house: Arc<House>,
-        name: &str,
-        body: &ContainerCreateBody,
-        id: String,
-        fate: watch::Receiver<Fate>,
-    ) -> Result<Arc<Container>, LaunchError> {
+    pub(super) async fn start(made: Made<'_>) -> Result<Arc<Container>, LaunchError> {
+        let Made { engine, house, name, id, body, user, fate, maker } = made;
         let failed = |why: String| LaunchError::Start { why };
         let begun = async {
             let attached = engine.attach(&id).await.map_err(|error| failed(error.to_string()))?;
@@ -106,19 +130,21 @@ impl Container {
             if let Some(what) = spec::verify(body, &made) {
                 return Err(failed(format!("the engine made another container than it was asked for: {what}")));
             }
-            let process = engine.is_local().then(|| made.state.as_ref().and_then(|state| state.pid)).flatten();
-            let process = facts::local_process(&id, process).filter(|_| house.runtime.is_none());
-            if let Some(what) =
-                process.and_then(|process| facts::fault_of(process, house.user, house.has_user_namespace))
-            {
+            let named = engine.is_local().then(|| made.state.as_ref().and_then(|state| state.pid)).flatten();
+            let process = facts::local_process(&id, named).filter(|_| house.runtime.is_none());
+            if let Some(what) = process.and_then(|process| facts::fault_of(process, user, house.has_user_namespace)) {
                 return Err(failed(format!("the container is not as it must be: {what}")));
             }
-            Ok((line, process))
+            let way_out = match &house.network {
+                Some(network) => Some(network.open(&id, named, &line).await?),
+                None => None,
+            };
+            Ok((line, process, way_out))
         };
         match begun.await {
-            Ok((line, process)) => {
+            Ok((line, process, way_out)) => {
                 let meter = Arc::new(Meter::new(engine, &id, process, fate.clone()));
-                let isolation = house.isolation(process.is_some());
+                let isolation = house.isolation(user, process.is_some());
                 Ok(Arc::new(Container {
                     id,
                     engine: engine.clone(),
@@ -127,9 +153,11 @@ impl Container {
                     fate,
                     house,
                     isolation,
+                    way_out,
                     members: AtomicU32::new(0),
                     next_member: AtomicU32::new(1),
                     removed: AtomicBool::new(false),
+                    maker,
                 }))
             }
             Err(error) => {
@@ -151,7 +179,7 @@ impl Container {
         patience: Duration,
     ) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
         self.members.fetch_add(1, Ordering::Relaxed);
-        let mut sandbox = self.sandbox(self.isolation.clone());
+        let mut sandbox = self.sandbox(self.isolation.clone(), None);
         let begun = sandbox.begin(how);
         let interpreter = match tokio::time::timeout(patience, begun).await {
             Ok(begun) => begun?,
@@ -163,10 +191,15 @@ impl Container {
         Ok((sandbox, interpreter))
     }
 
-    fn sandbox(self: &Arc<Container>, isolation: Isolation) -> ContainerSandbox {
+    /// Makes the place of one more session, which may be a fork of another.
+    fn sandbox(self: &Arc<Container>, isolation: Isolation, source: Option<u32>) -> ContainerSandbox {
+        let member = self.next_member.fetch_add(1, Ordering::Relaxed);
+        if let Some(way_out) = &self.way_out {
+            way_out.join(member, source);
+        }
         ContainerSandbox {
             container: self.clone(),
-            member: self.next_member.fetch_add(1, Ordering::Relaxed),
+            member,
             isolation,
             checkpoints: Mutex::default(),
             next_checkpoint: 1,
@@ -218,6 +251,9 @@ impl Container {
         let limits = &self.house.limits;
         let members = u64::from(self.members.load(Ordering::Relaxed).max(1));
         let bytes = limits.memory.saturating_mul(members).min(limits.family_memory.max(limits.memory));
+        if self.removed.load(Ordering::Relaxed) {
+            return;
+        }
         // A family that stays at less than it may have is told when memory runs out.
         if let Err(error) = self.engine.set_memory(&self.id, i64::try_from(bytes).unwrap_or(i64::MAX)).await {
             warn!(%error, "the memory of a container was not changed");
@@ -258,7 +294,7 @@ impl Drop for Container {
 
 impl House {
     /// Says what separates the sessions of a container from the host, and who vouches for it.
-    fn isolation(&self, was_read: bool) -> Isolation {
+    fn isolation(&self, user: User, was_read: bool) -> Isolation {
         let vouched = if was_read { "read from the kernel" } else { "as the engine says" };
         let enforced = |how: String| Layer::Enforced { how };
         let runtime = self.runtime.as_deref().unwrap_or("the engine's usual runtime");
@@ -274,7 +310,7 @@ impl House {
             enforced(if self.has_user_namespace {
                 "a user of the engine's user namespace".to_owned()
             } else {
-                format!("the host user {}, who owns nothing else; forks share it", self.user.uid)
+                format!("the host user {}, who is in no other container; forks share it", user.uid)
             }),
         );
         isolation.record(LayerKind::Privileges, enforced(format!("no capability, no_new_privs ({vouched})")));
@@ -286,7 +322,13 @@ impl House {
             }),
         );
         isolation.record(LayerKind::Landlock, landlock(0));
-        isolation.record(LayerKind::Network, enforced("no network but an empty loopback".to_owned()));
+        isolation.record(
+            LayerKind::Network,
+            enforced(match self.network {
+                None => "no network but an empty loopback".to_owned(),
+                Some(_) => "an empty network namespace, whose doors Cellblock answers; forks share them".to_owned(),
+            }),
+        );
         isolation.record(
             LayerKind::Resources,
             enforced("control groups for memory, CPU time and processes, shared with its forks".to_owned()),
@@ -337,6 +379,12 @@ impl ContainerSandbox {
         self.container.interpreter(b'b', self.member, order, beginning, WARM_PATIENCE).await
     }
 
+    fn leave_network(&self) {
+        if let Some(way_out) = &self.container.way_out {
+            way_out.leave(self.member);
+        }
+    }
+
     fn kept(&self) -> std::sync::MutexGuard<'_, HashSet<CheckpointId>> {
         self.checkpoints.lock().expect("nothing panics while it holds the checkpoints")
     }
@@ -349,7 +397,17 @@ impl Sandbox for ContainerSandbox {
     }
 
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
-        self.begin(Fresh::AtOnce).await
+        if self.is_alive() {
+            match self.begin(Fresh::AtOnce).await {
+                // What was to be ended could not be, and took the container along.
+                Err(_) if !self.is_alive() => {}
+                begun => return begun,
+            }
+        }
+        // The container is gone and its files with it; nothing is left that could be kept.
+        let (successor, interpreter) = self.container.maker.another().await?;
+        *self = successor;
+        Ok(interpreter)
     }
 
     fn memory(&self) -> MemoryUse {
@@ -398,7 +456,7 @@ impl Sandbox for ContainerSandbox {
     ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let container = &self.container;
         container.members.fetch_add(1, Ordering::Relaxed);
-        let fork = container.sandbox(self.isolation.clone());
+        let fork = container.sandbox(self.isolation.clone(), Some(self.member));
         container.fit_memory().await;
         let order = json!({
             "of": self.member,
@@ -421,13 +479,17 @@ impl Sandbox for ContainerSandbox {
     }
 
     fn rules(&self) -> Rules {
-        Rules::none()
+        self.container.way_out.as_ref().map_or_else(Rules::none, |way_out| way_out.rules(self.member))
     }
 
-    fn set_rules(&self, _rules: Rules) {}
+    fn set_rules(&self, rules: Rules) {
+        if let Some(way_out) = &self.container.way_out {
+            way_out.set_rules(self.member, rules);
+        }
+    }
 
     fn take_blocked(&self) -> Vec<Blocked> {
-        Vec::new()
+        self.container.way_out.as_ref().map_or_else(Vec::new, WayOut::take_blocked)
     }
 
     fn launcher(&self) -> Arc<dyn Launcher> {
@@ -438,6 +500,7 @@ impl Sandbox for ContainerSandbox {
         if std::mem::replace(&mut self.destroyed, true) {
             return;
         }
+        self.leave_network();
         if self.container.members.fetch_sub(1, Ordering::Relaxed) == 1 {
             self.container.remove().await;
             return;
@@ -455,6 +518,7 @@ impl Drop for ContainerSandbox {
         if std::mem::replace(&mut self.destroyed, true) {
             return;
         }
+        self.leave_network();
         if self.container.members.fetch_sub(1, Ordering::Relaxed) > 1 {
             self.container.line.say(b'x', self.member, json!({"ask": 0}).to_string().as_bytes());
         }

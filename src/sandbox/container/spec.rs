@@ -11,7 +11,6 @@ use bollard::models::{
     MountType, ResourcesUlimits,
 };
 
-use super::profile;
 use crate::sandbox::SandboxLimits;
 
 /// The working folder inside; that of the native backend.
@@ -58,12 +57,18 @@ pub(super) struct Wanted<'a> {
     pub(super) volume: &'a str,
     pub(super) command: Vec<String>,
     pub(super) labels: HashMap<String, String>,
+    /// The list of system calls: its text, or its path on the engine's machine.
+    pub(super) seccomp: &'a str,
+    /// Whether the engine knows the option that limits the number of files.
+    pub(super) can_count_files: bool,
 }
 
 /// Returns the request for a container of sessions.
 pub(super) fn session(wanted: Wanted<'_>) -> ContainerCreateBody {
     let limits = wanted.limits;
-    let scratch = format!("rw,exec,nosuid,nodev,mode=1777,size={},nr_inodes={}", limits.disk, limits.files.max(16));
+    // Where the engine cannot limit the number of files, the memory that each of them takes does.
+    let files = if wanted.can_count_files { format!(",nr_inodes={}", limits.files.max(16)) } else { String::new() };
+    let scratch = format!("rw,exec,nosuid,nodev,mode=1777,size={}{files}", limits.disk);
     let mut tmpfs = HashMap::from([(FORKS.to_owned(), scratch.clone()), ("/tmp".to_owned(), scratch.clone())]);
     if !wanted.binds.iter().any(|bind| bind.inside == Path::new(WORK)) {
         tmpfs.insert(WORK.to_owned(), scratch);
@@ -76,7 +81,7 @@ pub(super) fn session(wanted: Wanted<'_>) -> ContainerCreateBody {
         read_only: Some(!bind.writable),
         ..Mount::default()
     }));
-    let mut body = common(wanted.image, wanted.command, wanted.labels);
+    let mut body = common(wanted.image, wanted.command, wanted.labels, wanted.seccomp);
     body.user = Some(format!("{}:{}", wanted.user.uid, wanted.user.gid));
     let host = body.host_config.get_or_insert_default();
     host.runtime = wanted.runtime.map(str::to_owned);
@@ -90,6 +95,8 @@ pub(super) fn session(wanted: Wanted<'_>) -> ContainerCreateBody {
     host.mounts = Some(mounts);
     host.ulimits = Some(vec![
         ulimit("nofile", OPEN_FILES),
+        // Beside the limit of the container: this one holds for its user, who is in no other.
+        ulimit("nproc", i64::from(limits.processes) + OWN_PROCESSES),
         // One, not zero: with zero the kernel still hands a crash to the host's handler when that is a program.
         ulimit("core", 1),
         ulimit("fsize", signed(limits.disk.saturating_add(1))),
@@ -107,19 +114,22 @@ pub(super) fn helper(
     volume: &str,
     command: Vec<String>,
     labels: HashMap<String, String>,
+    seccomp: &str,
 ) -> ContainerCreateBody {
-    let mut body = common(image, command, labels);
+    let mut body = common(image, command, labels, seccomp);
     body.user = Some("0:0".to_owned());
     let host = body.host_config.get_or_insert_default();
     host.mounts = Some(vec![runner_mount(volume, false)]);
     host.tmpfs = Some(HashMap::from([("/tmp".to_owned(), "rw,nosuid,nodev,mode=1777,size=67108864".to_owned())]));
     host.memory = Some(512 * 1024 * 1024);
     host.pids_limit = Some(OWN_PROCESSES);
+    // Some engines ask for more than their machine grants unless they are told.
+    host.ulimits = Some(vec![ulimit("nofile", OPEN_FILES), ulimit("nproc", OPEN_FILES)]);
     body
 }
 
 /// What every container of ours has.
-fn common(image: &str, command: Vec<String>, labels: HashMap<String, String>) -> ContainerCreateBody {
+fn common(image: &str, command: Vec<String>, labels: HashMap<String, String>, seccomp: &str) -> ContainerCreateBody {
     let (program, arguments) = command.split_first().expect("a container runs something");
     ContainerCreateBody {
         image: Some(image.to_owned()),
@@ -142,7 +152,7 @@ fn common(image: &str, command: Vec<String>, labels: HashMap<String, String>) ->
             network_mode: Some("none".to_owned()),
             readonly_rootfs: Some(true),
             cap_drop: Some(vec!["ALL".to_owned()]),
-            security_opt: Some(vec!["no-new-privileges".to_owned(), format!("seccomp={}", profile::text())]),
+            security_opt: Some(vec!["no-new-privileges".to_owned(), format!("seccomp={seccomp}")]),
             privileged: Some(false),
             ipc_mode: Some("private".to_owned()),
             cgroupns_mode: Some(HostConfigCgroupnsModeEnum::PRIVATE),
@@ -174,21 +184,25 @@ fn signed(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
 
+/// What engines give to containers that nobody takes it from.
+const USUAL_CAPABILITIES: [&str; 10] =
+    ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID"];
+
 /// Returns the first thing about a container that the engine made otherwise than it was asked to, if there is one.
 pub(super) fn verify(asked: &ContainerCreateBody, made: &ContainerInspectResponse) -> Option<&'static str> {
     let (Some(asked_host), Some(host), Some(config)) = (&asked.host_config, &made.host_config, &made.config) else {
         return Some("the engine does not tell what it has made");
     };
-    let is_all = |capability: &String| capability.eq_ignore_ascii_case("all") || capability.starts_with("CAP_");
+    let dropped = |name: &str| {
+        let mut all = host.cap_drop.iter().flatten();
+        all.any(|given| given.eq_ignore_ascii_case("all") || given.strip_prefix("CAP_").unwrap_or(given) == name)
+    };
     let has = |option: &str| host.security_opt.iter().flatten().any(|given| given.starts_with(option));
     let facts = [
         (host.privileged != Some(true), "it is privileged"),
         (host.readonly_rootfs == Some(true), "its root file system can be written to"),
         (host.cap_add.as_ref().is_none_or(Vec::is_empty), "it has capabilities"),
-        (
-            host.cap_drop.as_ref().is_some_and(|dropped| !dropped.is_empty() && dropped.iter().all(is_all)),
-            "its capabilities were not taken",
-        ),
+        (USUAL_CAPABILITIES.into_iter().all(dropped), "its capabilities were not taken"),
         (has("no-new-privileges"), "it could gain privileges"),
         (has("seccomp="), "it has no filter of system calls of ours"),
         (!host.security_opt.iter().flatten().any(|given| given.contains("unconfined")), "a layer was switched off"),
@@ -209,4 +223,120 @@ pub(super) fn verify(asked: &ContainerCreateBody, made: &ContainerInspectRespons
         (host.pids_limit == asked_host.pids_limit, "its processes are not limited"),
     ];
     facts.into_iter().find(|(holds, _)| !holds).map(|(_, what)| what)
+}
+
+#[cfg(test)]
+mod tests {
+    use bollard::models::{ContainerConfig, HostConfig};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn limits() -> SandboxLimits {
+        SandboxLimits { memory: 1 << 30, family_memory: 2 << 30, cpus: 1.5, processes: 64, disk: 1 << 20, files: 100 }
+    }
+
+    fn wanted<'a>(limits: &'a SandboxLimits, binds: &'a [ContainerBind]) -> Wanted<'a> {
+        Wanted {
+            image: "sha256:1",
+            runtime: None,
+            limits,
+            binds,
+            user: User { uid: 7, gid: 8 },
+            volume: "runner",
+            command: vec!["python3".to_owned(), "-I".to_owned()],
+            labels: HashMap::from([(LABEL_ROLE.to_owned(), "session".to_owned())]),
+            seccomp: "{}",
+            can_count_files: true,
+        }
+    }
+
+    /// What an engine that does as it is told says about a container.
+    fn made(body: &ContainerCreateBody) -> ContainerInspectResponse {
+        ContainerInspectResponse {
+            host_config: body.host_config.clone(),
+            config: Some(ContainerConfig { user: body.user.clone(), ..ContainerConfig::default() }),
+            ..ContainerInspectResponse::default()
+        }
+    }
+
+    #[test]
+    fn the_request_holds_everything_that_separates_a_session() {
+        let limits = limits();
+        let body = session(wanted(&limits, &[]));
+        let host = body.host_config.clone().unwrap();
+        let text = serde_json::to_value(&host).unwrap();
+        assert_eq!(body.user.as_deref(), Some("7:8"));
+        assert_eq!(body.entrypoint, Some(vec!["python3".to_owned()]));
+        assert_eq!((body.open_stdin, body.stdin_once, body.tty), (Some(true), Some(true), Some(false)));
+        for (member, expected) in [
+            ("NetworkMode", serde_json::json!("none")),
+            ("ReadonlyRootfs", serde_json::json!(true)),
+            ("CapDrop", serde_json::json!(["ALL"])),
+            ("SecurityOpt", serde_json::json!(["no-new-privileges", "seccomp={}"])),
+            ("Privileged", serde_json::json!(false)),
+            ("AutoRemove", serde_json::json!(true)),
+            ("IpcMode", serde_json::json!("private")),
+            ("CgroupnsMode", serde_json::json!("private")),
+            ("Memory", serde_json::json!(1 << 30)),
+            ("MemorySwap", serde_json::json!(1 << 30)),
+            ("NanoCpus", serde_json::json!(1_500_000_000)),
+            ("PidsLimit", serde_json::json!(64 + OWN_PROCESSES)),
+            ("LogConfig", serde_json::json!({"Type": "none"})),
+        ] {
+            assert_eq!(text[member], expected, "{member}");
+        }
+        assert_eq!(host.tmpfs.unwrap()[WORK], "rw,exec,nosuid,nodev,mode=1777,size=1048576,nr_inodes=100");
+        assert_eq!(host.mounts.unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_container_that_was_made_otherwise_is_noticed() {
+        let limits = limits();
+        let body = session(wanted(&limits, &[]));
+        assert_eq!(verify(&body, &made(&body)), None); // control
+        let weaken: [fn(&mut HostConfig); 10] = [
+            |host| host.privileged = Some(true),
+            |host| host.readonly_rootfs = Some(false),
+            |host| host.cap_add = Some(vec!["NET_ADMIN".to_owned()]),
+            |host| host.cap_drop = Some(vec!["CHOWN".to_owned()]),
+            |host| host.security_opt = Some(vec!["no-new-privileges".to_owned(), "seccomp=unconfined".to_owned()]),
+            |host| host.security_opt = Some(vec!["seccomp={}".to_owned()]),
+            |host| host.network_mode = Some("bridge".to_owned()),
+            |host| host.pid_mode = Some("host".to_owned()),
+            |host| host.userns_mode = Some("host".to_owned()),
+            |host| host.memory = Some(0),
+        ];
+        for change in weaken {
+            let mut weakened = made(&body);
+            change(weakened.host_config.as_mut().unwrap());
+            assert!(verify(&body, &weakened).is_some(), "{:?}", weakened.host_config);
+        }
+        let mut other = made(&body);
+        other.config.as_mut().unwrap().user = Some("0:0".to_owned());
+        assert!(verify(&body, &other).is_some());
+        assert!(verify(&body, &ContainerInspectResponse::default()).is_some());
+    }
+
+    proptest! {
+        #[test]
+        fn no_setting_can_write_to_what_separates(
+            image in ".{0,40}", runtime in proptest::option::of(".{0,20}"), volume in ".{0,20}",
+            paths in proptest::collection::vec((".{1,30}", ".{1,30}", any::<bool>()), 0..4),
+            memory in any::<u64>(), cpus in 0.0..1e6f64, processes in any::<u32>(),
+        ) {
+            let limits = SandboxLimits { memory, family_memory: memory, cpus, processes, disk: memory, files: memory };
+            let binds: Vec<ContainerBind> = paths
+                .into_iter()
+                .map(|(host, inside, writable)| ContainerBind { host: host.into(), inside: inside.into(), writable })
+                .collect();
+            let body = session(Wanted { image: &image, runtime: runtime.as_deref(), volume: &volume, ..wanted(&limits, &binds) });
+            prop_assert_eq!(verify(&body, &made(&body)), None);
+            let host = body.host_config.unwrap();
+            prop_assert_eq!(host.binds, None);
+            prop_assert_eq!(host.volumes_from, None);
+            prop_assert_eq!(host.devices, None);
+            prop_assert_eq!(host.mounts.unwrap().len(), 1 + binds.len());
+        }
+    }
 }

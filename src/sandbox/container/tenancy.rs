@@ -37,6 +37,11 @@ impl Tenancy {
         Ok(Tenancy { server, place, folder, _lock: file })
     }
 
+    /// Where servers register.
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// The name of this server in labels.
     pub(super) fn server(&self) -> &str {
         &self.server
@@ -45,6 +50,13 @@ impl Tenancy {
     /// The name of this machine and runtime folder in labels.
     pub(super) fn place(&self) -> &str {
         &self.place
+    }
+
+    /// Keeps a text in a file of this server and returns its path.
+    pub(super) fn keep(&self, name: &str, text: &str) -> io::Result<String> {
+        let file = self.folder.join(format!("{}-{name}", self.server)).to_string_lossy().into_owned();
+        fs::write(&file, text)?;
+        Ok(file)
     }
 
     /// Removes what servers of this place left that live no more.
@@ -73,7 +85,10 @@ impl Tenancy {
 
     fn forget_dead(&self) {
         for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
-            if entry.file_name().to_str().is_some_and(|server| server != self.server && !self.lives(server)) {
+            // A file that a server keeps begins with its name.
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let server = name.split('-').next().unwrap_or_default();
+            if server != self.server && !self.lives(server) {
                 let _ = fs::remove_file(entry.path());
             }
         }
@@ -81,7 +96,11 @@ impl Tenancy {
 
     /// Removes the registration. Doing it twice is harmless.
     pub(super) fn end(&self) {
-        let _ = fs::remove_file(self.folder.join(&self.server));
+        for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
+            if entry.file_name().to_string_lossy().starts_with(&self.server) {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
     }
 }
 

@@ -8,7 +8,6 @@ use std::io;
 
 use serde_json::{Value, json};
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::Instant;
 use tracing::debug;
 
 use super::approvals::Wanted;
@@ -16,7 +15,7 @@ use super::{Driver, RequestId, Running, Task};
 use crate::approval::Subject;
 use crate::runner_client::{LARGEST_FRAME, Question};
 use crate::session::install::{InstallError, InstallRequest, Installed};
-use crate::session::tools::{CallEnd, ToolCall, ToolCalls, ToolReason, ToolRefused, ToolReply};
+use crate::session::tools::{Begun, CallEnd, ToolCall, ToolCalls, ToolReason, ToolRefused, ToolReply};
 
 /// Installations of one cell that are under way at the same time.
 const MOST_INSTALLATIONS: usize = 8;
@@ -53,13 +52,6 @@ struct Open {
     call: Option<Begun>,
     /// A command, which has bounds of its own.
     is_command: bool,
-}
-
-/// A call that was begun, for the record.
-struct Begun {
-    server: String,
-    tool: String,
-    since: Instant,
 }
 
 struct Waiting {
@@ -121,13 +113,13 @@ impl Questions {
     }
 
     fn note(&mut self, begun: Option<Begun>, ended: CallEnd) {
-        if let Some(Begun { server, tool, since }) = begun {
-            self.calls.note(&server, &tool, ended, since.elapsed());
+        if let Some(begun) = begun {
+            self.calls.note(begun, ended);
         }
     }
 
     fn note_at_once(&mut self, call: &ToolCall, reason: ToolReason) {
-        self.calls.note(&call.server, &call.tool, CallEnd::Refused(reason), Default::default());
+        self.calls.note(Begun::now(call), CallEnd::Refused(reason));
     }
 
     fn installations(&self) -> usize {
@@ -268,6 +260,11 @@ impl Driver {
             let why = "too many large calls wait at the same time; await some of them before you start others";
             return self.refuse_call(ask, &call, &ToolRefused::new(ToolReason::Budget, why));
         }
+        // Nobody is asked about what the session was not granted, which looks like what is not there.
+        if self.settings.tools.0.is_none() || !self.deliveries.grants.allow(&call.server) {
+            let refused = ToolRefused::no_server(&call.server);
+            return self.refuse_call(ask, &call, &refused);
+        }
         let ToolCall { server, tool, arguments } = call;
         self.consider(Subject::Tool { server, tool, arguments }, Wanted::Call { ask, size });
     }
@@ -298,7 +295,7 @@ impl Driver {
         let Some(Running { task: Task::Cell { teller, .. }, .. }) = &self.running else { return };
         debug!(session = self.id.as_str(), "code calls a tool");
         let (owner, session, crier) = (customer.owner.clone(), self.id.clone(), teller.crier());
-        let begun = Begun { server: call.server.clone(), tool: call.tool.clone(), since: Instant::now() };
+        let begun = Begun::now(&call);
         self.questions.work(ask, Some(begun), async move {
             let result = broker.call(&owner, &session, call, &|news| crier.say(news)).await;
             let (frame, ended) = result_frame(ask, result);

@@ -1,0 +1,303 @@
+//! Doors in a network that somebody else made: that of a container.
+//!
+//! An engine gives a container a network namespace with nothing but a loopback interface. What init does for a sandbox of our own from inside (`network`) is
+//! done here from outside, so that nothing inside ever has a right over the network:
+//!
+//! ```text
+//! server                                    cb-doors, a fresh process of the same binary
+//!  │ pins the container's namespace           │
+//!  │──────── it, and which doors ────────────►│ enters the user namespace that owns it, if that is another one, then the namespace
+//!  │                                          │ refuses if anything but the loopback interface is up
+//!  │◄─────── the sockets, or why not ─────────│ makes every address local, opens the doors, ends
+//! ```
+//!
+//! A process of its own, because a thread of the server that had been there could never be trusted to be back. It lives for milliseconds, and nothing of it
+//! stays: a socket belongs to the namespace in which it was made, whoever holds it.
+//!
+//! Whether a container's programs use this kernel's network at all cannot be seen from here: some runtimes bring a network of their own. Whoever opens doors must
+//! hear something through them before relying on them.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::sockopt;
+use rustix::process::{Pid, PidfdFlags};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+use serde::{Deserialize, Serialize};
+
+use crate::network::{self, Door, Doors};
+use crate::{sys, wire};
+
+/// The argument that makes the server's binary open doors.
+pub const ARGUMENT: &str = "--cellblock-jail-doors";
+
+/// How long opening doors may take. It takes milliseconds.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// Engines name containers by this many hexadecimal digits. A shorter name could be part of another.
+const DIGITS_OF_A_CONTAINER: usize = 64;
+
+/// Why there are no doors in the network of a container.
+#[derive(Debug, thiserror::Error)]
+pub enum DoorsError {
+    #[error("the container is not a process of this machine, as far as can be told")]
+    Elsewhere,
+    #[error(
+        "the server may not enter the container's network; only root may, or the user whom a rootless engine belongs to"
+    )]
+    Forbidden(#[source] io::Error),
+    #[error("the container has no network of its own")]
+    Shared,
+    #[error("the container's network leads elsewhere: {} is up", .0.join(", "))]
+    Interfaces(Vec<String>),
+    #[error("could not {attempt}")]
+    Failed {
+        attempt: String,
+        #[source]
+        cause: io::Error,
+    },
+}
+
+impl DoorsError {
+    fn failed(attempt: &str) -> impl FnOnce(io::Error) -> DoorsError {
+        let attempt = attempt.to_owned();
+        move |cause| DoorsError::Failed { attempt, cause }
+    }
+}
+
+/// A network namespace that is not the server's own, held so that it cannot become another one.
+#[derive(Debug)]
+pub struct Namespace(OwnedFd);
+
+impl Namespace {
+    /// Pins the network namespace of a container's first process. Both are named by the engine, which may be on another machine: there the number of
+    /// the process means nothing, or somebody else.
+    pub fn of_container(process: u32, container: &str) -> Result<Namespace, DoorsError> {
+        let number = i32::try_from(process).ok().and_then(Pid::from_raw).ok_or(DoorsError::Elsewhere)?;
+        // While this process lives, its number is nobody else's. That it lived all the time is looked at last.
+        let held = rustix::process::pidfd_open(number, PidfdFlags::empty()).map_err(|_| DoorsError::Elsewhere)?;
+        let folder = format!("/proc/{process}");
+        let groups = fs::read_to_string(format!("{folder}/cgroup")).map_err(|_| DoorsError::Elsewhere)?;
+        if !names_container(&groups, container) {
+            return Err(DoorsError::Elsewhere);
+        }
+        let opened = File::open(format!("{folder}/ns/net")).map_err(|error| match error.kind() {
+            io::ErrorKind::PermissionDenied => DoorsError::Forbidden(error),
+            _ => DoorsError::Elsewhere,
+        })?;
+        if has_ended(&held).map_err(DoorsError::failed("look at the container's first process"))? {
+            return Err(DoorsError::Elsewhere);
+        }
+        Namespace::new(OwnedFd::from(opened))
+    }
+
+    /// Takes a namespace that the caller knows to be the right one.
+    pub fn new(network: OwnedFd) -> Result<Namespace, DoorsError> {
+        let own = File::open("/proc/thread-self/ns/net").map_err(DoorsError::failed("look at the server's network"))?;
+        if is_same(&network, &own).map_err(DoorsError::failed("look at the container's network"))? {
+            return Err(DoorsError::Shared);
+        }
+        Ok(Namespace(network))
+    }
+}
+
+/// Tells whether a list of control groups, as the kernel writes it, has one of this container.
+fn names_container(groups: &str, container: &str) -> bool {
+    let is_digit = |letter: char| letter.is_ascii_digit() || ('a'..='f').contains(&letter);
+    container.len() == DIGITS_OF_A_CONTAINER
+        && container.chars().all(is_digit)
+        && groups.split(|letter| !is_digit(letter)).any(|part| part == container)
+}
+
+fn has_ended(process: &OwnedFd) -> io::Result<bool> {
+    let mut events = [PollFd::new(process, PollFlags::IN)];
+    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+    Ok(rustix::io::retry_on_intr(|| rustix::event::poll(&mut events, Some(&at_once)))? > 0)
+}
+
+/// Tells whether two descriptors are of the same namespace.
+fn is_same(one: impl AsFd, other: impl AsFd) -> io::Result<bool> {
+    let (one, other) = (rustix::fs::fstat(one)?, rustix::fs::fstat(other)?);
+    Ok((one.st_dev, one.st_ino) == (other.st_dev, other.st_ino))
+}
+
+/// What the process that opens doors is told. Carries the namespace.
+#[derive(Serialize, Deserialize)]
+struct Order {
+    doors: Doors,
+}
+
+/// What it answers. Errors of the kernel travel as their numbers.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Word {
+    /// Carries the sockets.
+    Opened(Vec<Door>),
+    Forbidden(i32),
+    Interfaces(Vec<String>),
+    Failed(String, i32),
+}
+
+/// Opens doors in a namespace, by a process of `program`, which is the binary of this server. Waits for that process.
+///
+/// Nothing that leads out may be in the namespace beside them, and no code of a user yet. A namespace in which this failed is closed, but of no use.
+pub fn open(program: &Path, namespace: &Namespace, doors: &Doors) -> Result<Vec<(Door, OwnedFd)>, DoorsError> {
+    let attempt = || DoorsError::failed("start the process that opens doors");
+    let (ours, theirs) = wire::pair().map_err(attempt())?;
+    let mut child = Command::new(program)
+        .arg(ARGUMENT)
+        .env_clear()
+        .current_dir("/")
+        .stdin(Stdio::from(theirs))
+        .stdout(Stdio::null())
+        .stderr(Stdio::inherit())
+        .spawn()
+        .map_err(attempt())?;
+    let answer = ask(&ours, namespace, doors);
+    drop(ours);
+    collect(&mut child, answer.is_err());
+    match answer.map_err(DoorsError::failed("hear from the process that opens doors"))? {
+        (Word::Opened(doors), sockets) if doors.len() == sockets.len() => Ok(doors.into_iter().zip(sockets).collect()),
+        (Word::Opened(_), _) => Err(DoorsError::failed("take the doors over")(io::ErrorKind::InvalidData.into())),
+        (Word::Forbidden(code), _) => Err(DoorsError::Forbidden(io::Error::from_raw_os_error(code))),
+        (Word::Interfaces(names), _) => Err(DoorsError::Interfaces(names)),
+        (Word::Failed(attempt, code), _) => {
+            Err(DoorsError::Failed { attempt, cause: io::Error::from_raw_os_error(code) })
+        }
+    }
+}
+
+fn ask(helper: &OwnedFd, namespace: &Namespace, doors: &Doors) -> io::Result<(Word, Vec<OwnedFd>)> {
+    sockopt::set_socket_timeout(helper, sockopt::Timeout::Recv, Some(LIMIT))?;
+    wire::send(helper, &Order { doors: doors.clone() }, &[namespace.0.as_fd()])?;
+    wire::receive(helper)?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+}
+
+/// Waits for the end of the process, and makes it end if it hangs.
+fn collect(child: &mut Child, hangs: bool) {
+    if hangs {
+        // It may have ended by itself meanwhile.
+        let _ = child.kill();
+    }
+    let _ = child.wait();
+}
+
+/// Opens the doors that the server asks for on standard input, once.
+pub fn main() -> ExitCode {
+    let server = sys::take_standard_input();
+    match serve(&server) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("cellblock: doors were not opened: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(server: &OwnedFd) -> io::Result<()> {
+    rustix::thread::set_name(c"cb-doors")?;
+    let Some((Order { doors }, mut descriptors)) = wire::receive(server)? else {
+        return Ok(());
+    };
+    let namespace = descriptors.pop().ok_or(io::ErrorKind::InvalidData)?;
+    match enter_and_open(&namespace, &doors) {
+        Ok((doors, sockets)) => {
+            let sockets: Vec<_> = sockets.iter().map(AsFd::as_fd).collect();
+            wire::send(server, &Word::Opened(doors), &sockets)
+        }
+        Err(word) => wire::send(server, &word, &[]),
+    }
+}
+
+fn enter_and_open(namespace: &OwnedFd, doors: &Doors) -> Result<(Vec<Door>, Vec<OwnedFd>), Word> {
+    let step = |attempt: &'static str| move |error: io::Error| Word::Failed(attempt.to_owned(), code_of(&error));
+    enter(namespace).map_err(|error| match error.kind() {
+        io::ErrorKind::PermissionDenied => Word::Forbidden(code_of(&error)),
+        _ => step("enter the container's network")(error),
+    })?;
+    // Before anything is changed: this may be a network that others use.
+    let interfaces = network::other_interfaces().map_err(step("list the interfaces of the container"))?;
+    if !interfaces.is_empty() {
+        return Err(Word::Interfaces(interfaces));
+    }
+    sys::bring_loopback_up().map_err(step("bring up the loopback interface"))?;
+    switch_newer_family_on();
+    let opened = network::open(doors).map_err(step("open the ways out"))?;
+    // Where everything is redirected, whoever accepts decides.
+    if *doors != Doors::All {
+        network::leads_nowhere().map_err(step("check the network"))?;
+    }
+    Ok(opened)
+}
+
+fn enter(namespace: &OwnedFd) -> io::Result<()> {
+    let owner = sys::owner_of(namespace)?;
+    // That of a rootless engine. Whoever owns it has every right in there and none outside.
+    if !is_same(&owner, File::open("/proc/self/ns/user")?)? {
+        move_into_link_name_space(owner.as_fd(), Some(LinkNameSpaceType::User))?;
+    }
+    move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?;
+    Ok(())
+}
+
+/// Engines switch IPv6 off where they give no such address. Where it cannot be switched on, all of it is refused by the kernel, which is as closed.
+fn switch_newer_family_on() {
+    let _ = fs::write("/proc/sys/net/ipv6/conf/lo/disable_ipv6", "0");
+}
+
+fn code_of(error: &io::Error) -> i32 {
+    error.raw_os_error().unwrap_or(libc::EIO)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CONTAINER: &str = "730210fb17a151013c159a287df4113cbc89879306bd09eeefe1a83100321a07";
+
+    #[test]
+    fn a_container_is_known_by_its_control_group() {
+        for groups in [
+            format!("9:pids:/docker/{CONTAINER}\n1:cpu:/\n"),
+            format!("0::/system.slice/docker-{CONTAINER}.scope\n"),
+            format!("0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{CONTAINER}.scope/container\n"),
+            format!("0::/../../machine.slice/libpod-{CONTAINER}.scope\n"),
+        ] {
+            assert!(names_container(&groups, CONTAINER), "{groups}");
+        }
+        let other = CONTAINER.replace('7', "8");
+        assert!(!names_container(&format!("0::/docker/{other}\n"), CONTAINER));
+        assert!(!names_container(&format!("0::/docker/{CONTAINER}0\n"), CONTAINER), "part of a longer name");
+        assert!(!names_container("0::/\n", ""));
+        assert!(!names_container(&format!("0::/docker/{CONTAINER}\n"), &CONTAINER[..12]), "a short name is no proof");
+    }
+
+    #[test]
+    fn a_process_that_is_not_the_containers_is_not_entered() {
+        let own = std::process::id();
+        for (process, container) in [(own, CONTAINER), (0, CONTAINER), (u32::MAX, CONTAINER), (own, "")] {
+            assert!(matches!(Namespace::of_container(process, container), Err(DoorsError::Elsewhere)), "{process}");
+        }
+    }
+
+    #[test]
+    fn the_servers_own_network_is_never_touched() {
+        let own = OwnedFd::from(File::open("/proc/self/ns/net").unwrap());
+        assert!(matches!(Namespace::new(own), Err(DoorsError::Shared)));
+    }
+
+    #[test]
+    fn a_process_that_ended_is_seen_to_have_ended() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let held = rustix::process::pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).unwrap();
+        assert!(!has_ended(&held).unwrap()); // control
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(has_ended(&held).unwrap());
+    }
+}

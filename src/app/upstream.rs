@@ -1,0 +1,406 @@
+//! The bridge between sessions and other MCP servers: `session::tools::Broker` on one side, `cellblock_upstream` on the other.
+//!
+//! It decides what a caller may register. Whoever started the server may name programs and use its variables; whoever calls over HTTP may name public addresses, and
+//! the operator's variables are out of their reach, since they could have them sent anywhere. The servers of the operator are connected in the background, and again
+//! when they are used and were not there.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use cellblock_typed::Package;
+use cellblock_upstream::{
+    AddressPolicy, CallError, CallOptions, CallReply, Owner, Progress, Reason, Registry, ServerKind, ServerName,
+    ServerParams, ToolState, Upstream, Variables, WrapperCommand,
+};
+use serde_json::Value;
+use tokio::sync::watch;
+use tracing::{info, warn};
+
+use crate::approval::{Policy, registration};
+use crate::config;
+use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
+use crate::session::tools::{Broker, ToolCall, ToolReason, ToolRefused, ToolReply};
+use crate::session::{Principal, SessionId};
+
+/// The argument under which this program starts a server of another maker.
+pub const WRAPPER_ARGUMENT: &str = "--as-mcp-server";
+
+/// A server of the operator that could not be reached is tried again when somebody looks at it, but not sooner than this.
+const RETRY_AFTER: Duration = Duration::from_secs(30);
+
+/// All servers, the operator's and the callers'. Clones are the same.
+#[derive(Clone)]
+pub(super) struct Upstreams(Arc<Shared>);
+
+struct Shared {
+    registry: Registry,
+    wrapper: Option<WrapperCommand>,
+    state: Mutex<State>,
+}
+
+struct State {
+    allowed_hosts: Vec<String>,
+    variables: Variables,
+    /// The servers of the operator, by name.
+    configured: BTreeMap<String, Arc<Configured>>,
+    /// What callers have said about calls of the servers that they registered, by owner and name.
+    policies: BTreeMap<(String, String), Arc<Policy>>,
+}
+
+/// A server of the operator.
+struct Configured {
+    name: ServerName,
+    params: ServerParams,
+    /// What it says about calls of its tools.
+    policy: Option<Arc<Policy>>,
+    /// What decides whether it is the same server: what was written, and the values that are filled in.
+    written: (Value, BTreeMap<String, String>),
+    variables: Variables,
+    state: Mutex<(ServerState, Instant)>,
+    /// One attempt at a time.
+    attempt: tokio::sync::Mutex<()>,
+}
+
+impl Upstreams {
+    /// Knows nobody yet; `set_up` tells which servers the operator has.
+    pub(super) fn new(settings: &config::Upstreams) -> Upstreams {
+        let wrapper = std::env::current_exe()
+            .ok()
+            .map(|program| WrapperCommand { program, arguments: vec![OsString::from(WRAPPER_ARGUMENT)] });
+        let state = State {
+            allowed_hosts: settings.allowed_hosts.clone(),
+            variables: Variables::new(settings.variables.clone()),
+            configured: BTreeMap::new(),
+            policies: BTreeMap::new(),
+        };
+        Upstreams(Arc::new(Shared { registry: Registry::new(), wrapper, state: Mutex::new(state) }))
+    }
+
+    /// Closes all connections and ends the programs behind them.
+    pub(super) async fn shut_down(&self) {
+        self.state().configured.clear();
+        self.0.registry.close().await;
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().expect("nothing panics while it holds the servers")
+    }
+
+    /// What a server is given that somebody registers.
+    fn surroundings(&self, trust: Trust) -> cellblock_upstream::Settings {
+        let state = self.state();
+        let (variables, addresses) = match trust {
+            Trust::Local => (state.variables.clone(), AddressPolicy::Any),
+            Trust::Remote => (Variables::default(), AddressPolicy::PublicOnly { allowed: state.allowed_hosts.clone() }),
+        };
+        self.with_wrapper(variables, addresses)
+    }
+
+    fn with_wrapper(&self, variables: Variables, addresses: AddressPolicy) -> cellblock_upstream::Settings {
+        let wrapper = self.0.wrapper.clone();
+        cellblock_upstream::Settings { addresses, wrapper, ..cellblock_upstream::Settings::new(variables) }
+    }
+
+    /// Connects to a server of the operator, unless it is connected or somebody has just tried.
+    async fn connect(&self, server: Arc<Configured>) {
+        let asked = Instant::now();
+        let _attempt = server.attempt.lock().await;
+        let (is_there, tried) = {
+            let state = server.state();
+            (state.0 == ServerState::Connected, state.1)
+        };
+        // Somebody else's attempt ended while this one waited for it.
+        if is_there || tried > asked {
+            return;
+        }
+        let settings = self.with_wrapper(server.variables.clone(), AddressPolicy::Any);
+        let registered = self.0.registry.register(&Owner::Everyone, &server.name, &server.params, &settings).await;
+        let name = server.name.as_str();
+        let state = match registered {
+            Ok(upstream) => {
+                info!(server = name, tools = upstream.package().tools.len(), "an MCP server is registered");
+                ServerState::Connected
+            }
+            Err(error) => {
+                let why = format!("{:#}", anyhow::Error::new(error));
+                warn!(server = name, error = why, "an MCP server of the configuration cannot be used");
+                ServerState::Failed { why }
+            }
+        };
+        *server.state() = (state, Instant::now());
+        // The operator may have thought otherwise meanwhile. Another server of this name has replaced it, or will.
+        let is_wanted = self.state().configured.contains_key(name);
+        if !is_wanted {
+            self.0.registry.unregister(&Owner::Everyone, name);
+        }
+    }
+
+    /// Returns the server that an owner means, after a server of the operator that was not there was tried again.
+    async fn find(&self, owner: &Principal, name: &str) -> Result<Upstream, ToolRefused> {
+        if let Some(upstream) = self.0.registry.find(&owner.0, name) {
+            return Ok(upstream);
+        }
+        let configured = self.state().configured.get(name).cloned();
+        let Some(server) = configured else { return Err(ToolRefused::no_server(name)) };
+        self.connect(server.clone()).await;
+        self.0.registry.find(&owner.0, name).ok_or_else(|| {
+            let why = match &server.state().0 {
+                ServerState::Failed { why } => why.clone(),
+                _ => "it has not answered yet".to_owned(),
+            };
+            ToolRefused::new(ToolReason::Unavailable, format!("the MCP server {name} cannot be used: {why}"))
+        })
+    }
+
+    fn report(&self, upstream: &Upstream) -> ServerReport {
+        let info = upstream.info();
+        let is_operators = self.state().configured.contains_key(info.name.as_str());
+        let tool = |tool: cellblock_upstream::ToolInfo| ServerTool {
+            disabled: match tool.state {
+                ToolState::Ready => None,
+                ToolState::Changed => Some("the server changed it; register the server again to use it".to_owned()),
+                ToolState::Gone => Some("the server does not have it any more".to_owned()),
+            },
+            name: tool.name,
+            module: tool.python,
+            summary: tool.summary,
+        };
+        ServerReport {
+            name: info.name.as_str().to_owned(),
+            package: info.name.python().to_owned(),
+            transport: transport(upstream.params().kind()),
+            registrar: if is_operators { Registrar::Operator } else { Registrar::Owner },
+            state: if info.is_alive { ServerState::Connected } else { ServerState::Disconnected },
+            tools: info.tools.into_iter().map(tool).collect(),
+            notes: info.notes,
+        }
+    }
+}
+
+impl Configured {
+    fn state(&self) -> MutexGuard<'_, (ServerState, Instant)> {
+        self.state.lock().expect("nothing panics while it holds the state of a server")
+    }
+
+    fn report(&self) -> ServerReport {
+        ServerReport {
+            name: self.name.as_str().to_owned(),
+            package: self.name.python().to_owned(),
+            transport: transport(self.params.kind()),
+            registrar: Registrar::Operator,
+            state: self.state().0.clone(),
+            tools: Vec::new(),
+            notes: Vec::new(),
+        }
+    }
+
+    fn is_worth_another_attempt(&self) -> bool {
+        let state = self.state();
+        matches!(state.0, ServerState::Failed { .. }) && state.1.elapsed() > RETRY_AFTER
+    }
+}
+
+#[async_trait]
+impl Broker for Upstreams {
+    async fn call(
+        &self,
+        owner: &Principal,
+        _session: &SessionId,
+        call: ToolCall,
+        tell: &(dyn Fn(String) + Send + Sync),
+    ) -> Result<ToolReply, ToolRefused> {
+        let ToolCall { server, tool, arguments } = call;
+        let upstream = self.find(owner, &server).await?;
+        let (progress, mut told) = watch::channel(None);
+        let sink = move |news: Progress| drop(progress.send_replace(Some(news)));
+        let options = CallOptions { progress: Some(Arc::new(sink)), ..CallOptions::default() };
+        let mut calling = std::pin::pin!(upstream.call(&tool, arguments, options));
+        loop {
+            tokio::select! {
+                result = &mut calling => return result.map(reply).map_err(|error| refusal(&error)),
+                Ok(()) = told.changed() => {
+                    let news = told.borrow_and_update().clone();
+                    if let Some(news) = news {
+                        tell(progress_text(&server, &tool, &news));
+                    }
+                }
+            }
+        }
+    }
+
+    fn policy(&self, owner: &Principal, server: &str) -> Option<Arc<Policy>> {
+        let state = self.state();
+        let own = state.policies.get(&(owner.0.clone(), server.to_owned())).cloned();
+        own.or_else(|| state.configured.get(server).and_then(|server| server.policy.clone()))
+    }
+
+    fn packages(&self, owner: &Principal) -> Vec<Arc<Package>> {
+        self.0.registry.packages_of(&owner.0)
+    }
+
+    fn changes(&self) -> watch::Receiver<u64> {
+        self.0.registry.changes()
+    }
+
+    async fn register(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, String> {
+        let ServerRequest { name, params, trust } = request;
+        let name = ServerName::new(&name).map_err(|error| format!("the name of the server cannot be used: {error}"))?;
+        let not_registered = |error: &dyn std::fmt::Display| format!("the server is not registered: {error}");
+        let (params, policy) = registration(name.as_str(), &params).map_err(|bad| not_registered(&bad))?;
+        let params = ServerParams::parse(&params).map_err(|error| not_registered(&error))?;
+        if trust == Trust::Remote && params.kind() == ServerKind::Command {
+            return Err("the server is not registered: only the operator's configuration may name commands; give the \
+                        `url` of a server"
+                .to_owned());
+        }
+        let is_operators = self.state().configured.values().any(|other| other.name.python() == name.python());
+        if is_operators {
+            return Err(format!(
+                "there is a server `{name}` of the operator, which cannot be replaced; choose another name"
+            ));
+        }
+        let settings = self.surroundings(trust);
+        let registered = self.0.registry.register(&Owner::One(owner.0.clone()), &name, &params, &settings).await;
+        match registered {
+            Ok(upstream) => {
+                let key = (owner.0.clone(), name.as_str().to_owned());
+                match policy {
+                    Some(policy) => drop(self.state().policies.insert(key, Arc::new(policy))),
+                    None => drop(self.state().policies.remove(&key)),
+                }
+                Ok(self.report(&upstream))
+            }
+            Err(error) => Err(format!("the server is not registered: {:#}", anyhow::Error::new(error))),
+        }
+    }
+
+    async fn unregister(&self, owner: &Principal, name: &str) -> Result<(), String> {
+        if self.0.registry.unregister(&Owner::One(owner.0.clone()), name) {
+            self.state().policies.remove(&(owner.0.clone(), name.to_owned()));
+            return Ok(());
+        }
+        if self.state().configured.contains_key(name) {
+            return Err(format!("the server `{name}` is the operator's, and only the configuration can take it away"));
+        }
+        Err(format!("there is no server {name:?}; `list_mcp_servers` names those that are registered"))
+    }
+
+    fn servers(&self, owner: &Principal) -> Vec<ServerReport> {
+        let configured: Vec<Arc<Configured>> = self.state().configured.values().cloned().collect();
+        let names: Vec<String> =
+            self.0.registry.list(&owner.0).into_iter().map(|info| info.name.as_str().to_owned()).collect();
+        let found = names.iter().filter_map(|name| self.0.registry.find(&owner.0, name));
+        let mut reports: Vec<ServerReport> = found.map(|upstream| self.report(&upstream)).collect();
+        for server in configured.into_iter().filter(|server| !names.iter().any(|name| name == server.name.as_str())) {
+            reports.push(server.report());
+            if server.is_worth_another_attempt() {
+                let all = self.clone();
+                tokio::spawn(async move { all.connect(server).await });
+            }
+        }
+        reports.sort_by(|one, other| one.name.cmp(&other.name));
+        reports
+    }
+
+    fn set_up(&self, setup: ServerSetup) {
+        let ServerSetup { servers, allowed_hosts, variables } = setup;
+        let all = Variables::new(variables.clone());
+        let mut before = {
+            let mut state = self.state();
+            state.allowed_hosts = allowed_hosts;
+            state.variables = all.clone();
+            std::mem::take(&mut state.configured)
+        };
+        let mut fresh = Vec::new();
+        for (name, params) in servers {
+            let filled = filled_in(&params, &variables);
+            let written = (params, filled);
+            let known = before.remove(&name).filter(|known| known.written == written);
+            let server = match (known, configured(&name, written, all.clone())) {
+                (Some(known), _) => known,
+                (None, Some(server)) => {
+                    fresh.push(server.clone());
+                    server
+                }
+                (None, None) => continue,
+            };
+            self.state().configured.insert(name, server);
+        }
+        for gone in before.into_keys() {
+            info!(server = gone, "an MCP server is not in the configuration any more");
+            self.0.registry.unregister(&Owner::Everyone, &gone);
+        }
+        for server in fresh {
+            let all = self.clone();
+            tokio::spawn(async move { all.connect(server).await });
+        }
+    }
+}
+
+/// Makes an entry of what `config` has checked. Another version of this program may have checked otherwise.
+fn configured(name: &str, written: (Value, BTreeMap<String, String>), variables: Variables) -> Option<Arc<Configured>> {
+    let found = registration(name, &written.0).ok();
+    let parsed = found.and_then(|(params, policy)| Some((ServerParams::parse(&params).ok()?, policy)));
+    let (Ok(server), Some((params, policy))) = (ServerName::new(name), parsed) else {
+        warn!(server = name, "an MCP server of the configuration makes no sense here");
+        return None;
+    };
+    Some(Arc::new(Configured {
+        name: server,
+        params,
+        policy: policy.map(Arc::new),
+        written,
+        variables,
+        state: Mutex::new((ServerState::Connecting, Instant::now())),
+        attempt: tokio::sync::Mutex::default(),
+    }))
+}
+
+/// Returns the variables that parameters name, with their values.
+fn filled_in(params: &Value, variables: &BTreeMap<String, String>) -> BTreeMap<String, String> {
+    let text = params.to_string();
+    let named = text.split("${").skip(1).filter_map(|rest| rest.split_once('}'));
+    named
+        .filter_map(|(name, _)| variables.get_key_value(name))
+        .map(|(name, value)| (name.clone(), value.clone()))
+        .collect()
+}
+
+fn transport(kind: ServerKind) -> String {
+    match kind {
+        ServerKind::Command => "stdio",
+        ServerKind::Url => "http",
+    }
+    .to_owned()
+}
+
+fn reply(reply: CallReply) -> ToolReply {
+    ToolReply { content: reply.content, structured: reply.structured, is_error: reply.is_error }
+}
+
+fn refusal(error: &CallError) -> ToolRefused {
+    let reason = match error.reason() {
+        Reason::Timeout => ToolReason::Timeout,
+        Reason::Unknown => ToolReason::Unknown,
+        Reason::Invalid => ToolReason::Invalid,
+        Reason::Unavailable => ToolReason::Unavailable,
+        Reason::Protocol => ToolReason::Protocol,
+        Reason::TooLarge => ToolReason::TooLarge,
+        Reason::Cancelled => ToolReason::Cancelled,
+    };
+    ToolRefused::new(reason, error.to_string())
+}
+
+fn progress_text(server: &str, tool: &str, news: &Progress) -> String {
+    let far = match news.total {
+        Some(total) => format!("{} of {total}", news.progress),
+        None => news.progress.to_string(),
+    };
+    match &news.message {
+        Some(message) => format!("{server}.{tool}: {message} ({far})"),
+        None => format!("{server}.{tool}: {far}"),
+    }
+}

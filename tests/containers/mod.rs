@@ -1,0 +1,20 @@
+//! Sessions in containers: what only they have. What every backend promises is in `contract`.
+//!
+//! `walls` looks at a container from inside and out, `family` at forks and undo, `engine` at engines that are not there, end, or lack something, `pool` at what waits.
+
+mod engine;
+mod family;
+mod pool;
+mod walls;
+
+use std::future::Future;
+
+use crate::support::containers::{self, TestEngine};
+use crate::support::native;
+
+/// Runs a test with Docker, or says that it is skipped.
+fn on_docker<F: Future<Output = ()>>(test: impl FnOnce(&'static TestEngine) -> F) {
+    if let Some(engine) = containers::docker() {
+        native::run(test(engine));
+    }
+}

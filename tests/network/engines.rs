@@ -1,0 +1,231 @@
+//! What sessions in containers of a real engine reach. The rules are those of `reach` and the rest; these cases show that they hold here too.
+
+use cellblock::sandbox::{LaunchError, LayerKind};
+use cellblock::session::Principal;
+
+use super::{CONNECT, HERE, Web, blocked, listed, names, network};
+use crate::support::containers::{Containers, TestEngine, docker, podman};
+use crate::support::native::{printed, run};
+use crate::support::server::{finished, program};
+use crate::support::{PROGRAM, skipped};
+
+/// The engines of this machine.
+fn engines() -> impl Iterator<Item = &'static TestEngine> {
+    docker().into_iter().chain(podman())
+}
+
+/// A backend from whose containers a server can be reached as `web.test`.
+fn opened(engine: &TestEngine, web: &Web) -> Containers {
+    let rules = listed(&[format!("web.test:{}", web.port()), format!("{HERE}:{}", web.port())]);
+    engine.build().network(network(rules, names()), &[]).start()
+}
+
+const REFUSED: [&str; 3] = ["ConnectionRefusedError\n", "ConnectionResetError\n", "closed\n"];
+
+#[test]
+fn sessions_in_containers_reach_listed_names_and_nothing_else() {
+    run(async {
+        for engine in engines() {
+            let web = Web::start();
+            let backend = opened(engine, &web);
+            let session = backend.session();
+            let port = web.port();
+            session.ok(CONNECT).await;
+            assert_eq!(session.ok(&format!("print(connect('web.test', {port}))")).await, "HTTP/1.1 200 OK\n"); // control
+            // By another program too.
+            let other = format!(
+                "import subprocess, sys\ncode = \"import urllib.request; print(urllib.request.urlopen('http://web.test:{port}/').read())\"\nprint(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout, end='')"
+            );
+            assert_eq!(session.ok(&other).await, "b'hello'\n");
+            assert_eq!(web.asked(), 2);
+
+            let refused = session.execute(&format!("print(connect('other.test', {port}))")).await.unwrap();
+            assert_eq!(printed(&refused), "gaierror\n");
+            assert_eq!(blocked(&refused), ["blocked: other.test (not in the allowed list)"]);
+            for target in [
+                format!("'web.test', {}", if port == 9 { 10 } else { 9 }),
+                format!("'192.0.2.1', {port}"),
+                format!("'169.254.169.254', {port}"),
+                format!("'2001:db8::1', {port}"),
+                "'10.0.0.1', 22".to_owned(),
+            ] {
+                let answer = session.ok(&format!("print(connect({target}))")).await;
+                assert!(REFUSED.contains(&answer.as_str()), "{target}: {answer}");
+            }
+            assert_eq!(web.asked(), 2);
+
+            // The same after a reset, and from a fork.
+            session.reset().await;
+            session.ok(CONNECT).await;
+            let fork = session.fork().await;
+            for each in [&session, &fork] {
+                assert_eq!(each.ok(&format!("print(connect('web.test', {port}))")).await, "HTTP/1.1 200 OK\n");
+                assert_eq!(each.ok(&format!("print(connect('other.test', {port}))")).await, "gaierror\n");
+            }
+            backend.end().await;
+        }
+    });
+}
+
+#[test]
+fn containers_without_a_rule_reach_nothing() {
+    run(async {
+        for engine in engines() {
+            let web = Web::start();
+            let session = engine.shared().session();
+            session.ok(CONNECT).await;
+            for target in
+                [format!("'127.0.0.1', {}", web.port()), "'192.0.2.1', 80".to_owned(), "'web.test', 80".to_owned()]
+            {
+                let answer = session.ok(&format!("print(connect({target}))")).await;
+                assert!(
+                    ["ConnectionRefusedError\n", "OSError\n", "gaierror\n"].contains(&answer.as_str()),
+                    "{target}: {answer}"
+                );
+            }
+            assert_eq!(web.asked(), 0);
+        }
+    });
+}
+
+#[test]
+fn code_in_a_container_changes_nothing_about_its_network() {
+    run(async {
+        for engine in engines() {
+            let web = Web::start();
+            let backend = opened(engine, &web);
+            let session = backend.session();
+            session.ok(CONNECT).await;
+            // Takes the route away by which all addresses are local; adds an interface; listens where a door is.
+            let answer = session
+                .ok("
+import struct
+def kernel(kind, flags, body):
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as caller:
+        caller.send(struct.pack('=IHHII', 16 + len(body), kind, flags | 5, 1, 0) + body)
+        code = struct.unpack('=i', caller.recv(4096)[16:20])[0]
+        if code:
+            raise OSError(-code, 'the kernel refuses')
+def attempt(deed):
+    try:
+        deed()
+        print('done')
+    except OSError as error:
+        print(type(error).__name__)
+attempt(lambda: kernel(25, 0, struct.pack('=8BI', 2, 0, 0, 0, 255, 3, 254, 2, 0)))
+attempt(lambda: kernel(16, 0x400, struct.pack('=BBHiII', 0, 0, 0, 0, 0, 0) + struct.pack('=HH', 8, 3) + b'new\\0'))
+attempt(lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP))
+attempt(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW))
+attempt(lambda: open('/proc/sys/net/ipv4/conf/all/forwarding', 'w'))
+attempt(lambda: open('/etc/resolv.conf', 'w'))
+")
+                .await;
+            assert!(answer.lines().count() == 6 && !answer.contains("done"), "{answer}");
+            let port = web.port();
+            let thief = session.ok(&format!("attempt(lambda: socket.create_server(('0.0.0.0', {port})))")).await;
+            assert_eq!(thief, "OSError\n");
+            assert_eq!(session.ok(&format!("print(connect('web.test', {port}))")).await, "HTTP/1.1 200 OK\n");
+            backend.end().await;
+        }
+    });
+}
+
+#[test]
+fn a_session_reaches_no_more_than_each_fork_that_shares_its_container_may() {
+    run(async {
+        let Some(engine) = docker() else { return };
+        let (one, other) = (Web::start(), Web::start());
+        let rules = [format!("web.test:{}", one.port()), format!("other.test:{}", other.port()), format!("{HERE}:*")];
+        let backend = engine.build().network(network(listed(&rules), names()), &[]).start();
+        let session = backend.session();
+        session.ok(CONNECT).await;
+        let fork = session.fork().await;
+        let to_one = format!("print(connect('web.test', {}))", one.port());
+        let to_other = format!("print(connect('other.test', {}))", other.port());
+        for each in [&session, &fork] {
+            assert_eq!(each.ok(&to_other).await, "HTTP/1.1 200 OK\n"); // control
+        }
+        let narrow = listed(&[rules[0].clone(), rules[2].clone()]);
+        backend.sessions.narrow(&Principal::local(), &fork.id, narrow).await.unwrap();
+        for each in [&session, &fork] {
+            assert_eq!(each.ok(&to_one).await, "HTTP/1.1 200 OK\n");
+            assert_eq!(each.ok(&to_other).await, "gaierror\n");
+        }
+        fork.close().await;
+        assert_eq!(session.ok(&to_other).await, "HTTP/1.1 200 OK\n");
+        backend.end().await;
+    });
+}
+
+#[test]
+fn a_runtime_with_a_network_of_its_own_is_refused_where_something_is_listed() {
+    run(async {
+        let Some(engine) = docker() else { return };
+        if !engine.command(&["info", "--format", "{{range $name, $_ := .Runtimes}}{{$name}} {{end}}"]).contains("runsc")
+        {
+            return skipped("gVisor (package runsc)");
+        }
+        let closed = engine.build().runtime("runsc").start();
+        if closed.backend.launch().await.is_err() {
+            return skipped("a gVisor that starts on this kernel");
+        }
+        let web = Web::start();
+        let rules = listed(&[format!("web.test:{}", web.port())]);
+        let backend = engine.build().runtime("runsc").network(network(rules, names()), &[]).start();
+        let refused = backend.backend.launch().await.err().unwrap();
+        assert!(matches!(refused, LaunchError::LayerMissing { kind: LayerKind::Network, .. }), "{refused}");
+        assert!(refused.to_string().contains("a network of its own"), "{refused}");
+        backend.end().await;
+        closed.end().await;
+    });
+}
+
+#[test]
+fn a_container_is_not_started_where_its_doors_cannot_be_opened() {
+    run(async {
+        let Some(engine) = docker() else { return };
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("without-rights");
+        let script = format!("#!/bin/sh\nexec setpriv --no-new-privs --bounding-set=-all {PROGRAM} \"$@\"\n");
+        std::fs::write(&program, script).unwrap();
+        std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let before = engine.containers().len();
+        let mut builder = engine.build().network(network(listed(&["web.test"]), names()), &[]);
+        builder.settings.network.as_mut().unwrap().program = program;
+        let backend = builder.start();
+        let refused = backend.backend.launch().await.err().unwrap();
+        assert!(matches!(refused, LaunchError::LayerMissing { kind: LayerKind::Network, .. }), "{refused}");
+        assert!(refused.to_string().contains("may not enter"), "{refused}");
+        assert!(engine.containers().len() <= before, "the container is gone");
+        backend.end().await;
+    });
+}
+
+#[test]
+fn an_engine_elsewhere_is_refused_where_something_is_listed() {
+    let flags = ["run", "--backend", "docker", "--allowed-domain", "example.com", "-c", "1"];
+    let (status, _, told) = finished(program().args(flags).env("DOCKER_HOST", "tcp://192.0.2.1:2375"));
+    assert_ne!(status, Some(0));
+    assert!(told.contains("not on this machine") && told.contains("tcp://192.0.2.1:2375"), "{told}");
+}
+
+#[test]
+fn the_program_opens_containers_to_allowed_domains() {
+    let Some(engine) = docker() else { return };
+    let web = Web::start();
+    let port = web.port();
+    let fetch =
+        |name: &str| format!("import urllib.request\nprint(urllib.request.urlopen('http://{name}:{port}/').read())");
+    let run = |name: &str| {
+        let mut command = program();
+        command.args(["run", "--backend", "docker", "--container-tag", crate::support::containers::IMAGE]);
+        command.args([format!("--allowed-domain=web.localhost:{port}"), format!("--allowed-domain=127.0.0.1:{port}")]);
+        command.args([format!("--allowed-domain=[::1]:{port}"), "-c".to_owned(), fetch(name)]);
+        finished(command.env("DOCKER_HOST", engine.address.to_string()))
+    };
+    let (_, printed, errors) = run("web.localhost");
+    assert_eq!(printed, "b'hello'\n", "{errors}"); // control
+    let (_, _, errors) = run("other.localhost");
+    assert!(errors.contains("blocked: other.localhost (not in the allowed list)"), "{errors}");
+    assert_eq!(web.asked(), 1);
+}
