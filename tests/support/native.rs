@@ -261,7 +261,8 @@ impl Session {
         timeout: Duration,
         cancel: CancellationToken,
     ) -> Result<Outcome, Refused> {
-        let request = ExecuteRequest { code: code.to_owned(), timeout, max_output_chars: 10_000_000 };
+        let request =
+            ExecuteRequest { code: code.to_owned(), timeout, max_output_chars: 10_000_000, asking: Asking::Nobody };
         self.sessions.execute(&Principal::local(), &self.id, request, cancel).await
     }
 
