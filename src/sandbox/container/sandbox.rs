@@ -20,8 +20,8 @@ use super::line::Line;
 use super::spec::{self, User};
 use super::way_out::{ContainerNetwork, WayOut};
 use crate::sandbox::{
-    Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher, Layer,
-    LayerKind, MemoryUse, Process, Program, ProgramError, Rules, Sandbox, SandboxLimits,
+    Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
+    Layer, LayerKind, MemoryUse, Process, Program, ProgramError, Rules, Sandbox, SandboxLimits,
 };
 
 /// How long the supervisor may take to carry out an order. The slowest, ending a bomb of processes, takes three seconds.
