@@ -5,16 +5,18 @@
 //! cargo bench --bench sessions -- cell run              the rows whose names contain one of these words
 //! cargo bench --bench sessions -- cycles                ten thousand forks and checkpoints, in minutes
 //! IPYBOX_PYTHON=venv/bin/python cargo bench …           also the same calls to ipybox, if that Python has it
+//! BENCH_IMAGE=python:3.13-slim cargo bench … container  also sessions in containers, if an engine has that image
 //! FASTMCP_PYTHON=venv/bin/python cargo bench … http     also a trivial tool of FastMCP, if that Python has it
 //! ```
 //!
 //! Every row starts servers of its own and speaks MCP over their standard input and output, as a client does. Where a plain `python -c` does
 //! comparable work, it is measured in turn with ours, with the same interpreter and packages. `statistics` computes, `server` is the
-//! client, `peers` finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of sessions, `service` those about `cellblock serve`.
+//! client, `peers` finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of sessions, `service` those about `cellblock serve`, `containers` those about containers.
 //!
 //! Nothing is asserted: a missed target is printed as such. Machines differ, and a busy one misses everything.
 
 mod branching;
+mod containers;
 mod http_client;
 mod memory;
 mod network;
@@ -58,7 +60,7 @@ struct Peers {
 
 type Row = fn(&Peers) -> anyhow::Result<()>;
 
-const ROWS: [(&str, Row); 20] = [
+const ROWS: [(&str, Row); 23] = [
     ("initialize", process_start_to_initialize),
     ("new-session", new_session_to_first_result),
     ("cell", cell_round_trip),
@@ -78,6 +80,9 @@ const ROWS: [(&str, Row); 20] = [
     ("http", service::cells_over_http),
     ("http-token", service::cost_of_a_token),
     ("http-memory", service::memory_of_idle_clients),
+    ("container-cell", containers::cells_in_a_container),
+    ("container-cold", containers::cold_container),
+    ("container-pool", containers::transient_run_from_the_pool),
     ("transient", runs_of_python_docker_mcp),
 ];
 

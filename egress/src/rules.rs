@@ -832,6 +832,15 @@ mod tests {
         }
 
         #[test]
+        fn what_two_lists_have_in_common_neither_refuses(one in some_list(), other in some_list()) {
+            let (one, other) = (Rules::parse(&one).unwrap(), Rules::parse(&other).unwrap());
+            let both = one.common(&other);
+            permits_no_more(&both, &one)?;
+            permits_no_more(&both, &other)?;
+            permits_no_more(&one, &one.common(&one))?;
+        }
+
+        #[test]
         fn a_part_of_a_list_is_not_beyond_it(list in some_list(), part in any::<prop::sample::Index>()) {
             let whole = Rules::parse(&list).unwrap();
             prop_assert_eq!(whole.beyond(&whole), None);

@@ -33,6 +33,13 @@ one at a time:
     serve       puts all of it together
     zygote      the warm process that fresh sessions are copies of
 
+In a container, where nobody outside can do it, these make and watch the processes:
+
+    supervisor  the first process: one stream to the host, everything else behind it
+    strands     many streams over that one
+    family      the warm process, stewards, checkpoints
+    fences      what a process takes from itself
+
 The user's code shares this process, so nothing here protects anything: the host treats every frame as a claim.
 """
 

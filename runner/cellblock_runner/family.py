@@ -52,6 +52,10 @@ _read_json, _write_json = json.loads, json.dumps
 def warm_up_and_wait(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
     """Is the warm process: imports, says so, and makes sessions until the supervisor is gone."""
     gc.disable()
+    if not plan["rehearse"]:
+        from .zygote import import_when_used
+
+        import_when_used("asyncio")
     from . import serve  # Imports IPython, which is most of the start.
 
     os.environ.update(plan["environment"])

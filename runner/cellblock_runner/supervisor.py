@@ -248,7 +248,9 @@ class Supervisor:
         self._sweep(member, with_checkpoints=False)
         interpreter, theirs = self._prepare(member, order["interpreter"], b"u")
         self._send_order(checkpoint.orders, {"work": None}, theirs)
+        checkpoint.orders.settimeout(_LAST_WORDS)
         message = checkpoint.orders.recv(_LARGEST_REPORT)
+        checkpoint.orders.settimeout(None)
         if not message:
             raise OSError("the checkpoint has ended")
         interpreter.process = int(json.loads(message)["interpreter"])

@@ -43,7 +43,7 @@ def main() -> NoReturn:
     # Nothing that is imported becomes garbage; looking for some costs a tenth of the start.
     gc.disable()
     if plan["quick"]:
-        _import_when_used("asyncio")
+        import_when_used("asyncio")
     from . import branch, serve  # Imports IPython, which is most of the start.
 
     shell = serve.prepare(plan["preload"], rehearse=not plan["quick"])
@@ -138,7 +138,8 @@ class _Later(types.ModuleType):
         return getattr(self, name)
 
 
-def _import_when_used(name: str) -> None:
+def import_when_used(name: str) -> None:
+    """Has a module run its code when something of it is first asked for."""
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.loader is not None:
         module = _Later(name)

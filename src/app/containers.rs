@@ -77,8 +77,7 @@ fn container_settings(settings: &Settings, choice: &Containers, warmth: Warmth) 
             creations: choice.pool_creations,
         },
         network: None,
-        preload: Vec::new(),
-        quick: warmth == Warmth::OneShot,
+        preload: settings.environment_spec().preload.clone(),
     }
 }
 

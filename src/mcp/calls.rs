@@ -136,11 +136,7 @@ impl Server {
                 answer(done, |()| render::closed(&session, self.shared.work_folder))
             }
             Call::Register { name, params } => {
-                let trust = match self.shared.front {
-                    Front::Stdio => Trust::Local,
-                    Front::Http => Trust::Remote,
-                };
-                let request = ServerRequest { name, params, trust };
+                let request = ServerRequest { name, params, trust: self.trust() };
                 let done = or_cancelled(context, sessions.register_server(owner, request)).await;
                 answer(done, |server| servers::registered(&server))
             }
@@ -220,6 +216,14 @@ impl Server {
         let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
         let work = sessions.install(owner, session, requirements, context.ct.clone(), news);
         with_progress(work, reporter, context).await
+    }
+
+    /// Tells what callers of this front may do on this machine when they name other servers.
+    pub(super) fn trust(&self) -> Trust {
+        match self.shared.front {
+            Front::Stdio => Trust::Local,
+            Front::Http => Trust::Remote,
+        }
     }
 
     /// Takes a place among the calls of an owner, until it is dropped.

@@ -53,6 +53,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::auth::Caller;
 use crate::sandbox::{Rule, Rules};
+use crate::session::servers::Trust;
 use crate::session::{InsidePath, Principal, SessionAccess, SessionId, WorkFolder};
 use calls::{LARGEST_INLINE, MOST_CALLS};
 use desk::{Desk, Places};
@@ -178,6 +179,16 @@ pub enum Front {
     Stdio,
     /// The HTTP stack has put a [`Caller`] into every request that it let through.
     Http,
+}
+
+impl Front {
+    /// What whoever comes this way may do on this machine.
+    fn trust(self) -> Trust {
+        match self {
+            Front::Stdio => Trust::Local,
+            Front::Http => Trust::Remote,
+        }
+    }
 }
 
 impl Server {

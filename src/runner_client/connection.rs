@@ -660,11 +660,16 @@ mod tests {
     }
 
     async fn connect() -> (Connection, Inside) {
+        connect_with(Duration::ZERO).await
+    }
+
+    /// Connects to an interpreter whose lanes may be so much out of step.
+    async fn connect_with(skew: Duration) -> (Connection, Inside) {
         let (host, channel) = UnixStream::pair().unwrap();
         let (out, out_writer) = io::pipe().unwrap();
         let (err, err_writer) = io::pipe().unwrap();
         send_with(&channel, json!({"type": "hello", "version": 2, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
-        (Connection::open(host, Duration::ZERO).await.unwrap(), Inside { channel, pipes: [out_writer, err_writer] })
+        (Connection::open(host, skew).await.unwrap(), Inside { channel, pipes: [out_writer, err_writer] })
     }
 
     fn text(pipe: Pipe, text: &str) -> Event {
@@ -684,6 +689,38 @@ mod tests {
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "second"));
         assert_eq!(connection.next().await.unwrap(), Event::Claim(Claim::Clear { id: 1, wait: false }));
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "third"));
+    }
+
+    /// Writes a text before a marker and one behind it, whose twin comes later than the text, and returns what is told of both.
+    async fn told_out_of_step(skew: Duration) -> [Event; 2] {
+        let (mut connection, mut inside) = connect_with(skew).await;
+        inside.write(Pipe::Out, &marker(1, b'P'));
+        inside.write(Pipe::Out, b"second");
+        let later = async {
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            inside.write(Pipe::Err, b"first");
+            inside.write(Pipe::Err, &marker(1, b'P'));
+        };
+        let heard = async { [connection.next().await.unwrap(), connection.next().await.unwrap()] };
+        tokio::join!(later, heard).1
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lane_that_is_out_of_step_is_waited_for_and_one_that_cannot_be_is_not() {
+        let (first, second) = (text(Pipe::Err, "first"), text(Pipe::Out, "second"));
+        assert_eq!(told_out_of_step(Duration::from_secs(1)).await, [first, second]);
+        let (first, second) = (text(Pipe::Err, "first"), text(Pipe::Out, "second"));
+        assert_eq!(told_out_of_step(Duration::ZERO).await, [second, first]); // control
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_forged_marker_is_waited_for_no_longer_than_lanes_can_be_out_of_step() {
+        let (mut connection, mut inside) = connect_with(Duration::from_secs(1)).await;
+        inside.write(Pipe::Out, &marker(77, b'P'));
+        inside.write(Pipe::Out, b"text");
+        let begun = tokio::time::Instant::now();
+        assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "text"));
+        assert!(begun.elapsed() <= Duration::from_millis(1100), "{:?}", begun.elapsed());
     }
 
     #[tokio::test(start_paused = true)]

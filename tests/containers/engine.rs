@@ -1,16 +1,17 @@
 //! Engines that are not there, end, or lack something.
 
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use cellblock::sandbox::container::EngineAddress;
-use cellblock::sandbox::{Exit, LaunchError};
+use cellblock::sandbox::{Backend, Exit, LaunchError, Preparation};
 use cellblock::session::{Refused, Status};
 use serde_json::json;
 
 use super::on_docker;
 use crate::support::containers::{IMAGE, TestEngine};
 use crate::support::server::{Era, Server, program_below};
-use crate::support::{data_folder, native};
+use crate::support::{data_folder, native, skipped};
 
 /// Where the engine's socket is.
 fn socket(engine: &TestEngine) -> &std::path::Path {
@@ -60,6 +61,67 @@ fn an_image_without_python_is_refused() {
         assert!(why.contains("has no Python that could be started"), "{why}");
         containers.end().await;
     });
+}
+
+#[test]
+fn an_image_is_fetched_when_the_engine_has_none_and_that_is_told() {
+    on_docker(async |engine| {
+        let Some(registry) = Registry::start() else { return skipped("docker-registry") };
+        let image = format!("127.0.0.1:{}/nothing:1", registry.port);
+        engine.import(&image);
+        engine.command(&["push", &image]);
+        engine.command(&["rmi", &image]);
+        let containers = engine.build().image(&image).start();
+        let mut preparation = containers.backend.preparation();
+        let fetching = preparation.wait_for(
+            |state| matches!(state, Preparation::Working { step, .. } if step.starts_with("fetching the image")),
+        );
+        let session = containers.session();
+        let (told, refused) = tokio::join!(fetching, session.execute("1"));
+        assert!(told.is_ok());
+        let why = failure(refused.unwrap_err());
+        assert!(why.contains("has no Python that could be started"), "{why}");
+        engine.command(&["rmi", &image]); // control: it is there now
+        containers.end().await;
+    });
+}
+
+/// A registry of images on this machine.
+struct Registry {
+    port: u16,
+    process: Child,
+    _folder: tempfile::TempDir,
+}
+
+impl Registry {
+    fn start() -> Option<Registry> {
+        let folder = tempfile::tempdir().unwrap();
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let images = folder.path().join("images");
+        let settings = json!({
+            "version": 0.1,
+            "storage": {"filesystem": {"rootdirectory": images}},
+            "http": {"addr": format!("127.0.0.1:{port}")},
+        });
+        let file = folder.path().join("config.yml");
+        std::fs::write(&file, settings.to_string()).unwrap();
+        let mut command = Command::new("docker-registry");
+        command.arg("serve").arg(&file).stdout(Stdio::null()).stderr(Stdio::null());
+        let process = command.spawn().ok()?;
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
+            assert!(Instant::now() < deadline, "the registry does not listen");
+            std::thread::yield_now();
+        }
+        Some(Registry { port, process, _folder: folder })
+    }
+}
+
+impl Drop for Registry {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
 }
 
 #[test]

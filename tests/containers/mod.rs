@@ -1,10 +1,12 @@
 //! Sessions in containers: what only they have. What every backend promises is in `contract`.
 //!
-//! `walls` looks at a container from inside and out, `family` at forks and undo, `engine` at engines that are not there, end, or lack something, `pool` at what waits.
+//! `walls` looks at a container from inside and out, `family` at forks and undo, `engine` at engines that are not there, end, or lack something, `pool` at what waits, `runtimes`
+//! at gVisor.
 
 mod engine;
 mod family;
 mod pool;
+mod runtimes;
 mod walls;
 
 use std::future::Future;

@@ -1,5 +1,8 @@
 //! What sessions in containers of a real engine reach. The rules are those of `reach` and the rest; these cases show that they hold here too.
 
+use std::path::PathBuf;
+
+use cellblock::sandbox::container::ContainerBind;
 use cellblock::sandbox::{LaunchError, LayerKind};
 use cellblock::session::Principal;
 
@@ -158,7 +161,7 @@ fn a_session_reaches_no_more_than_each_fork_that_shares_its_container_may() {
 }
 
 #[test]
-fn a_runtime_with_a_network_of_its_own_is_refused_where_something_is_listed() {
+fn another_runtime_is_held_to_the_rules_or_refused() {
     run(async {
         let Some(engine) = docker() else { return };
         if !engine.command(&["info", "--format", "{{range $name, $_ := .Runtimes}}{{$name}} {{end}}"]).contains("runsc")
@@ -170,11 +173,22 @@ fn a_runtime_with_a_network_of_its_own_is_refused_where_something_is_listed() {
             return skipped("a gVisor that starts on this kernel");
         }
         let web = Web::start();
-        let rules = listed(&[format!("web.test:{}", web.port())]);
+        let port = web.port();
+        let rules = listed(&[format!("web.test:{port}"), format!("{HERE}:{port}")]);
         let backend = engine.build().runtime("runsc").network(network(rules, names()), &[]).start();
-        let refused = backend.backend.launch().await.err().unwrap();
-        assert!(matches!(refused, LaunchError::LayerMissing { kind: LayerKind::Network, .. }), "{refused}");
-        assert!(refused.to_string().contains("a network of its own"), "{refused}");
+        let launched = backend.backend.launch().await.map(drop);
+        match launched {
+            // It was set up to use the network that the engine gives it.
+            Ok(()) => {
+                let session = backend.session();
+                session.ok(CONNECT).await;
+                assert_eq!(session.ok(&format!("print(connect('web.test', {port}))")).await, "HTTP/1.1 200 OK\n");
+                assert_eq!(session.ok(&format!("print(connect('other.test', {port}))")).await, "gaierror\n");
+            }
+            Err(refused) => {
+                assert!(matches!(refused, LaunchError::LayerMissing { kind: LayerKind::Network, .. }), "{refused}");
+            }
+        }
         backend.end().await;
         closed.end().await;
     });
@@ -189,14 +203,23 @@ fn a_container_is_not_started_where_its_doors_cannot_be_opened() {
         let script = format!("#!/bin/sh\nexec setpriv --no-new-privs --bounding-set=-all {PROGRAM} \"$@\"\n");
         std::fs::write(&program, script).unwrap();
         std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-        let before = engine.containers().len();
-        let mut builder = engine.build().network(network(listed(&["web.test"]), names()), &[]);
+        // By what it shows, the container of this backend is known among others.
+        let mark = format!("/work/{}", folder.path().file_name().unwrap().to_string_lossy());
+        let bind = ContainerBind { host: folder.path().to_owned(), inside: PathBuf::from(&mark), writable: false };
+        let marked = || engine.command(&["ps", "--all", "--quiet", "--filter", &format!("volume={mark}")]);
+        let mut builder = engine.build().bind(bind).network(network(listed(&["web.test"]), names()), &[]);
         builder.settings.network.as_mut().unwrap().program = program;
         let backend = builder.start();
         let refused = backend.backend.launch().await.err().unwrap();
         assert!(matches!(refused, LaunchError::LayerMissing { kind: LayerKind::Network, .. }), "{refused}");
         assert!(refused.to_string().contains("may not enter"), "{refused}");
-        assert!(engine.containers().len() <= before, "the container is gone");
+        assert_eq!(marked(), "", "nothing is left of it");
+        // Control: the same with the right.
+        let bind = ContainerBind { host: folder.path().to_owned(), inside: PathBuf::from(&mark), writable: false };
+        let able = engine.build().bind(bind).network(network(listed(&["web.test"]), names()), &[]).start();
+        let _made = able.backend.launch().await.unwrap();
+        assert_eq!(marked().lines().count(), 1);
+        able.end().await;
         backend.end().await;
     });
 }

@@ -138,7 +138,6 @@ impl TestEngine {
                 pool: PoolSettings { size: 0, max_age: Duration::from_secs(600), creations: 2 },
                 network: None,
                 preload: Vec::new(),
-                quick: true,
             },
             sessions: SessionSettings { max_sessions: 500, ..SessionSettings::default() },
         }

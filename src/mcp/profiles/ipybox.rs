@@ -23,7 +23,7 @@ use super::super::{Front, McpSettings, Server, render};
 use super::{Visit, Written, failed, said, schema, telling};
 use crate::auth::Scope;
 use crate::runner_client::Trouble;
-use crate::session::servers::{ServerRequest, Trust};
+use crate::session::servers::ServerRequest;
 use crate::session::{InsidePath, Outcome, Principal, Refused, SessionId, Status};
 
 const WAY_BACK: &str = "Call `reset` to start Python anew.";
@@ -216,12 +216,8 @@ async fn register(visit: Visit<'_>, mut written: Written) -> Result<CallToolResu
         Some(params @ Value::Object(_)) => params,
         _ => return Err(Failure("server_params must be an object with a \"command\" or a \"url\"".to_owned())),
     };
-    let shared = &visit.server.shared;
-    let trust = match shared.front {
-        Front::Stdio => Trust::Local,
-        Front::Http => Trust::Remote,
-    };
-    let registered = shared.sessions.register_server(visit.owner, ServerRequest { name, params, trust });
+    let request = ServerRequest { name, params, trust: visit.server.trust() };
+    let registered = visit.server.shared.sessions.register_server(visit.owner, request);
     let report = or_cancelled(visit.context, registered).await.map_err(|error| match error.downcast::<Refused>() {
         Ok(refused) => Failure::from(*refused),
         Err(error) => Failure(telling::with_causes(&*error)),

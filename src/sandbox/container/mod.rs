@@ -86,10 +86,8 @@ pub struct ContainerSettings {
     pub pool: PoolSettings,
     /// What sessions may reach; nothing without.
     pub network: Option<ContainerNetwork>,
-    /// Modules that are imported once, as far as the image has them.
+    /// Modules that containers which wait have imported, as far as the image has them.
     pub preload: Vec<String>,
-    /// Nothing is done that pays off only with many sessions.
-    pub quick: bool,
 }
 
 /// Sandboxes made of containers.
@@ -267,7 +265,6 @@ impl Inner {
             has_user_namespace,
             runtime: settings.runtime.clone().filter(|runtime| !["runc", "crun"].contains(&runtime.as_str())),
             owns_work_folder: !settings.binds.iter().any(|bind| bind.inside == Path::new(WORK_FOLDER)),
-            plan: self.plan(),
             network: settings.network.clone(),
         };
         Ok(Standing { engine, image, house: Arc::new(house), seccomp })
@@ -297,8 +294,10 @@ impl Inner {
         }
     }
 
-    /// What the warm process of each container does.
-    fn plan(&self) -> serde_json::Value {
+    /// What the warm process of a container does. One that has time imports what sessions usually need, and rehearses.
+    fn plan(&self, how: Fresh) -> serde_json::Value {
+        let has_time = how == Fresh::Primed;
+        let preload: &[String] = if has_time { &self.settings.preload } else { &[] };
         let own = [
             ("HOME", cellblock_jail::root::HOME),
             ("LANG", "C.UTF-8"),
@@ -308,7 +307,7 @@ impl Inner {
         ];
         let own = own.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned()));
         let variables: HashMap<String, String> = own.chain(self.settings.variables.iter().cloned()).collect();
-        json!({"environment": variables, "preload": self.settings.preload, "rehearse": !self.settings.quick, "folders": [cellblock_jail::root::HOME]})
+        json!({"environment": variables, "preload": preload, "rehearse": has_time, "folders": [cellblock_jail::root::HOME]})
     }
 
     /// Decides who the sessions of a container are. A folder of the operator's decides if there is one, because sessions must be able to work in it.
@@ -397,8 +396,19 @@ impl Inner {
             true => standing.house.clone(),
             false => Arc::new(House { owns_work_folder: true, ..(*standing.house).clone() }),
         };
+        let plan = self.plan(how);
         let maker = Arc::new(Again { inner: self.this.clone(), binds: binds.to_vec() });
-        let made = Made { engine: &standing.engine, house, name: &name, id, body: &body, user, fate: followed, maker };
+        let made = Made {
+            engine: &standing.engine,
+            house,
+            name: &name,
+            id,
+            body: &body,
+            user,
+            plan: &plan,
+            fate: followed,
+            maker,
+        };
         let container = Container::start(made).await?;
         container.first_session(how, LAUNCH_PATIENCE).await
     }

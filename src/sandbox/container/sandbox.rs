@@ -69,14 +69,13 @@ pub(super) struct House {
     pub(super) runtime: Option<String>,
     /// No folder of the operator's is the working folder.
     pub(super) owns_work_folder: bool,
-    pub(super) plan: Value,
     /// What sessions may reach; nothing without.
     pub(super) network: Option<ContainerNetwork>,
 }
 
 impl std::fmt::Debug for House {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // The plan holds variables of the operator's.
+        // The way out holds secrets.
         formatter.debug_struct("House").field("limits", &self.limits).finish_non_exhaustive()
     }
 }
@@ -112,6 +111,8 @@ pub(super) struct Made<'a> {
     /// What the engine was asked for.
     pub(super) body: &'a ContainerCreateBody,
     pub(super) user: User,
+    /// What its warm process does first.
+    pub(super) plan: &'a Value,
     pub(super) fate: watch::Receiver<Fate>,
     pub(super) maker: Arc<dyn Maker>,
 }
@@ -119,12 +120,12 @@ pub(super) struct Made<'a> {
 impl Container {
     /// Makes, starts and checks a container. The first session can be asked for at once; it waits until Python is warm.
     pub(super) async fn start(made: Made<'_>) -> Result<Arc<Container>, LaunchError> {
-        let Made { engine, house, name, id, body, user, fate, maker } = made;
+        let Made { engine, house, name, id, body, user, plan, fate, maker } = made;
         let failed = |why: String| LaunchError::Start { why };
         let begun = async {
             let attached = engine.attach(&id).await.map_err(|error| failed(error.to_string()))?;
             engine.start(&id).await.map_err(|error| failed(error.to_string()))?;
-            let line = Line::open(attached, &house.plan);
+            let line = Line::open(attached, plan);
             let made =
                 engine.inspect(&id).await.map_err(|error| failed(with(error.to_string(), &line.complaints())))?;
             if let Some(what) = spec::verify(body, &made) {
