@@ -8,8 +8,8 @@ use std::time::Duration;
 use cellblock::sandbox::Exit;
 use cellblock::sandbox::fake::FakeBackend;
 use cellblock::session::{
-    Checked, ExecuteRequest, Executed, FileNote, News, Outcome, Part, Principal, Refused, SessionSettings, Sessions,
-    StateAfter, Status, Stream, Which,
+    Asking, Checked, ExecuteRequest, Executed, FileNote, News, Outcome, Part, Principal, Refused, SessionSettings,
+    Sessions, StateAfter, Status, Stream, Which,
 };
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;

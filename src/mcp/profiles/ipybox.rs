@@ -14,7 +14,7 @@ use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, Jso
 use rmcp::service::RequestContext;
 use serde_json::{Value, json};
 
-use super::super::arguments::{LARGEST_CODE, LONGEST_PATH, MOST_OUTPUT_CHARS, Source};
+use super::super::arguments::{LARGEST_CODE, LONGEST_PATH, LONGEST_SERVER_NAME, MOST_OUTPUT_CHARS, Source};
 use super::super::calls::or_cancelled;
 use super::super::host_files::{HostFileError, Overwrite};
 use super::super::toolbox::{Entry, Introduction, Toolbox};
@@ -25,9 +25,6 @@ use crate::auth::Scope;
 use crate::runner_client::Trouble;
 use crate::session::servers::ServerRequest;
 use crate::session::{InsidePath, Outcome, Principal, Refused, SessionId, Status};
-
-/// Bytes of a server's name. What it may say is checked by whoever registers it.
-const LONGEST_SERVER_NAME: usize = 200;
 
 const WAY_BACK: &str = "Call `reset` to start Python anew.";
 
