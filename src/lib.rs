@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod app;
+pub mod approval;
 pub mod audit;
 pub mod auth;
 pub mod config;

@@ -8,8 +8,8 @@ use std::time::Duration;
 use cellblock::sandbox::Exit;
 use cellblock::sandbox::fake::FakeBackend;
 use cellblock::session::{
-    Checked, ExecuteRequest, Executed, FileNote, News, Outcome, Part, Principal, Refused, SessionSettings, Sessions,
-    StateAfter, Status, Stream, Which,
+    Asking, Checked, ExecuteRequest, Executed, FileNote, News, Outcome, Part, Principal, Refused, SessionSettings,
+    Sessions, StateAfter, Status, Stream, Which,
 };
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -270,7 +270,7 @@ on_every_backend! {
     async fn a_long_cell_is_followed_to_its_end(backend) {
         let session = backend.session();
         let code = backend.code(&[Step::Print("one"), Step::Pause, Step::Pause, Step::Print("two")]);
-        let request = ExecuteRequest { code, timeout: PATIENCE, max_output_chars: 1000 };
+        let request = ExecuteRequest { code, timeout: PATIENCE, max_output_chars: 1000, asking: Asking::Nobody };
         let (owner, id) = (Principal::local(), session.session.id.clone());
         session.run(&[Step::Set("x", "warm")]).await;
         let (wait, cancel) = (Some(Duration::from_millis(300)), CancellationToken::new());
@@ -418,7 +418,8 @@ fn the_kernel_tells_what_a_session_uses() {
         let (owner, id) = (Principal("counted".to_owned()), "counted".parse().unwrap());
         let burn = "import time\nbegun = time.process_time()\nwhile time.process_time() - begun < 0.4: pass\n\
                     open('data', 'wb').write(bytes(5_000_000))";
-        let request = ExecuteRequest { code: burn.to_owned(), timeout: PATIENCE, max_output_chars: 1000 };
+        let request =
+            ExecuteRequest { code: burn.to_owned(), timeout: PATIENCE, max_output_chars: 1000, asking: Asking::Nobody };
         let outcome = sessions.execute(&owner, &id, request, CancellationToken::new()).await.unwrap();
         assert_eq!(outcome.status, Status::Completed);
         let usage = sessions.usage(&owner);

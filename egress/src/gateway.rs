@@ -10,7 +10,8 @@
 //! ```
 //!
 //! There is one gateway per session, with its own names, rules and limits; nothing is shared with another session but the resolver. New rules hold for
-//! new connections at once and end those that they do not allow. Dropping the gateway ends everything.
+//! new connections at once and end those that they do not allow. Where somebody can be asked ([`Asker`]), a connection to a name that no rule lists is held
+//! until they have decided, and what they allow holds for that one connection. Dropping the gateway ends everything.
 
 mod blocked;
 mod connection;
@@ -21,7 +22,7 @@ mod tests;
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener as StandardTcpListener, UdpSocket as StandardUdpSocket};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
@@ -33,7 +34,7 @@ use crate::dial::Dialer;
 use crate::dns::{Listed, NameServer};
 use crate::name::HostName;
 use crate::names::Names;
-use crate::resolve::Resolver;
+use crate::resolve::{BoxFuture, Resolver};
 use crate::rules::Rules;
 use crate::secrets::Vault;
 
@@ -54,6 +55,18 @@ pub enum Door {
     /// A listener to which the kernel redirects every TCP port: it remembers the address a connection was made to.
     AnyPort(StandardTcpListener),
 }
+
+/// Whoever decides about names that no rule lists, while the connection waits.
+pub trait Asker: Send + Sync {
+    /// Tells whether somebody could allow this name, so that it is worth being known inside. Nobody is asked yet.
+    fn may_allow(&self, name: &HostName) -> bool;
+
+    /// Asks whether this one connection may be made. Dropping the future withdraws the question.
+    fn ask(&self, name: &HostName, port: u16) -> BoxFuture<'static, bool>;
+}
+
+/// Connections of one session that may wait for a decision. Others are refused as if nobody could be asked.
+const MOST_HELD: usize = 32;
 
 /// What one session may use up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,6 +123,8 @@ impl Gateway {
             dialer,
             meter: Meter::new(limits.bytes_per_second),
             notes: Notes::default(),
+            asker: Mutex::default(),
+            held: Semaphore::new(MOST_HELD),
             places: Arc::new(Semaphore::new(limits.connections.min(Semaphore::MAX_PERMITS))),
             limits,
         });
@@ -142,6 +157,11 @@ impl Gateway {
         self.shared.rules.send_replace(rules);
     }
 
+    /// Says who decides about names that no rule lists. Without anybody, such names do not exist.
+    pub fn set_asker(&self, asker: Option<Arc<dyn Asker>>) {
+        *self.shared.asker_now() = asker;
+    }
+
     /// Returns what was refused since the last call.
     pub fn take_blocked(&self) -> Vec<Blocked> {
         self.shared.notes.take()
@@ -157,6 +177,8 @@ pub(crate) struct Shared {
     dialer: Dialer,
     meter: Meter,
     notes: Notes,
+    asker: Mutex<Option<Arc<dyn Asker>>>,
+    held: Semaphore,
     places: Arc<Semaphore>,
     limits: Limits,
 }
@@ -165,11 +187,24 @@ impl Shared {
     fn rules(&self) -> Rules {
         self.rules.borrow().clone()
     }
+
+    fn asker_now(&self) -> MutexGuard<'_, Option<Arc<dyn Asker>>> {
+        self.asker.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn asker(&self) -> Option<Arc<dyn Asker>> {
+        self.asker_now().clone()
+    }
 }
 
 impl Listed for Shared {
     fn lists(&self, name: &HostName) -> bool {
-        self.rules.borrow().lists_name(name)
+        if self.rules.borrow().lists_name(name) {
+            return true;
+        }
+        // What a rule denies, nobody is asked about.
+        let is_denied = || !self.rules().with_name(name, connection::HTTPS).lists_name(name);
+        self.asker().is_some_and(|asker| asker.may_allow(name)) && !is_denied()
     }
 
     fn refused(&self, name: &HostName, attempt: bool) {

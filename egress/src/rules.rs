@@ -117,6 +117,14 @@ impl Rules {
         Rules(Arc::new(lists))
     }
 
+    /// Returns these rules with one more: this name at this port. What is denied stays so.
+    pub fn with_name(&self, name: &HostName, port: u16) -> Rules {
+        let mut texts = self.iter().map(ToString::to_string).collect::<Vec<_>>();
+        texts.push(format!("{name}:{port}"));
+        // A name and a port make a rule; should they ever not, nothing more is allowed.
+        Rules::from_texts(&texts).unwrap_or_else(|_| self.clone())
+    }
+
     /// Tells whether the list permits nothing, whatever it denies.
     pub fn is_empty(&self) -> bool {
         self.0.permits.is_empty()

@@ -589,6 +589,8 @@ pub(super) struct SandboxArguments {
     allow_missing: Vec<String>,
     #[command(flatten)]
     network: NetworkArguments,
+    #[command(flatten)]
+    approvals: ApprovalArguments,
 }
 
 /// Flags about what sandboxes may reach and install.
@@ -609,6 +611,26 @@ struct NetworkArguments {
     /// Whether packages can be installed into sessions: on or off [default: on]
     #[arg(long, value_name = "WORD")]
     install_packages: Option<String>,
+}
+
+/// Flags about what code may do only when a person has allowed it.
+#[derive(Args, Default)]
+struct ApprovalArguments {
+    /// Calls of other MCP servers' tools: allow, ask a person, or deny [default: allow]
+    #[arg(long, value_name = "allow|ask|deny")]
+    approve_tools: Option<String>,
+    /// Shell commands of cells: allow, ask a person, or deny [default: allow]
+    #[arg(long, value_name = "allow|ask|deny")]
+    approve_shell: Option<String>,
+    /// Installations of packages: allow, ask a person, or deny [default: allow]
+    #[arg(long, value_name = "allow|ask|deny")]
+    approve_packages: Option<String>,
+    /// Hosts that are not listed: ask a person, or deny [default: deny]
+    #[arg(long, value_name = "ask|deny")]
+    approve_domains: Option<String>,
+    /// Whether a person can allow something for good: on or off [default: off]
+    #[arg(long, value_name = "WORD")]
+    remember_approvals: Option<String>,
 }
 
 /// Flags about sessions that are copied: `undo`, `fork_session`, `explore`. One run of code has no past and no branches.
@@ -710,7 +732,7 @@ impl SandboxArguments {
             .single(Key::ImagesDir, self.images_dir.clone())
             .single(Key::SandboxConfig, self.sandbox_config.clone())
             .repeated(Key::AllowMissing, self.allow_missing.clone());
-        self.network.add_to(flags)
+        self.approvals.add_to(self.network.add_to(flags))
     }
 }
 
@@ -736,6 +758,17 @@ impl NetworkArguments {
             .single(Key::AllowNetwork, self.allow_network.clone())
             .repeated(Key::Secrets, self.secrets.clone())
             .single(Key::InstallPackages, self.install_packages.clone())
+    }
+}
+
+impl ApprovalArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        flags
+            .single(Key::ApproveTools, self.approve_tools.clone())
+            .single(Key::ApproveShell, self.approve_shell.clone())
+            .single(Key::ApprovePackages, self.approve_packages.clone())
+            .single(Key::ApproveDomains, self.approve_domains.clone())
+            .single(Key::RememberApprovals, self.remember_approvals.clone())
     }
 }
 

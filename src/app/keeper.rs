@@ -29,6 +29,13 @@ pub(super) enum KeepByDefault {
     No,
 }
 
+impl KeepByDefault {
+    /// Tells whether sessions are kept with these settings.
+    pub(super) fn decides(self, settings: &Settings) -> bool {
+        settings.keep_sessions.unwrap_or(self == KeepByDefault::Yes)
+    }
+}
+
 /// Where the sessions of a command are.
 pub(super) enum Home {
     /// In this process, and they end with it.
@@ -40,7 +47,7 @@ pub(super) enum Home {
 impl Home {
     /// Makes sessions, or finds those that are kept. `name` is the keeper's unless the operator chose one.
     pub(super) async fn of(settings: &Settings, keep: KeepByDefault, name: &str) -> anyhow::Result<Home> {
-        if !settings.keep_sessions.unwrap_or(keep == KeepByDefault::Yes) {
+        if !keep.decides(settings) {
             return Ok(Home::Here(house(settings, Warmth::Full)?));
         }
         let attached = keeper::attach(&keeper_settings(settings, name)?).await;
@@ -102,7 +109,7 @@ fn digest(settings: &Settings) -> String {
     hash.update(format!("{workspace:?} {environment:?} {:?} {mounts:?}", settings.environment_spec()));
     hash.update(format!("{limits:?} {max_sessions} {idle_timeout:?} {pool} {undo:?} {}", settings.explore_parallel));
     hash.update(format!("{:?} {:?} {:?}", settings.packages, settings.allow_missing, settings.data_dir));
-    hash.update(format!("{:?} {:?}", settings.network.rules, settings.network.limits));
+    hash.update(format!("{:?} {:?} {:?}", settings.network.rules, settings.network.limits, settings.approvals));
     for (name, value) in settings.variables.iter() {
         hash.update(format!("{name:?}={value:?}"));
     }

@@ -3,6 +3,7 @@
 //! This is the only room that knows all others. It reads the command line, makes the parts and connects them; what a command does is in
 //! the file of its name.
 
+mod approvals;
 mod audit_command;
 mod cli;
 mod containers;
@@ -29,13 +30,14 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use cellblock_jail::wire::{Bind, OperatorMount};
 use clap::Parser;
 use tokio::sync::watch;
 
 use self::cli::{Arguments, Command, KeeperCommand};
 pub use self::containers::OwnSupplies;
+use self::keeper::KeepByDefault;
 use self::network::WayOut;
 use self::packages::Packages;
 use self::upstream::Upstreams;
@@ -180,7 +182,7 @@ fn house(settings: &Settings, warmth: Warmth) -> anyhow::Result<House> {
     let backend = backend(settings, warmth, packages.clone())?;
     // Nor has it time for other servers.
     let upstreams = (warmth == Warmth::Full).then(|| Upstreams::new(&settings.upstreams));
-    let sessions = sessions(settings, warmth, backend, packages.clone(), upstreams.clone());
+    let sessions = sessions(settings, warmth, backend, packages.clone(), upstreams.clone())?;
     if let Some(packages) = &packages {
         packages.work_in(sessions.clone());
     }
@@ -216,6 +218,12 @@ fn can_install(settings: &Settings) -> bool {
 fn backend(settings: &Settings, warmth: Warmth, packages: Option<Arc<Packages>>) -> anyhow::Result<Arc<dyn Backend>> {
     match &settings.backend {
         BackendChoice::Native => native_backend(settings, warmth, packages),
+        BackendChoice::Containers(_) if !settings.approvals.policy.shell_is_open() => {
+            bail!(
+                "commands cannot be asked about or denied in containers, where nothing keeps code from starting programs; \
+                 remove approve_shell and the rules about commands, or use the native backend"
+            )
+        }
         BackendChoice::Containers(choice) => containers::backend(settings, choice, warmth),
     }
 }
@@ -227,7 +235,10 @@ fn native_backend(
 ) -> anyhow::Result<Arc<dyn Backend>> {
     let preparation =
         watch::Sender::new(Preparation::Working { step: "preparing Python".to_owned(), done: 0, total: None });
-    let usual_ports = packages.as_ref().map(|_| Packages::usual_ports()).unwrap_or_default();
+    let mut usual_ports = packages.as_ref().map(|_| Packages::usual_ports()).unwrap_or_default();
+    if settings.approvals.policy.opens_domains() {
+        usual_ports.extend(approvals::PORTS);
+    }
     let mut way_out = WayOut::new(settings, usual_ports)?;
     let mut native = native_settings(settings)?;
     native.variables.append(&mut way_out.variables);
@@ -273,7 +284,7 @@ fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
         mounts: workspace.chain(mounts).collect(),
         variables: settings.variables.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         allow_missing: settings.allow_missing.clone(),
-        programs: Programs::Free,
+        programs: if settings.approvals.policy.shell_is_open() { Programs::Free } else { Programs::Refused },
         pool: settings.pool,
         empty: EMPTY_SANDBOXES,
         leave_out: Vec::new(),
@@ -358,8 +369,8 @@ fn set_up_servers(sessions: Arc<dyn SessionAccess>, settings: &Settings) {
 }
 
 /// What clients of a front are told and allowed.
-fn mcp_settings(settings: &Settings, front: Front) -> McpSettings {
-    McpSettings {
+fn mcp_settings(settings: &Settings, front: Front, keep: KeepByDefault) -> anyhow::Result<McpSettings> {
+    Ok(McpSettings {
         front,
         profile: profile(settings),
         max_wait: settings.service.max_wait,
@@ -370,8 +381,9 @@ fn mcp_settings(settings: &Settings, front: Front) -> McpSettings {
         can_undo: settings.undo != config::Undo::Off,
         network: settings.network.rules.clone(),
         can_install: can_install(settings),
+        state_key: approvals::state_key(settings, keep.decides(settings))?,
         ..McpSettings::default()
-    }
+    })
 }
 
 /// Which tools clients see, with what those need to know.
@@ -432,14 +444,16 @@ fn sessions(
     backend: Arc<dyn Backend>,
     packages: Option<Arc<Packages>>,
     upstreams: Option<Upstreams>,
-) -> Sessions {
+) -> anyhow::Result<Sessions> {
     let undo = match (warmth, settings.undo) {
         (Warmth::OneShot, _) | (_, config::Undo::Off) => session::Undo::Off,
         (Warmth::Full, config::Undo::On { checkpoints, files }) => session::Undo::On { checkpoints, files },
     };
-    Sessions::new(
+    let approvals = approvals::approvals(settings)?;
+    Ok(Sessions::new(
         backend,
         SessionSettings {
+            approvals,
             work_folder: work_folder(settings),
             max_sessions: settings.max_sessions,
             idle_timeout: settings.idle_timeout,
@@ -452,5 +466,5 @@ fn sessions(
             tools: Tools(upstreams.map(|upstreams| Arc::new(upstreams) as Arc<dyn Broker>)),
             ..SessionSettings::default()
         },
-    )
+    ))
 }

@@ -16,17 +16,18 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::audit::{
-    Audit, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome, Packages, QuotaRefused, SessionCreated,
-    SessionEnded, ToolCall, UpstreamCall,
+    Answer, Approval, Audit, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome, Packages, QuotaRefused,
+    SessionCreated, SessionEnded, ToolCall, UpstreamCall,
 };
 use crate::sandbox::{Preparation, Rules};
-use crate::session::install::InstallReport;
+use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
 use crate::session::tools::{CallEnd, NotedCall, ToolReason};
 use crate::session::{
-    self, Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList,
-    FileRange, ForkReport, ForkRequest, InsidePath, Load, News, Principal, Refused, ResetReport, SessionAccess,
-    SessionId, SessionInfo, Slice, Status, UndoReport, UploadPart, Uploaded, Which,
+    self, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed, ExecutionHandle,
+    ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Load, News,
+    Principal, Refused, ResetReport, Ruling, SessionAccess, SessionId, SessionInfo, Slice, Status, UndoReport,
+    UploadPart, Uploaded, Which, Word,
 };
 use crate::telemetry::{self, Metrics};
 
@@ -163,9 +164,30 @@ impl Recorded {
             tool_calls: outcome.tool_calls.total,
         };
         self.audit.note(self.event(owner, Some(id), details));
+        outcome.rulings.iter().for_each(|ruling| self.ruled(owner, id, ruling, None));
         for call in &outcome.tool_calls.noted {
             self.called(owner, id, call);
         }
+    }
+
+    /// Records what was decided about something that code or a caller wanted.
+    fn ruled(&self, owner: &Principal, id: &SessionId, ruling: &Ruling, how: Option<Word>) {
+        let answer = match ruling.by {
+            DecidedBy::NobodyAnswered => Answer::Expired,
+            by if by.is_allowed() => Answer::Granted,
+            _ => Answer::Refused,
+        };
+        self.metrics.approved(answer.name());
+        let details = Approval {
+            subject: ruling.kind.as_str().into(),
+            digest: ruling.digest.as_str().into(),
+            rule: ruling.line.as_str().into(),
+            answer,
+            reach: ruling.by.word().into(),
+            asked_by: how.map(Into::into),
+        };
+        let event = self.event(owner, Some(id), details);
+        self.audit.note(if ruling.by.is_allowed() { event } else { event.denied(ruling.line.as_str()) });
     }
 
     /// Records that code called a tool of another MCP server.
@@ -252,6 +274,22 @@ impl SessionAccess for Recorded {
         checked
     }
 
+    async fn decide(
+        &self,
+        owner: &Principal,
+        handle: &ExecutionHandle,
+        decisions: Vec<Decision>,
+        how: Word,
+    ) -> Result<Decided, Refused> {
+        // A permission is the beginning of new work.
+        self.may_begin()?;
+        let decided = self.sessions.decide(owner, handle, decisions, how).await;
+        if let Ok(Decided { session, rulings }) = &decided {
+            rulings.iter().for_each(|ruling| self.ruled(owner, session, ruling, Some(how)));
+        }
+        decided
+    }
+
     async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused> {
         let begun = Instant::now();
         let stopped = self.sessions.stop(owner, which).await;
@@ -321,13 +359,24 @@ impl SessionAccess for Recorded {
         owner: &Principal,
         id: &SessionId,
         requirements: Vec<String>,
+        leave: Leave,
         cancel: CancellationToken,
         news: News,
     ) -> Result<InstallReport, Refused> {
         self.may_begin()?;
         let begun = Instant::now();
         let wanted = requirements.iter().cloned().collect();
-        let done = self.sessions.install(owner, id, requirements, cancel, news).await;
+        let done = self.sessions.install(owner, id, requirements, leave, cancel, news).await;
+        match &done {
+            // Nothing has happened but a question.
+            Err(Refused::Ask { .. }) => return done,
+            Ok(InstallReport { ruling: Some(ruling), .. }) => self.ruled(owner, id, ruling, Some("install_package")),
+            Err(Refused::NotApproved { ruling, .. }) => {
+                let how = matches!(ruling.by, DecidedBy::Person(_)).then_some("install_package");
+                self.ruled(owner, id, ruling, how);
+            }
+            _ => {}
+        }
         let (outcome, installed) = match &done {
             Ok(report) => (Outcome::Succeeded, report.text.lines().map(str::to_owned).collect()),
             Err(_) => (Outcome::Failed, std::iter::empty::<String>().collect()),

@@ -17,7 +17,8 @@ use super::{Warmth, backend, progress, sessions};
 use crate::config::Settings;
 use crate::sandbox::Exit;
 use crate::session::{
-    ExecuteRequest, Image, InsidePath, Outcome, Part, Principal, SessionId, Sessions, StateAfter, Status, Stream,
+    Asking, ExecuteRequest, Image, InsidePath, Outcome, Part, Principal, SessionId, Sessions, StateAfter, Status,
+    Stream,
 };
 
 /// A terminal shows everything; this only keeps a runaway loop from filling memory.
@@ -30,14 +31,15 @@ pub(super) async fn execute(arguments: &RunArguments, settings: Settings) -> any
     let (name, code) = read_code(&arguments.source())?;
     let backend = backend(&settings, Warmth::OneShot, None)?;
     let shown = tokio::spawn(progress::show(backend.preparation()));
-    let sessions = sessions(&settings, Warmth::OneShot, backend, None, None);
+    let sessions = sessions(&settings, Warmth::OneShot, backend, None, None)?;
     let cancel = CancellationToken::new();
     let interrupted = cancel.clone();
     tokio::spawn(async move {
         asked_to_end().await;
         interrupted.cancel();
     });
-    let request = ExecuteRequest { code, timeout: settings.timeout, max_output_chars: MOST_CHARS };
+    let request =
+        ExecuteRequest { code, timeout: settings.timeout, max_output_chars: MOST_CHARS, asking: Asking::Nobody };
     let (owner, session) = (Principal::local(), SessionId::default_session());
     let ran = sessions.execute(&owner, &session, request, cancel).await;
     shown.abort();

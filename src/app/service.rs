@@ -55,7 +55,8 @@ pub(super) async fn serve(
     let (metrics, end) = (Metrics::new(&health), CancellationToken::new());
     let sessions = Arc::new(Recorded::new(home.sessions(), audit.clone(), metrics.clone()));
     let no_files = HostFiles::new(&[], 0).context("no folder is no trouble")?;
-    let server = mcp::Server::new(sessions.clone(), no_files, mcp_settings(&settings, Front::Http));
+    let server =
+        mcp::Server::new(sessions.clone(), no_files, mcp_settings(&settings, Front::Http, KeepByDefault::Yes)?);
     let endpoint = Endpoint::of(server.clone(), keeping(&settings), end.clone());
     let desk = Desk {
         home: &home,

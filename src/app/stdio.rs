@@ -24,7 +24,8 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
     audit.record(Event::new(ServerStarted { version: env!("CARGO_PKG_VERSION").into(), serving: "stdio".into() }))?;
     let home = Home::of(&settings, KeepByDefault::No, "mcp").await?;
     home.set_up_servers(&settings);
-    let told = mcp_settings(&settings, Front::Stdio);
+    let told = mcp_settings(&settings, Front::Stdio, KeepByDefault::No)?;
+    // Nobody reads figures of a server on standard input and output.
     let metrics = Metrics::new(&Health::new());
     let sessions = Arc::new(Recorded::new(home.sessions(), audit.clone(), metrics));
     let server = mcp::Server::new(sessions, files, told);

@@ -19,6 +19,7 @@ use serde_json::Value;
 use tokio::sync::watch;
 use tracing::{info, warn};
 
+use crate::approval::{Policy, registration};
 use crate::config;
 use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
 use crate::session::tools::{Broker, ToolCall, ToolReason, ToolRefused, ToolReply};
@@ -45,12 +46,16 @@ struct State {
     variables: Variables,
     /// The servers of the operator, by name.
     configured: BTreeMap<String, Arc<Configured>>,
+    /// What callers have said about calls of the servers that they registered, by owner and name.
+    policies: BTreeMap<(String, String), Arc<Policy>>,
 }
 
 /// A server of the operator.
 struct Configured {
     name: ServerName,
     params: ServerParams,
+    /// What it says about calls of its tools.
+    policy: Option<Arc<Policy>>,
     /// What decides whether it is the same server: what was written, and the values that are filled in.
     written: (Value, BTreeMap<String, String>),
     variables: Variables,
@@ -69,6 +74,7 @@ impl Upstreams {
             allowed_hosts: settings.allowed_hosts.clone(),
             variables: Variables::new(settings.variables.clone()),
             configured: BTreeMap::new(),
+            policies: BTreeMap::new(),
         };
         Upstreams(Arc::new(Shared { registry: Registry::new(), wrapper, state: Mutex::new(state) }))
     }
@@ -225,6 +231,12 @@ impl Broker for Upstreams {
         }
     }
 
+    fn policy(&self, owner: &Principal, server: &str) -> Option<Arc<Policy>> {
+        let state = self.state();
+        let own = state.policies.get(&(owner.0.clone(), server.to_owned())).cloned();
+        own.or_else(|| state.configured.get(server).and_then(|server| server.policy.clone()))
+    }
+
     fn packages(&self, owner: &Principal) -> Vec<Arc<Package>> {
         self.0.registry.packages_of(&owner.0)
     }
@@ -236,7 +248,9 @@ impl Broker for Upstreams {
     async fn register(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, String> {
         let ServerRequest { name, params, trust } = request;
         let name = ServerName::new(&name).map_err(|error| format!("the name of the server cannot be used: {error}"))?;
-        let params = ServerParams::parse(&params).map_err(|error| format!("the server is not registered: {error}"))?;
+        let not_registered = |error: &dyn std::fmt::Display| format!("the server is not registered: {error}");
+        let (params, policy) = registration(name.as_str(), &params).map_err(|bad| not_registered(&bad))?;
+        let params = ServerParams::parse(&params).map_err(|error| not_registered(&error))?;
         if trust == Trust::Remote && params.kind() == ServerKind::Command {
             return Err("the server is not registered: only the operator's configuration may name commands; give the \
                         `url` of a server"
@@ -251,13 +265,21 @@ impl Broker for Upstreams {
         let settings = self.surroundings(trust);
         let registered = self.0.registry.register(&Owner::One(owner.0.clone()), &name, &params, &settings).await;
         match registered {
-            Ok(upstream) => Ok(self.report(&upstream)),
+            Ok(upstream) => {
+                let key = (owner.0.clone(), name.as_str().to_owned());
+                match policy {
+                    Some(policy) => drop(self.state().policies.insert(key, Arc::new(policy))),
+                    None => drop(self.state().policies.remove(&key)),
+                }
+                Ok(self.report(&upstream))
+            }
             Err(error) => Err(format!("the server is not registered: {:#}", anyhow::Error::new(error))),
         }
     }
 
     async fn unregister(&self, owner: &Principal, name: &str) -> Result<(), String> {
         if self.0.registry.unregister(&Owner::One(owner.0.clone()), name) {
+            self.state().policies.remove(&(owner.0.clone(), name.to_owned()));
             return Ok(());
         }
         if self.state().configured.contains_key(name) {
@@ -320,13 +342,16 @@ impl Broker for Upstreams {
 
 /// Makes an entry of what `config` has checked. Another version of this program may have checked otherwise.
 fn configured(name: &str, written: (Value, BTreeMap<String, String>), variables: Variables) -> Option<Arc<Configured>> {
-    let (Ok(server), Ok(params)) = (ServerName::new(name), ServerParams::parse(&written.0)) else {
+    let found = registration(name, &written.0).ok();
+    let parsed = found.and_then(|(params, policy)| Some((ServerParams::parse(&params).ok()?, policy)));
+    let (Ok(server), Some((params, policy))) = (ServerName::new(name), parsed) else {
         warn!(server = name, "an MCP server of the configuration makes no sense here");
         return None;
     };
     Some(Arc::new(Configured {
         name: server,
         params,
+        policy: policy.map(Arc::new),
         written,
         variables,
         state: Mutex::new((ServerState::Connecting, Instant::now())),

@@ -223,11 +223,17 @@ pub struct UpstreamCall {
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Approval {
-    /// What was to be allowed.
+    /// What was to be allowed: `tool`, `shell`, `packages` or `domain`.
     pub subject: Text,
+    /// Of everything that was asked about.
+    pub digest: Text,
+    /// The line of the policy because of which it was asked, or denied.
+    pub rule: Text,
     pub answer: Answer,
-    /// Who answered.
-    pub by: Option<Text>,
+    /// How far a permission reaches (`once`, `session`, `always`), or why there is none.
+    pub reach: Text,
+    /// How a person was asked; nobody was when it is missing.
+    pub asked_by: Option<Text>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -237,6 +243,17 @@ pub enum Answer {
     Refused,
     /// Nobody answered in time.
     Expired,
+}
+
+impl Answer {
+    /// The word for it in records and figures.
+    pub fn name(self) -> &'static str {
+        match self {
+            Answer::Granted => "granted",
+            Answer::Refused => "refused",
+            Answer::Expired => "expired",
+        }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -369,7 +386,15 @@ pub(super) mod tests {
                 elapsed,
             }
             .into(),
-            Approval { subject: text.into(), answer: Answer::Expired, by: Some(text.into()) }.into(),
+            Approval {
+                subject: text.into(),
+                digest: text.into(),
+                rule: text.into(),
+                answer: Answer::Expired,
+                reach: text.into(),
+                asked_by: Some(text.into()),
+            }
+            .into(),
             QuotaRefused { quota: text.into(), retry_after: Some(elapsed) }.into(),
             ServerStarted { version: text.into(), serving: text.into() }.into(),
             ServerStopped { reason: text.into() }.into(),

@@ -4,8 +4,10 @@
 //! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
 //!
 //! `network` has the settings about what sessions may reach, `auth` those about who may call, `service` those of the HTTP service, `upstream` those about other MCP servers, `watch`
-//! those about what operators see: log, traces, audit; `containers` those about container engines. Files that hold secrets are read by those who know how to treat them.
+//! those about what operators see: log, traces, audit; `containers` those about container engines, `approvals` those about what needs
+//! somebody's permission. Files that hold secrets are read by those who know how to treat them.
 
+mod approvals;
 pub(super) mod auth;
 mod containers;
 mod network;
@@ -162,6 +164,7 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         quotas: check.quotas()?,
         network,
         packages: check.packages()?,
+        approvals: check.approvals()?,
         package_index: check.package_index()?,
         service: check.service()?,
         profile,

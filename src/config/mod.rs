@@ -36,6 +36,7 @@ use cellblock_egress::secrets::Secret;
 use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
 
+use crate::approval::Policy;
 use crate::audit::AuditSettings;
 use crate::auth::AuthSettings;
 use crate::environment::{self, EnvironmentName, EnvironmentSpec};
@@ -87,6 +88,7 @@ pub struct Settings {
     pub quotas: Quotas,
     pub network: Network,
     pub packages: Packages,
+    pub approvals: Approvals,
     pub package_index: PackageIndex,
     pub service: Service,
     pub profile: Profile,
@@ -225,6 +227,16 @@ pub struct Packages {
     pub store_size: u64,
     /// How long one installation may take.
     pub timeout: Duration,
+}
+
+/// What code may do only when somebody has allowed it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Approvals {
+    pub policy: Policy,
+    /// How long a person may think.
+    pub timeout: Duration,
+    /// Whether a permission can be given for good, in a file of the data folder.
+    pub remember: bool,
 }
 
 /// Where packages for sessions come from, if not from where uv would take them.

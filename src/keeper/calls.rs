@@ -34,6 +34,9 @@ pub(super) async fn carry_out(
         Call::Check { owner, which, wait, max_chars } => {
             written(number, &sessions.check(&owner, &which, wait, max_chars, news).await)
         }
+        Call::Decide { owner, handle, decisions } => {
+            written(number, &sessions.decide(&owner, &handle, decisions, "").await)
+        }
         Call::Stop { owner, which } => written(number, &sessions.stop(&owner, &which).await),
         Call::Reset { owner, id } => written(number, &sessions.reset(&owner, &id).await),
         Call::Undo { owner, id, cells } => written(number, &sessions.undo(&owner, &id, cells).await),
@@ -46,8 +49,8 @@ pub(super) async fn carry_out(
         Call::Explore { owner, id, request } => {
             written(number, &sessions.explore(&owner, &id, request, cancel, news).await)
         }
-        Call::Install { owner, id, requirements } => {
-            written(number, &sessions.install(&owner, &id, requirements, cancel, news).await)
+        Call::Install { owner, id, requirements, leave } => {
+            written(number, &sessions.install(&owner, &id, requirements, leave, cancel, news).await)
         }
         Call::RegisterServer { owner, request } => written(number, &sessions.register_server(&owner, request).await),
         Call::SetUpServers { setup } => written(number, &sessions.set_up_servers(setup).await),

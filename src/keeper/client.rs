@@ -21,12 +21,12 @@ use super::seen::Seen;
 use super::start::{self, AttachError};
 use super::{KeeperSettings, post::KeeperName};
 use crate::sandbox::{LaunchError, Preparation, Rules};
-use crate::session::install::InstallReport;
+use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
 use crate::session::{
-    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange,
-    ForkReport, ForkRequest, InsidePath, Load, News, Principal, Refused, ResetReport, SessionAccess, SessionId,
-    SessionInfo, Slice, UndoReport, UploadPart, Uploaded, Which,
+    Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId, ExploreReport,
+    ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Load, News, Principal, Refused,
+    ResetReport, SessionAccess, SessionId, SessionInfo, Slice, UndoReport, UploadPart, Uploaded, Which, Word,
 };
 
 /// The first wait after a keeper could not be started. Each further failure doubles it.
@@ -293,6 +293,18 @@ impl SessionAccess for Client {
         self.ask(about, call, Wishes { news: Some(news), cancel: None }).await
     }
 
+    async fn decide(
+        &self,
+        owner: &Principal,
+        handle: &ExecutionHandle,
+        decisions: Vec<Decision>,
+        _how: Word,
+    ) -> Result<Decided, Refused> {
+        let session = self.session_of(&Which::This(handle.clone()));
+        let about = session.as_ref().map(|id| (owner, id));
+        self.ask_plainly(about, Call::Decide { owner: owner.clone(), handle: handle.clone(), decisions }).await
+    }
+
     async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused> {
         let session = self.session_of(which);
         let about = session.as_ref().map(|id| (owner, id));
@@ -352,10 +364,11 @@ impl SessionAccess for Client {
         owner: &Principal,
         id: &SessionId,
         requirements: Vec<String>,
+        leave: Leave,
         cancel: CancellationToken,
         news: News,
     ) -> Result<InstallReport, Refused> {
-        let call = Call::Install { owner: owner.clone(), id: id.clone(), requirements };
+        let call = Call::Install { owner: owner.clone(), id: id.clone(), requirements, leave };
         self.ask(Some((owner, id)), call, Wishes { news: Some(news), cancel: Some(cancel) }).await
     }
 

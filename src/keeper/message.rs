@@ -8,10 +8,11 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::sandbox::Preparation;
+use crate::session::install::Leave;
 use crate::session::servers::{ServerRequest, ServerSetup};
 use crate::session::{
-    ExecuteRequest, ExecutionId, ExploreRequest, ForkRequest, InsidePath, Principal, Refused, Resident, SessionId,
-    UploadPart, Which,
+    Decision, ExecuteRequest, ExecutionHandle, ExecutionId, ExploreRequest, ForkRequest, InsidePath, Principal,
+    Refused, Resident, SessionId, UploadPart, Which,
 };
 
 /// Counts changes that an older peer would not understand.
@@ -119,6 +120,7 @@ pub(super) enum FromKeeper {
 pub(super) enum Call {
     Execute { owner: Principal, id: SessionId, request: ExecuteRequest, wait: Option<Duration> },
     Check { owner: Principal, which: Which, wait: Duration, max_chars: usize },
+    Decide { owner: Principal, handle: ExecutionHandle, decisions: Vec<Decision> },
     Stop { owner: Principal, which: Which },
     Reset { owner: Principal, id: SessionId },
     Undo { owner: Principal, id: SessionId, cells: u32 },
@@ -126,7 +128,7 @@ pub(super) enum Call {
     Checkpoints { owner: Principal, id: SessionId },
     Fork { owner: Principal, id: SessionId, request: ForkRequest },
     Explore { owner: Principal, id: SessionId, request: ExploreRequest },
-    Install { owner: Principal, id: SessionId, requirements: Vec<String> },
+    Install { owner: Principal, id: SessionId, requirements: Vec<String>, leave: Leave },
     RegisterServer { owner: Principal, request: ServerRequest },
     SetUpServers { setup: ServerSetup },
     UnregisterServer { owner: Principal, name: String },
@@ -150,6 +152,7 @@ impl Call {
         match self {
             Call::Execute { .. } => "execute",
             Call::Check { .. } => "check",
+            Call::Decide { .. } => "decide",
             Call::Stop { .. } => "stop",
             Call::Reset { .. } => "reset",
             Call::Undo { .. } => "undo",

@@ -24,14 +24,15 @@ use super::serve::Ended;
 use super::start::{AttachError, ask_status, ask_to_stop};
 use super::stream::{CHUNK, WINDOW};
 use super::{Client, KeeperSettings, Kept, Post, Terms, attach, keep};
+use crate::approval::Answer as PersonAnswer;
 use crate::sandbox::{Preparation, Rules};
-use crate::session::install::InstallReport;
+use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
 use crate::session::{
-    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote,
-    FileRange, ForkNames, ForkReport, ForkRequest, InsidePath, Load, News, Outcome, Output, Principal, Refused,
-    ResetReport, Resident, SessionAccess, SessionId, SessionInfo, Slice, Status as CellStatus, UndoReport, UploadPart,
-    Uploaded, Variant, Which,
+    AskId, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed, ExecutionHandle,
+    ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, ForkNames, ForkReport, ForkRequest,
+    InsidePath, Load, News, Outcome, Output, Principal, Refused, ResetReport, Resident, Ruling, SessionAccess,
+    SessionId, SessionInfo, Slice, Status as CellStatus, UndoReport, UploadPart, Uploaded, Variant, Which,
 };
 
 // Codec.
@@ -58,7 +59,19 @@ fn path(text: &str) -> InsidePath {
 }
 
 fn request(code: &str) -> ExecuteRequest {
-    ExecuteRequest { code: code.to_owned(), timeout: Duration::from_secs(9), max_output_chars: 100 }
+    ExecuteRequest {
+        code: code.to_owned(),
+        timeout: Duration::from_secs(9),
+        max_output_chars: 100,
+        asking: crate::session::Asking::Person,
+    }
+}
+
+const DECISION: Decision = Decision { id: AskId(5), answer: PersonAnswer::Session };
+const LEAVE: Leave = Leave { asking: crate::session::Asking::Person, answer: Some(DECISION) };
+
+fn handle() -> ExecutionHandle {
+    "0123456789abcdef0123456789abcdef".parse().unwrap()
 }
 
 fn every_call() -> Vec<Call> {
@@ -70,6 +83,7 @@ fn every_call() -> Vec<Call> {
     vec![
         Call::Execute { owner: owner.clone(), id: id.clone(), request: request("1"), wait: None },
         Call::Check { owner: owner.clone(), which: which(), wait: Duration::from_millis(5), max_chars: 7 },
+        Call::Decide { owner: owner.clone(), handle: handle(), decisions: vec![DECISION] },
         Call::Stop { owner: owner.clone(), which: which() },
         Call::Reset { owner: owner.clone(), id: id.clone() },
         Call::Undo { owner: owner.clone(), id: id.clone(), cells: 2 },
@@ -77,7 +91,7 @@ fn every_call() -> Vec<Call> {
         Call::Checkpoints { owner: owner.clone(), id: id.clone() },
         Call::Fork { owner: owner.clone(), id: id.clone(), request: ForkNames::Count(2).into() },
         Call::Explore { owner: owner.clone(), id: id.clone(), request: exploration },
-        Call::Install { owner: owner.clone(), id: id.clone(), requirements: vec!["x".to_owned()] },
+        Call::Install { owner: owner.clone(), id: id.clone(), requirements: vec!["x".to_owned()], leave: LEAVE },
         Call::RegisterServer { owner: owner.clone(), request: server_request("n", json!({"command": "x"})) },
         Call::SetUpServers { setup: ServerSetup::default() },
         Call::UnregisterServer { owner: owner.clone(), name: "n".to_owned() },
@@ -290,6 +304,7 @@ fn finished(note: &str) -> Executed {
         isolation: Default::default(),
         can_undo: 0,
         tool_calls: Default::default(),
+        rulings: Vec::new(),
         blocked: Vec::new(),
         notes: vec![note.to_owned()],
     }))
@@ -371,6 +386,22 @@ impl SessionAccess for Puppet {
         Ok(Checked::Nothing)
     }
 
+    async fn decide(
+        &self,
+        _: &Principal,
+        _: &ExecutionHandle,
+        decisions: Vec<Decision>,
+        _: &'static str,
+    ) -> Result<Decided, Refused> {
+        let ruling = |decision: Decision| Ruling {
+            kind: "tool".to_owned(),
+            digest: decision.id.0.to_string(),
+            line: "line".to_owned(),
+            by: DecidedBy::Person(decision.answer),
+        };
+        Ok(Decided { session: id("a"), rulings: decisions.into_iter().map(ruling).collect() })
+    }
+
     async fn stop(&self, _: &Principal, _: &Which) -> Result<(), Refused> {
         Ok(())
     }
@@ -412,10 +443,12 @@ impl SessionAccess for Puppet {
         _: &Principal,
         _: &SessionId,
         requirements: Vec<String>,
+        leave: Leave,
         _: CancellationToken,
         _: News,
     ) -> Result<InstallReport, Refused> {
-        Ok(InstallReport { text: requirements.join(" "), loaded: Vec::new() })
+        assert_eq!(leave, LEAVE);
+        Ok(InstallReport { text: requirements.join(" "), loaded: Vec::new(), ruling: None })
     }
 
     async fn register_server(&self, _: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
@@ -670,8 +703,11 @@ async fn every_kind_of_answer_comes_back() {
     let names = ForkNames::Named(vec![id("b")]);
     assert!(matches!(client.fork(&owner, &session, names.into()).await, Err(Refused::CannotCopy { .. })));
     let requirements = vec!["one".to_owned(), "two".to_owned()];
-    let installed = client.install(&owner, &session, requirements, CancellationToken::new(), News::default()).await;
+    let installed =
+        client.install(&owner, &session, requirements, LEAVE, CancellationToken::new(), News::default()).await;
     assert_eq!(installed.unwrap().text, "one two");
+    let decided = client.decide(&owner, &handle(), vec![DECISION], "").await.unwrap();
+    assert_eq!((decided.session, decided.rulings[0].by), (id("a"), DecidedBy::Person(PersonAnswer::Session)));
     let request = server_request("notes", json!({"command": "x", "env": {"A": "b"}}));
     assert_eq!(client.register_server(&owner, request).await.unwrap(), server_report("notes"));
     let request = server_request("notes", json!({}));

@@ -15,14 +15,17 @@ use rmcp::service::RequestContext;
 use tokio::io::AsyncWriteExt;
 
 use super::arguments::{Call, Source, Target};
+use super::asking::Way;
 use super::desk::{Job, Place};
 use super::host_files::{Capped, HostFileError, HostFiles, Overwrite};
 use super::progress::Reporter;
-use super::{Front, Server, Shared, compare, render, servers, tasks};
-use crate::session::install::InstallReport;
-use crate::session::servers::{ServerRequest, Trust};
+use super::resuming::{Manner, Question, installed_or_asked};
+use super::{Server, Shared, compare, render, servers, tasks};
+use crate::session::install::{InstallReport, Leave};
+use crate::session::servers::ServerRequest;
 use crate::session::{
-    Checked, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, Refused, SessionId, Which,
+    Checked, Decision, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, Refused,
+    SessionId, Which,
 };
 
 /// Calls of one owner carried out at once. Each may hold an output in memory; a client with more than this under way has lost count.
@@ -74,13 +77,17 @@ impl Server {
                 {
                     return render::refused(&refused).into();
                 }
-                self.execute(owner, &session, ExecuteRequest { code, timeout, max_output_chars }, context).await
+                let asking = Way::of(context).asking();
+                let request = ExecuteRequest { code, timeout, max_output_chars, asking };
+                self.execute(owner, &session, request, context).await
             }
+            Call::Check { session, wait, interrupt } => self.check(owner, &session, wait, interrupt, context).await,
+            Call::Install { session, requirements } => self.install(owner, session, requirements, None, context).await,
             other => self.carry_out_short(owner, other, context).await.into(),
         }
     }
 
-    /// Carries out whatever never becomes a task.
+    /// Carries out whatever never becomes a task and never asks anybody.
     async fn carry_out_short(
         &self,
         owner: &Principal,
@@ -89,9 +96,7 @@ impl Server {
     ) -> CallToolResult {
         let sessions = &self.shared.sessions;
         match call {
-            Call::Execute { .. } => unreachable!("it is carried out above"),
-            Call::Check { session, wait, interrupt } => self.check(owner, &session, wait, interrupt, context).await,
-            Call::Install { session, requirements } => self.install(owner, session, requirements, context).await,
+            Call::Execute { .. } | Call::Check { .. } | Call::Install { .. } => unreachable!("it is carried out above"),
             Call::Reset { session } => {
                 let done = or_cancelled(context, sessions.reset(owner, &session)).await;
                 answer(done, |report| render::reset(&session, &report))
@@ -136,7 +141,7 @@ impl Server {
                 answer(done, |()| render::closed(&session, self.shared.work_folder))
             }
             Call::Register { name, params } => {
-                let request = ServerRequest { name, params, trust: self.trust() };
+                let request = ServerRequest { name, params, trust: self.shared.front.trust() };
                 let done = or_cancelled(context, sessions.register_server(owner, request)).await;
                 answer(done, |server| servers::registered(&server))
             }
@@ -161,12 +166,13 @@ impl Server {
         let max_wait = self.shared.max_wait;
         let knows_tasks = tasks::are_known_to(context);
         let wait = if knows_tasks { tasks::PATIENCE.min(max_wait) } else { max_wait };
-        match self.begin(owner, session, request, Some(wait), context).await {
-            Ok(Executed::Finished(outcome)) => self.told(owner, session, &outcome).into(),
-            Ok(Executed::Underway(underway)) if knows_tasks => tasks::created(&underway),
-            Ok(Executed::Underway(underway)) => render::underway(&underway).into(),
-            Err(refused) => render::refused(&refused).into(),
-        }
+        let max_chars = request.max_output_chars;
+        let told = self.begin(owner, session, request, Some(wait), context).await.map(|executed| match executed {
+            Executed::Finished(outcome) => Checked::Finished { session: session.clone(), outcome, again: false },
+            Executed::Underway(underway) => Checked::Underway(underway),
+        });
+        let manner = Manner { wait, max_chars, as_task: knows_tasks };
+        self.answer_or_ask(owner, session, told, manner, context).await
     }
 
     /// Runs code until it has finished, the caller's patience has ended or the server is about to.
@@ -197,9 +203,14 @@ impl Server {
         request: ExecuteRequest,
         context: &RequestContext<RoleServer>,
     ) -> Result<Outcome, Refused> {
-        match self.begin(owner, session, request, None, context).await? {
-            Executed::Finished(outcome) => Ok(*outcome),
-            Executed::Underway(_) => Err(Refused::ShuttingDown),
+        let manner = Manner { wait: Duration::MAX, max_chars: request.max_output_chars, as_task: false };
+        let told = match self.begin(owner, session, request, None, context).await? {
+            Executed::Finished(outcome) => return Ok(*outcome),
+            Executed::Underway(underway) => Ok(Checked::Underway(underway)),
+        };
+        match self.ask_meanwhile(owner, told, manner, context).await? {
+            Checked::Finished { outcome, .. } => Ok(*outcome),
+            Checked::Underway(_) | Checked::Nothing => Err(Refused::ShuttingDown),
         }
     }
 
@@ -212,17 +223,19 @@ impl Server {
         context: &RequestContext<RoleServer>,
     ) -> Result<InstallReport, Refused> {
         let sessions = &self.shared.sessions;
-        let news = News::default();
-        let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
-        let work = sessions.install(owner, session, requirements, context.ct.clone(), news);
-        with_progress(work, reporter, context).await
-    }
-
-    /// Tells what callers of this front may do on this machine when they name other servers.
-    pub(super) fn trust(&self) -> Trust {
-        match self.shared.front {
-            Front::Stdio => Trust::Local,
-            Front::Http => Trust::Remote,
+        let mut leave = Leave { asking: Way::of(context).asking_meanwhile(), answer: None };
+        loop {
+            let news = News::default();
+            let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
+            let work = sessions.install(owner, session, requirements.clone(), leave, context.ct.clone(), news);
+            let asked = match with_progress(work, reporter, context).await {
+                Err(Refused::Ask { asked, .. }) => asked,
+                done => return done,
+            };
+            leave = match self.ask_to_install(session, &requirements, *asked, context).await {
+                Ok(leave) => leave,
+                Err(_) => return Err(Refused::CancelledWhileWaiting),
+            };
         }
     }
 
@@ -257,7 +270,7 @@ impl Server {
         wait: Duration,
         interrupt: bool,
         context: &RequestContext<RoleServer>,
-    ) -> CallToolResult {
+    ) -> CallToolResponse {
         let Shared { sessions, desk, most_compared_chars, .. } = &*self.shared;
         if let Some(mut job) = desk.get(owner, session) {
             if interrupt {
@@ -266,45 +279,64 @@ impl Server {
             return match job.result(wait).await {
                 Some(result) => {
                     desk.clear(owner, session);
-                    result
+                    result.into()
                 }
-                None => render::at_work(session, job.begun.elapsed(), &job.news.borrow()),
+                None => render::at_work(session, job.begun.elapsed(), &job.news.borrow()).into(),
             };
         }
         let which = Which::Of(session.clone());
         if interrupt && let Err(refused) = sessions.stop(owner, &which).await {
-            return render::refused(&refused);
+            return render::refused(&refused).into();
         }
         let news = News::default();
         let reporter = Reporter::new(sessions.preparation(), wait, &news);
         let checking = sessions.check(owner, &which, wait, *most_compared_chars, news);
-        match with_progress(checking, reporter, context).await {
-            Ok(Checked::Finished { session, outcome, again }) => {
-                let result = self.told(owner, &session, &outcome);
-                if again { render::told_again(result) } else { result }
-            }
-            Ok(Checked::Underway(underway)) => render::underway(&underway),
-            Ok(Checked::Nothing) => render::nothing_to_check(session),
-            Err(refused) => render::refused(&refused),
-        }
+        let told = with_progress(checking, reporter, context).await;
+        let manner = Manner { wait, max_chars: *most_compared_chars, as_task: false };
+        self.answer_or_ask(owner, session, told, manner, context).await
     }
 
-    async fn install(
+    /// Installs packages. `answer` is a person's, when they were asked before.
+    pub(super) async fn install(
         &self,
         owner: &Principal,
         session: SessionId,
         requirements: Vec<String>,
+        answer: Option<Decision>,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResponse {
+        let mut leave = Leave { asking: Way::of(context).asking(), answer };
+        loop {
+            let question = Question::default();
+            let done = self.install_or_ask(owner, &session, &requirements, leave, &question, context).await;
+            let asked = question.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let Some(asked) = asked else { return done.into() };
+            leave = match self.ask_to_install(&session, &requirements, asked, context).await {
+                Ok(leave) => leave,
+                Err(response) => return response,
+            };
+        }
+    }
+
+    async fn install_or_ask(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        requirements: &[String],
+        leave: Leave,
+        question: &Question,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResult {
+        let requirements = requirements.to_vec();
+        let session = session.clone();
+        let question = question.clone();
         let sessions = Arc::clone(&self.shared.sessions);
         let news = News::default();
         let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
         let (whose, which, told) = (owner.clone(), session.clone(), news.clone());
         let job = Job::begin(&news, |cancel| async move {
-            match sessions.install(&whose, &which, requirements, cancel, told).await {
-                Ok(report) => render::installed(&which, &report),
-                Err(refused) => render::refused(&refused),
-            }
+            let done = sessions.install(&whose, &which, requirements, leave, cancel, told).await;
+            installed_or_asked(&which, done, &question)
         })
         .await;
         self.patiently(owner, session, job, reporter, context).await
@@ -407,7 +439,7 @@ impl Server {
 }
 
 /// Carries a call out and tells its caller how far it has come, if the caller wants to know.
-async fn with_progress<T>(
+pub(super) async fn with_progress<T>(
     mut call: Pin<Box<dyn Future<Output = T> + Send + '_>>,
     mut reporter: Reporter,
     context: &RequestContext<RoleServer>,

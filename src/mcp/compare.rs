@@ -391,6 +391,7 @@ mod tests {
             isolation: Isolation::default(),
             can_undo: 0,
             tool_calls: Default::default(),
+            rulings: Vec::new(),
             blocked: Vec::new(),
             notes: Vec::new(),
         }

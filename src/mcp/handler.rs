@@ -9,13 +9,15 @@ use rmcp::model::{
     GetPromptRequestParams, GetPromptResponse, GetTaskParams, GetTaskResult, ListPromptsRequestMethod,
     ListPromptsResult, ListResourceTemplatesResult, ListResourcesResult, ListToolsResult, MetaObject,
     PaginatedRequestParams, ProtocolVersion, ReadResourceRequestParams, ReadResourceResponse, ServerCapabilities,
-    ServerConfig, Tool,
+    ServerConfig, Tool, UpdateTaskParams,
 };
 use rmcp::service::RequestContext;
 use rmcp::{RoleServer, ServerHandler};
 use serde_json::json;
 use tracing::Instrument;
 
+use super::asking::Binding;
+use super::resuming::bad_state;
 use super::toolbox::Introduction;
 use super::turns::Turn;
 use super::{Server, Shared, custom_request_error, resources};
@@ -70,7 +72,7 @@ impl ServerHandler for Server {
     async fn call_tool(
         &self,
         request: CallToolRequestParams,
-        context: RequestContext<RoleServer>,
+        mut context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
         let toolbox = &self.shared.toolbox;
         let Some(tool) = toolbox.find(&request.name) else { return toolbox.unknown(&request.name) };
@@ -80,7 +82,21 @@ impl ServerHandler for Server {
         if let Some(parent) = trace_of(&context) {
             parent.adopt(&span);
         }
-        let call = toolbox.call(self, owner, tool, request.arguments.unwrap_or_default(), &context).instrument(span);
+        let arguments = request.arguments.unwrap_or_default();
+        let binding = Binding::new(owner, tool.name, &arguments);
+        // What went out with a form comes back with its answer. Whoever sends something else gets nothing done.
+        let resumption = match &request.request_state {
+            Some(state) => Some(self.shared.seals.open(state, &binding).map_err(|bad| bad_state(&bad))?),
+            None => None,
+        };
+        context.extensions.insert(binding);
+        let call = async {
+            match resumption {
+                Some(resumption) => self.resume(owner, resumption, request.input_responses.as_ref(), &context).await,
+                None => toolbox.call(self, owner, tool, arguments, &context).await,
+            }
+        };
+        let call = call.instrument(span);
         let response = match context.extensions.get::<Turn>() {
             Some(turn) => turn.run(tool.extent, call).await,
             None => call.await,
@@ -159,9 +175,18 @@ impl ServerHandler for Server {
         context: RequestContext<RoleServer>,
     ) -> Result<GetTaskResult, ErrorData> {
         let owner = &Principal(self.caller(&context)?.principal);
-        let mut result = self.task(owner, &request.task_id).await?;
+        let mut result = self.task(owner, &request.task_id, &context).await?;
         result.meta = self.modern_meta(&context);
         Ok(result)
+    }
+
+    async fn update_task(
+        &self,
+        request: UpdateTaskParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<(), ErrorData> {
+        let owner = &Principal(self.caller(&context)?.principal);
+        self.answer_task(owner, &request.task_id, &request.input_responses).await
     }
 
     async fn cancel_task(

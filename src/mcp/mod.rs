@@ -5,6 +5,7 @@
 //!      wire: strict reading              │ tools: names and schemas; arguments: what was written, checked
 //!                                        │   → calls → render: outcomes as text, images and structured content; compare: many of them
 //!                                        │           → tasks, desk: what takes longer than a caller waits
+//!                                        │           → asking, resuming: what a person must allow first
 //!                                        │           → resources, progress, host_files
 //!                                        │ profiles: the tools of other servers
 //!                                        └→ sessions, through session::SessionAccess
@@ -22,6 +23,7 @@
 //! The library's types (rmcp) never leave this room.
 
 mod arguments;
+mod asking;
 mod calls;
 mod compare;
 mod connections;
@@ -33,6 +35,7 @@ mod profiles;
 mod progress;
 mod render;
 mod resources;
+mod resuming;
 mod servers;
 mod stdio;
 mod tasks;
@@ -55,6 +58,8 @@ use crate::auth::Caller;
 use crate::sandbox::{Rule, Rules};
 use crate::session::servers::Trust;
 use crate::session::{InsidePath, Principal, SessionAccess, SessionId, WorkFolder};
+use asking::Seals;
+pub use asking::StateKey;
 use calls::{LARGEST_INLINE, MOST_CALLS};
 use desk::{Desk, Places};
 pub use host_files::{HostFiles, RootError};
@@ -107,6 +112,8 @@ pub struct McpSettings {
     pub network: Rules,
     /// Whether packages can be installed. Only told to clients here.
     pub can_install: bool,
+    /// What states are sealed with that go to clients and come back.
+    pub state_key: StateKey,
 }
 
 impl McpSettings {
@@ -142,6 +149,7 @@ impl Default for McpSettings {
             can_undo: true,
             network: Rules::none(),
             can_install: true,
+            state_key: StateKey::random(),
         }
     }
 }
@@ -168,6 +176,7 @@ struct Shared {
     cut_outputs: Mutex<CutOutputs>,
     calls: Places,
     desk: Desk,
+    seals: Seals,
     /// Cancelled when the server is about to end, so that callers who wait for code are answered.
     draining: CancellationToken,
 }
@@ -208,6 +217,7 @@ impl Server {
                 cut_outputs: Mutex::default(),
                 calls: Places::new(MOST_CALLS),
                 desk: Desk::default(),
+                seals: Seals::new(&settings.state_key),
                 draining: CancellationToken::new(),
             }),
         }

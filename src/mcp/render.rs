@@ -87,6 +87,9 @@ pub(super) fn underway(underway: &Underway) -> CallToolResult {
         page.line(&format!("[… {} characters of output before this …]", underway.omitted));
     }
     page.text.push_str(&underway.text);
+    for asked in &underway.asks {
+        page.line(&format!("It waits until a person has allowed this: {}", asked.text));
+    }
     page.line(&format!("{state} It goes on; call check_execution with session_id \"{session}\" to hear more."));
     let text = page.finish();
     let structured = json!({
@@ -101,7 +104,7 @@ pub(super) fn underway(underway: &Underway) -> CallToolResult {
         "output": {"cut_chars": underway.omitted, "resource": null},
         "isolation": {},
         "blocked": [],
-        "notes": [],
+        "notes": underway.asks.iter().map(|asked| format!("waits for approval: {}", asked.text)).collect::<Vec<_>>(),
     });
     finished(vec![ContentBlock::text(text)], structured, false)
 }
@@ -675,6 +678,7 @@ mod tests {
             isolation: Isolation::default(),
             can_undo: 0,
             tool_calls: Default::default(),
+            rulings: Vec::new(),
             blocked: Vec::new(),
             notes: Vec::new(),
         }

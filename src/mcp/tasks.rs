@@ -8,13 +8,14 @@ use std::time::{Duration, SystemTime};
 use chrono::{DateTime, SecondsFormat, Utc};
 use rmcp::RoleServer;
 use rmcp::model::{
-    CallToolResponse, CreateTaskResult, DetailedTask, ErrorData, GetTaskResult, JsonObject, ProtocolVersion, Task,
-    TaskPayload, TaskStatus,
+    CallToolResponse, CreateTaskResult, DetailedTask, ErrorData, GetTaskResult, InputResponses, JsonObject,
+    ProtocolVersion, Task, TaskPayload, TaskStatus,
 };
 use rmcp::service::RequestContext;
 use serde_json::{Value, json};
 
 use super::Server;
+use super::asking::{Way, all_decisions, input_requests};
 use crate::session::{Checked, ExecutionHandle, News, Principal, Status, Underway, Which};
 
 /// How long a call waits before it becomes a task. Most cells are over by then, and a plain result is one message.
@@ -37,12 +38,21 @@ pub(super) fn created(underway: &Underway) -> CallToolResponse {
 
 impl Server {
     /// Tells how a task goes on.
-    pub(super) async fn task(&self, owner: &Principal, id: &str) -> Result<GetTaskResult, ErrorData> {
+    pub(super) async fn task(
+        &self,
+        owner: &Principal,
+        id: &str,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<GetTaskResult, ErrorData> {
         let handle = known(id)?;
         let which = Which::This(handle.clone());
         let max_chars = self.shared.most_compared_chars;
         let checked = self.shared.sessions.check(owner, &which, Duration::ZERO, max_chars, News::default()).await;
         let (underway, payload) = match checked {
+            Ok(Checked::Underway(underway)) if Way::of(context) != Way::Nobody && !underway.asks.is_empty() => {
+                let input_requests = input_requests(&underway.session, &underway.asks);
+                (Some(underway), TaskPayload::InputRequired { input_requests })
+            }
             Ok(Checked::Underway(underway)) => (Some(underway), TaskPayload::Working),
             Ok(Checked::Finished { outcome, .. }) if matches!(outcome.status, Status::Cancelled { .. }) => {
                 (None, TaskPayload::Cancelled)
@@ -59,6 +69,17 @@ impl Server {
         };
         let task = task(&handle, payload.status(), underway.as_ref());
         Ok(GetTaskResult::new(DetailedTask::new(task, payload)))
+    }
+
+    /// Answers what a task has to ask. Answers to what is not asked any more do nothing.
+    pub(super) async fn answer_task(
+        &self,
+        owner: &Principal,
+        id: &str,
+        responses: &InputResponses,
+    ) -> Result<(), ErrorData> {
+        let decided = self.shared.sessions.decide(owner, &known(id)?, all_decisions(responses), "task").await;
+        decided.map(drop).map_err(|_| unknown())
     }
 
     /// Interrupts a task. It ends by itself soon after.

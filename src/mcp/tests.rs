@@ -19,14 +19,16 @@ use super::tools::tests::assert_valid_output;
 use super::*;
 use crate::sandbox::fake::FakeBackend;
 use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation, Rules};
-use crate::session::install::{InstallError, InstallReport};
+use crate::session::install::{InstallError, InstallReport, Leave};
 use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
 use crate::session::{
-    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote,
-    FileRange, FilesCarried, ForkNames, ForkReport, ForkRequest, InsidePath, Load, News, Outcome, Output, Part,
-    Refused, ResetReport, SessionId, SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream,
-    UndoReport, UploadPart, Uploaded, VariantReport, Which,
+    Asking, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId,
+    ExploreReport, ExploreRequest, FileList, FileNote, FileRange, FilesCarried, ForkNames, ForkReport, ForkRequest,
+    InsidePath, Load, News, Outcome, Output, Part, Refused, ResetReport, SessionId, SessionInfo, SessionSettings,
+    Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded, VariantReport, Which,
 };
+
+mod approvals;
 
 /// What the answerer of these tests printed for `long`: more than one default slice of a resource.
 const LONG_OUTPUT: usize = 300_000;
@@ -110,6 +112,7 @@ impl SessionAccess for FakeSessions {
             isolation: Isolation::default(),
             can_undo: 3,
             tool_calls: Default::default(),
+            rulings: Vec::new(),
             blocked: Vec::new(),
             notes: Vec::new(),
         })))
@@ -124,6 +127,16 @@ impl SessionAccess for FakeSessions {
         _news: News,
     ) -> Result<Checked, Refused> {
         Ok(Checked::Nothing)
+    }
+
+    async fn decide(
+        &self,
+        _owner: &Principal,
+        _handle: &ExecutionHandle,
+        _decisions: Vec<Decision>,
+        _how: &'static str,
+    ) -> Result<Decided, Refused> {
+        Err(Refused::UnknownExecution)
     }
 
     async fn stop(&self, _owner: &Principal, _which: &Which) -> Result<(), Refused> {
@@ -177,7 +190,7 @@ impl SessionAccess for FakeSessions {
         let total = request.variants.len();
         let mut variants = Vec::new();
         for (number, variant) in request.variants.into_iter().enumerate() {
-            let cell = ExecuteRequest { code: variant.code, timeout, max_output_chars };
+            let cell = ExecuteRequest { code: variant.code, timeout, max_output_chars, asking: Asking::Nobody };
             let ended = self.execute(owner, id, cell, None, cancel.clone(), News::default()).await.map(finished);
             variants.push(VariantReport { name: variant.name, ended, score: None });
             news.send_replace(format!("{} of {total} variants finished", number + 1));
@@ -190,6 +203,7 @@ impl SessionAccess for FakeSessions {
         _owner: &Principal,
         _id: &SessionId,
         requirements: Vec<String>,
+        _leave: Leave,
         _cancel: CancellationToken,
         news: News,
     ) -> Result<InstallReport, Refused> {
@@ -199,6 +213,7 @@ impl SessionAccess for FakeSessions {
             _ => Ok(InstallReport {
                 text: format!("Installed {}", requirements.join(" ")),
                 loaded: vec!["numpy".to_owned()],
+                ruling: None,
             }),
         }
     }

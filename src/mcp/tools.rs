@@ -895,6 +895,7 @@ pub(super) mod tests {
             elapsed: Duration::from_secs(50),
             text: "epoch 1\n".to_owned(),
             omitted: 3,
+            asks: Vec::new(),
         };
         let told = super::super::render::underway(&underway).structured_content.unwrap();
         let catalogue = catalogue();

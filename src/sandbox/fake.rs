@@ -45,6 +45,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use cellblock_egress::gateway::Blocked;
+use cellblock_egress::name::HostName;
 use cellblock_egress::rules::Rules;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
@@ -56,8 +57,8 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 
 use self::programs::Launched;
 use super::{
-    Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
-    Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox,
+    Asker, Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError,
+    Launcher, Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox,
 };
 
 const MARKER: [u8; 16] = *b"fake interpreter";
@@ -93,6 +94,8 @@ struct World {
     launched: Arc<Launched>,
     /// What whoever asks next is told to have been refused.
     blocked: Mutex<Vec<Blocked>>,
+    /// Whom the newest sandbox asks about names.
+    asker: Mutex<Option<Arc<dyn Asker>>>,
 }
 
 /// How sessions are copied.
@@ -165,6 +168,16 @@ impl FakeBackend {
     /// Says what fresh sandboxes can reach from now on.
     pub fn set_rules(&self, rules: Rules) {
         *self.world.rules.lock().expect("nothing panics while it holds the rules") = rules;
+    }
+
+    /// Has the newest sandbox connect to a name that no rule lists. Returns whether somebody allowed it.
+    pub async fn connect(&self, name: &str, port: u16) -> bool {
+        let asker = self.world.asker.lock().expect("nothing panics while it holds the asker").clone();
+        let name = HostName::parse(name).expect("a test knows names");
+        match asker.filter(|asker| asker.may_allow(&name)) {
+            Some(asker) => asker.ask(&name, port).await,
+            None => false,
+        }
     }
 
     /// Has the sandbox that is asked next say that it refused a connection.
@@ -502,6 +515,10 @@ impl Sandbox for FakeSandbox {
 
     fn set_rules(&self, rules: Rules) {
         *self.rules.lock().expect("nothing panics while it holds the rules") = rules;
+    }
+
+    fn set_asker(&self, asker: Option<Arc<dyn Asker>>) {
+        *self.world.asker.lock().expect("nothing panics while it holds the asker") = asker;
     }
 
     fn take_blocked(&self) -> Vec<Blocked> {

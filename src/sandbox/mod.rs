@@ -19,7 +19,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use async_trait::async_trait;
-pub use cellblock_egress::gateway::{Blocked, Reason};
+pub use cellblock_egress::gateway::{Asker, Blocked, Reason};
 pub use cellblock_egress::rules::{Rule, Rules};
 use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
@@ -114,6 +114,9 @@ pub trait Sandbox: Send + Sync {
 
     /// Changes what can be reached from inside, at once, also for connections that are open. What the backend was not made for stays closed.
     fn set_rules(&self, rules: Rules);
+
+    /// Says who decides about names that no rule lists, while connections to them wait. Nobody at first, and nobody ever where a backend has no gateway.
+    fn set_asker(&self, _asker: Option<Arc<dyn Asker>>) {}
 
     /// Returns the connections that were refused since this was last asked.
     fn take_blocked(&self) -> Vec<Blocked>;

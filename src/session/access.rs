@@ -12,12 +12,12 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use super::install::InstallReport;
+use super::install::{InstallReport, Leave};
 use super::servers::{ServerReport, ServerRequest, ServerSetup};
 use super::{
-    Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange,
-    ForkReport, ForkRequest, InsidePath, Principal, Refused, ResetReport, SessionId, SessionInfo, Sessions, UndoReport,
-    UploadPart, Uploaded, Which,
+    Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId, ExploreReport,
+    ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Principal, Refused, ResetReport,
+    SessionId, SessionInfo, Sessions, UndoReport, UploadPart, Uploaded, Which, Word,
 };
 use crate::sandbox::{Preparation, Rules};
 
@@ -72,6 +72,15 @@ pub trait SessionAccess: Send + Sync {
         news: News,
     ) -> Result<Checked, Refused>;
 
+    /// Answers questions of an execution. Those that are not open any more are left alone; what was decided comes back.
+    async fn decide(
+        &self,
+        owner: &Principal,
+        handle: &ExecutionHandle,
+        decisions: Vec<Decision>,
+        how: Word,
+    ) -> Result<Decided, Refused>;
+
     /// Interrupts an execution, or takes it out of the queue. It ends with an outcome that can be checked.
     async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused>;
 
@@ -92,12 +101,13 @@ pub trait SessionAccess: Send + Sync {
         news: News,
     ) -> Result<ExploreReport, Refused>;
 
-    /// Installs packages; `news` hears what it is at.
+    /// Installs packages; `news` hears what it is at. What a person must allow first is refused with the question, and comes again with its answer.
     async fn install(
         &self,
         owner: &Principal,
         id: &SessionId,
         requirements: Vec<String>,
+        leave: Leave,
         cancel: CancellationToken,
         news: News,
     ) -> Result<InstallReport, Refused>;
@@ -211,6 +221,16 @@ impl SessionAccess for Sessions {
         self.check(owner, which, wait, max_chars, news).await
     }
 
+    async fn decide(
+        &self,
+        owner: &Principal,
+        handle: &ExecutionHandle,
+        decisions: Vec<Decision>,
+        _how: Word,
+    ) -> Result<Decided, Refused> {
+        self.decide(owner, handle, decisions).await
+    }
+
     async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused> {
         self.stop(owner, which).await
     }
@@ -247,10 +267,11 @@ impl SessionAccess for Sessions {
         owner: &Principal,
         id: &SessionId,
         requirements: Vec<String>,
+        leave: Leave,
         cancel: CancellationToken,
         news: News,
     ) -> Result<InstallReport, Refused> {
-        self.install(owner, id, requirements, cancel, &|step| drop(news.send_replace(step))).await
+        self.install(owner, id, requirements, leave, cancel, &|step| drop(news.send_replace(step))).await
     }
 
     async fn write_file(

@@ -47,7 +47,12 @@ fn path(name: &str) -> InsidePath {
 }
 
 pub(super) fn request(code: &str) -> ExecuteRequest {
-    ExecuteRequest { code: code.to_owned(), timeout: Duration::from_secs(10), max_output_chars: 5000 }
+    ExecuteRequest {
+        code: code.to_owned(),
+        timeout: Duration::from_secs(10),
+        max_output_chars: 5000,
+        asking: Asking::Nobody,
+    }
 }
 
 impl Setting {

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use super::output::bounded_text;
 use super::state::RequestId;
-use super::{ExecutionHandle, Outcome, Part, Refused};
+use super::{Asked, ExecutionHandle, Outcome, Part, Refused};
 
 /// Endings that are kept for somebody to collect.
 const MOST_UNCOLLECTED: usize = 16;
@@ -52,6 +52,8 @@ pub(super) struct Execution {
     stage: watch::Sender<Stage>,
     /// The latest line that it printed.
     line: watch::Sender<String>,
+    /// What a person has to decide before it goes on.
+    asks: watch::Sender<Vec<Asked>>,
 }
 
 impl Execution {
@@ -63,6 +65,11 @@ impl Execution {
     /// Follows the latest line that it prints.
     pub(super) fn lines(&self) -> watch::Receiver<String> {
         self.line.subscribe()
+    }
+
+    /// Follows what a person has to decide.
+    pub(super) fn questions(&self) -> watch::Receiver<Vec<Asked>> {
+        self.asks.subscribe()
     }
 
     /// Waits for its end.
@@ -136,6 +143,7 @@ impl Docket {
             entered: Instant::now(),
             stage: watch::Sender::new(Stage::Waiting { ahead, held: false }),
             line: watch::Sender::new(String::new()),
+            asks: watch::Sender::default(),
         });
         lists.open.push_back(execution.clone());
         drop(lists);
@@ -266,12 +274,22 @@ impl Teller {
         self.execution.tell(latest);
     }
 
+    /// Tells what a person has to decide, now.
+    pub(super) fn ask(&self, asks: Vec<Asked>) {
+        self.execution.asks.send_if_modified(|known| {
+            let is_new = *known != asks;
+            *known = asks;
+            is_new
+        });
+    }
+
     /// Tells how it ended. Only the first ending counts.
     pub(super) fn end(self, ending: Ending) {
         self.settle(ending);
     }
 
     fn settle(&self, ending: Ending) {
+        self.ask(Vec::new());
         let first = self.execution.stage.send_if_modified(|stage| {
             let first = !matches!(stage, Stage::Ended(_));
             if first {

@@ -6,6 +6,7 @@
 //! No step waits for the inside: starting, restarting and copying are futures that the loop polls beside everything else, so that `reset`,
 //! `close` and cancellation act at once.
 
+mod approvals;
 mod branching;
 mod packages;
 mod questions;
@@ -28,11 +29,13 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
+use self::approvals::{ConnectionWanted, NameAsker, Parking};
 use self::branching::{Copying, Replacement};
 pub(super) use self::branching::{Fork, Forked, ForksWanted};
 use self::questions::{Answered, Questions};
 use self::tools::Deliveries;
 use super::accounts::{Accounts, Metered};
+use super::approvals::WaitingInstall;
 use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
 use super::output::{Gatherer, Glance, Seen, bounded_text};
@@ -40,10 +43,11 @@ use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, Sta
 use super::tools::{Grants, ToolCalls};
 use super::turns::{Crowded, Turn, Turns};
 use super::{
-    ExecuteRequest, ExecutionId, FileChanges, FileList, FileNote, FullOutput, InsidePath, Outcome, Principal,
-    PythonError, Refused, ResetReport, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, Variable,
-    VariableChanges, WorkFolder,
+    Decision, ExecuteRequest, ExecutionId, FileChanges, FileList, FileNote, FullOutput, InsidePath, Outcome, Principal,
+    PythonError, Refused, ResetReport, Ruling, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport,
+    Variable, VariableChanges, WorkFolder,
 };
+use crate::approval::Memory;
 use crate::runner_client::{
     self, Carried, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection, DoneClaim, MOST_LISTED,
     Trouble,
@@ -65,6 +69,9 @@ const MOST_SPOOLS: usize = 20;
 /// A time limit beyond this is none; the clock's arithmetic stays safe.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 
+/// Connections that may wait to be looked at. The gateway holds fewer.
+const MOST_NAMES_WANTED: usize = 64;
+
 /// What others ask of a session.
 pub(super) enum Command {
     Submit(RequestId, Job),
@@ -74,6 +81,12 @@ pub(super) enum Command {
         request: RequestId,
         max_chars: usize,
         reply: oneshot::Sender<Option<Glance>>,
+    },
+    /// Answers questions of the running cell. What was decided comes back.
+    Decide {
+        request: RequestId,
+        decisions: Vec<Decision>,
+        reply: oneshot::Sender<Vec<Ruling>>,
     },
     Reset(oneshot::Sender<Result<ResetReport, Refused>>),
     Undo {
@@ -178,6 +191,8 @@ pub(super) enum Origin {
 pub(super) struct Shared {
     facts: Mutex<Facts>,
     spools: Mutex<VecDeque<(ExecutionId, FullOutput)>>,
+    /// Installations that somebody has to allow first.
+    installs: Mutex<Vec<WaitingInstall>>,
     pub(super) docket: Arc<Docket>,
     pub(super) created: Instant,
 }
@@ -194,6 +209,8 @@ pub(super) struct Facts {
     pub(super) rules: Rules,
     /// Folders of packages that were added to it, the latest first.
     pub(super) packages: Vec<String>,
+    /// What a person has allowed for this session.
+    pub(super) granted: Memory,
     /// Servers that it may use.
     pub(super) grants: Grants,
 }
@@ -210,13 +227,19 @@ impl Shared {
             undoable: Vec::new(),
             rules: Rules::none(),
             packages: Vec::new(),
+            granted: Memory::default(),
             grants: Grants::All,
         };
-        Shared { facts: Mutex::new(facts), spools: Mutex::default(), docket: Arc::default(), created: now }
+        let (spools, installs) = (Mutex::default(), Mutex::default());
+        Shared { facts: Mutex::new(facts), spools, installs, docket: Arc::default(), created: now }
     }
 
     pub(super) fn facts(&self) -> MutexGuard<'_, Facts> {
         self.facts.lock().expect("nothing panics while it holds the facts")
+    }
+
+    pub(super) fn installs(&self) -> MutexGuard<'_, Vec<WaitingInstall>> {
+        self.installs.lock().expect("nothing panics while it holds the installations")
     }
 
     /// Notes that somebody has asked for something.
@@ -290,6 +313,7 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
     let machine = Machine::new(settings.undo != Undo::Off);
     // A session that was somebody's variant before has facts already.
     shared.facts().state = machine.state().name();
+    let (names_wanted, wanted_names) = mpsc::channel(MOST_NAMES_WANTED);
     let deliveries = Deliveries::new(&settings.tools);
     let driver = Driver {
         id,
@@ -321,6 +345,9 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
         exit: Exit::Unknown,
         notes: note.into_iter().collect(),
         questions: Questions::default(),
+        parking: Parking::default(),
+        names_wanted,
+        wanted_names,
         deliveries,
         ceiling: None,
         narrowed: None,
@@ -390,6 +417,8 @@ struct Inheritance {
     packages: Vec<String>,
     /// What the operator allows.
     ceiling: Option<Rules>,
+    /// What a person has allowed.
+    granted: Memory,
     /// Servers that it may use; `None` when the interpreter is no copy.
     grants: Option<Grants>,
     /// Packages of servers lie in its working folder.
@@ -535,6 +564,11 @@ struct Driver {
     /// What the next execution's reader must know.
     notes: Vec<String>,
     questions: Questions,
+    parking: Parking,
+    /// Connections to names that no rule lists, as the gateway reports them.
+    wanted_names: mpsc::Receiver<ConnectionWanted>,
+    /// What the gateway is given for that.
+    names_wanted: mpsc::Sender<ConnectionWanted>,
     deliveries: Deliveries,
     /// What the operator lets sessions reach, once there is a sandbox to tell.
     ceiling: Option<Rules>,
@@ -557,6 +591,8 @@ enum Wake {
     Told(bool),
     /// A question of the running cell has its answer.
     Answered(Answered),
+    /// Code wants to connect to a name that no rule lists.
+    NameWanted(ConnectionWanted),
     /// Servers were registered or are gone.
     ToolsChanged,
     /// There is a place for the cell that waits for one.
@@ -577,6 +613,7 @@ impl Driver {
                 Wake::Finished(finished) => self.finished_work(finished),
                 Wake::Told(watched) => self.told(watched),
                 Wake::Answered(answered) => self.answer_question(answered),
+                Wake::NameWanted(wanted) => self.wants_name(wanted),
                 Wake::ToolsChanged => self.give_tools(),
                 Wake::Turn => self.happen(Event::TurnCame),
                 Wake::Time => self.time(),
@@ -604,6 +641,7 @@ impl Driver {
             told = async { told.expect("guarded").await }, if told.is_some() => Wake::Told(told.is_ok()),
             // What the channel does not take is not asked for: answers wait where they are made.
             answered = self.questions.next(), if can_answer => Wake::Answered(answered),
+            Some(wanted) = self.wanted_names.recv() => Wake::NameWanted(wanted),
             () = self.deliveries.changed(), if is_idle => Wake::ToolsChanged,
             () = async { turn.expect("guarded").come().await }, if turn.is_some() => Wake::Turn,
             () = tokio::time::sleep_until(moment) => Wake::Time,
@@ -612,7 +650,10 @@ impl Driver {
 
     /// Returns when something must happen although nobody says anything.
     fn next_moment(&self) -> Instant {
-        let running = self.running.as_ref().map(|running| running.deadline);
+        let running = match self.parking.holds_the_clock() {
+            true => self.parking.due(),
+            false => self.running.as_ref().map(|running| running.deadline),
+        };
         let exit = self.live.as_ref().and_then(|live| live.connection.as_ref().err().copied());
         let expiry = match self.machine.state() {
             State::Idle | State::Ended => {
@@ -637,6 +678,12 @@ impl Driver {
         }
         if self.answer_due().is_some_and(|due| due <= now) {
             return self.copied();
+        }
+        if self.parking.holds_the_clock() {
+            if self.parking.due().is_some_and(|due| due <= now) {
+                self.nobody_answered();
+            }
+            return;
         }
         if let Some(running) = &mut self.running {
             if running.deadline > now {
@@ -676,6 +723,10 @@ impl Driver {
             }
             Command::Cancel(id) => self.happen(Event::CancelAsked(id)),
             Command::Look { request, max_chars, reply } => self.look(request, max_chars, reply),
+            Command::Decide { request, decisions, reply } => {
+                let rulings = self.decide(request, decisions);
+                let _ = reply.send(rulings);
+            }
             Command::Reset(reply) => {
                 let interrupted = matches!(self.running, Some(Running { task: Task::Cell { .. }, .. }));
                 self.resets.push((reply, interrupted));
@@ -886,6 +937,7 @@ impl Driver {
 
     /// Asks the running code to stop. Before the code has begun inside, a signal would be lost; then `take` sends it when the code begins.
     fn interrupt(&mut self) {
+        self.give_up_questions();
         let Some(running) = &mut self.running else { return };
         running.deadline = Instant::now() + self.settings.grace;
         if let Some(live) = &self.live
@@ -991,6 +1043,7 @@ impl Driver {
         if !inheritance.packages.is_empty() {
             self.shared.facts().packages = inheritance.packages.clone();
         }
+        self.shared.facts().granted.inherit(&inheritance.granted);
         self.deliveries.inherit(inheritance.grants.clone(), inheritance.tools);
         self.shared.facts().grants = self.deliveries.grants.clone();
         // A fresh sandbox has what the operator allows, no more and no less.
@@ -999,15 +1052,21 @@ impl Driver {
         if let Some(rules) = &self.narrowed {
             sandbox.set_rules(rules.clone());
         }
+        if self.customer.is_some() && self.settings.approvals.policy.opens_domains() {
+            let asker = NameAsker::new(&self.settings.approvals, &self.names_wanted);
+            sandbox.set_asker(Some(Arc::new(asker)));
+        }
         self.shared.facts().rules = sandbox.rules();
         self.narrow();
     }
 
     /// Returns what a copy is to take along.
     fn inheritance(&self) -> Inheritance {
+        let facts = self.shared.facts();
         Inheritance {
-            packages: self.shared.facts().packages.clone(),
+            packages: facts.packages.clone(),
             ceiling: self.ceiling.clone(),
+            granted: facts.granted.clone(),
             grants: Some(self.deliveries.grants.clone()),
             tools: self.deliveries.has_any(),
         }
@@ -1237,13 +1296,14 @@ impl Driver {
         }
         let Some(running) = self.running.take_if(|running| running.id == id) else { return };
         let calls = self.questions.clear();
+        let rulings = self.parking.clear();
         match running.task {
             Task::Cell { gatherer, request, done, teller, .. } => {
                 let Ok(status) = self.status(answer, &request, done.as_deref()) else {
                     teller.end(Err(self.refusal(answer)));
                     return;
                 };
-                self.report(running.id, running.begun, *gatherer, status, done, calls, teller);
+                self.report(running.id, running.begun, *gatherer, status, done, (calls, rulings), teller);
             }
             Task::Write { result, reply, .. } => {
                 let _ = reply.send(match (answer, result) {
@@ -1304,7 +1364,7 @@ impl Driver {
         mut gatherer: Gatherer,
         status: Status,
         done: Option<Box<DoneClaim>>,
-        tool_calls: ToolCalls,
+        (tool_calls, rulings): (ToolCalls, Vec<Ruling>),
         teller: Teller,
     ) {
         let duration = begun.elapsed();
@@ -1348,6 +1408,7 @@ impl Driver {
             can_undo: 0,
             blocked,
             tool_calls,
+            rulings,
             notes,
         };
         if draft.has_images() {
@@ -1433,6 +1494,7 @@ impl Driver {
                 // Their senders learn from the silence that the session is gone; a fork is destroyed or comes back.
                 Command::Cancel(_)
                 | Command::Look { .. }
+                | Command::Decide { .. }
                 | Command::Narrow { .. }
                 | Command::Undo { .. }
                 | Command::Surrender(_) => {}

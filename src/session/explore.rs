@@ -12,8 +12,8 @@ use tokio_util::sync::CancellationToken;
 use super::driver::{Command, Fork, Forked, ForksWanted, all};
 use super::manager::{Entry, leave};
 use super::{
-    ExecuteRequest, ExploreReport, ExploreRequest, Keep, LARGEST_CODE, MOST_VARIANTS, News, Outcome, Part, Principal,
-    Refused, SessionId, Sessions, Status, Stream, Variant, VariantReport,
+    Asking, ExecuteRequest, ExploreReport, ExploreRequest, Keep, LARGEST_CODE, MOST_VARIANTS, News, Outcome, Part,
+    Principal, Refused, SessionId, Sessions, Status, Stream, Variant, VariantReport,
 };
 
 /// Characters of a score's text, and of the reason why there is none.
@@ -112,7 +112,8 @@ impl Exploration<'_> {
     }
 
     async fn execute(&self, entry: &Entry, code: String, max_output_chars: usize) -> Result<Outcome, Refused> {
-        let request = ExecuteRequest { code, timeout: self.request.timeout, max_output_chars };
+        let asking = Asking::Exploration;
+        let request = ExecuteRequest { code, timeout: self.request.timeout, max_output_chars, asking };
         self.sessions.execute_in(entry, request, self.cancel).await
     }
 

@@ -20,6 +20,9 @@ use super::{
     Which, most_undone,
 };
 
+/// How long further questions are waited for when there is one: those of a loop or of several threads are then asked together.
+const TOGETHER: Duration = Duration::from_millis(50);
+
 impl Sessions {
     /// Runs code to its end, creating the session if its id is new. A cancelled token interrupts the code.
     ///
@@ -36,7 +39,8 @@ impl Sessions {
         answer_at_once(&entry, &execution, &ending)
     }
 
-    /// Runs code as `execute` does, and waits for at most `wait`; the code goes on after that. `news` hears the latest line of output.
+    /// Runs code as `execute` does, and waits for at most `wait`, or until a person has to decide something; the code goes on after that. `news` hears the
+    /// latest line of output.
     pub async fn begin(
         &self,
         owner: &Principal,
@@ -57,7 +61,7 @@ impl Sessions {
         }
     }
 
-    /// Tells how an execution goes on, after `wait` or when it has ended. One that ended without having run is a refusal.
+    /// Tells how an execution goes on, after `wait`, when it has ended, or when a person has to decide something. One that ended without having run is a refusal.
     pub async fn check(
         &self,
         owner: &Principal,
@@ -147,7 +151,7 @@ impl Sessions {
     }
 }
 
-/// Waits for the end of an execution for at most `wait`. A cancelled token is passed on, and the end is awaited all the same.
+/// Waits for the end of an execution for at most `wait`, or until a person has to decide something. A cancelled token is passed on, and the end is awaited all the same.
 async fn ended(
     entry: &Entry,
     execution: &Execution,
@@ -172,6 +176,20 @@ async fn ended(
         ending = heard_out(execution, news) => Some(ending),
         never = cancelled => match never {},
         () = patience => None,
+        () = asked(execution) => None,
+    }
+}
+
+/// Waits until a person has to decide something, and a moment longer for what is asked at the same time.
+async fn asked(execution: &Execution) {
+    let mut questions = execution.questions();
+    loop {
+        // The execution holds the sender, and the caller holds the execution.
+        let _ = questions.wait_for(|asks| !asks.is_empty()).await;
+        tokio::time::sleep(TOGETHER).await;
+        if !questions.borrow_and_update().is_empty() {
+            return;
+        }
     }
 }
 
@@ -254,5 +272,6 @@ async fn underway(id: &SessionId, entry: &Entry, execution: &Execution, max_char
         elapsed: since.elapsed(),
         text: glance.text,
         omitted: glance.omitted,
+        asks: execution.questions().borrow().clone(),
     }
 }

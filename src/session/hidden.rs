@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::driver::{Extent, Job, Origin};
 use super::manager::{Entry, Sessions};
-use super::{ExecuteRequest, InsidePath, Outcome, Refused, SessionId};
+use super::{Asking, ExecuteRequest, InsidePath, Outcome, Refused, SessionId};
 use crate::sandbox::Rules;
 
 /// A session that only its maker knows. Dropping it destroys it.
@@ -31,7 +31,7 @@ impl Sessions {
 impl Hidden {
     /// Runs a cell.
     pub async fn execute(&self, code: &str, timeout: Duration, max_output_chars: usize) -> Result<Outcome, Refused> {
-        let request = ExecuteRequest { code: code.to_owned(), timeout, max_output_chars };
+        let request = ExecuteRequest { code: code.to_owned(), timeout, max_output_chars, asking: Asking::Nobody };
         self.sessions.execute_in(&self.entry, request, &CancellationToken::new()).await
     }
 

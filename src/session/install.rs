@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::driver::Job;
 use super::manager::Sessions;
-use super::{Principal, Refused, SessionId};
+use super::{Asking, Decision, Principal, Refused, Ruling, SessionId};
 
 /// What is to be installed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,26 +65,41 @@ impl fmt::Debug for Source {
     }
 }
 
+/// Whether a person allows an installation.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Leave {
+    /// Whether somebody can be asked.
+    pub asking: Asking,
+    /// What they have answered to the question that was asked before.
+    pub answer: Option<Decision>,
+}
+
 /// What an installation did to a session.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstallReport {
     pub text: String,
     /// Modules of these packages that were imported before, from elsewhere; a reset is needed to use the new ones.
     pub loaded: Vec<String>,
+    /// What a person has decided about it.
+    #[serde(default)]
+    pub ruling: Option<Ruling>,
 }
 
 impl Sessions {
-    /// Installs packages into a session, which is made if need be.
+    /// Installs packages into a session, which is made if need be. What a person must allow first is refused with the question.
     pub async fn install(
         &self,
         owner: &Principal,
         id: &SessionId,
         requirements: Vec<String>,
+        leave: Leave,
         cancel: CancellationToken,
         tell: &(dyn Fn(String) + Send + Sync),
     ) -> Result<InstallReport, Refused> {
         let installer = self.packages().0.ok_or(Refused::NoPackages)?;
         let entry = self.find_or_create(owner, id)?;
+        let Leave { asking, answer } = leave;
+        let ruling = self.leave_to_install((owner, id), &entry.shared, &requirements, asking, answer)?;
         let has = entry.shared.facts().packages.clone();
         let request = InstallRequest { requirements, upgrade: false, has };
         let installed = tokio::select! {
@@ -93,11 +108,11 @@ impl Sessions {
         };
         let Installed { paths, text } = installed;
         if paths.is_empty() {
-            return Ok(InstallReport { text, loaded: Vec::new() });
+            return Ok(InstallReport { text, loaded: Vec::new(), ruling });
         }
         let (reply, answer) = oneshot::channel();
         let added = self.ask(&entry, Job::Packages { paths, reply }, answer, &cancel).await;
         let loaded = added.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))?;
-        Ok(InstallReport { text, loaded })
+        Ok(InstallReport { text, loaded, ruling })
     }
 }

@@ -19,6 +19,9 @@
 mod access;
 mod accounts;
 #[cfg(test)]
+mod approval_behaviour;
+mod approvals;
+#[cfg(test)]
 mod behaviour;
 mod branch;
 #[cfg(test)]
@@ -68,6 +71,7 @@ use crate::runner_client::Trouble;
 use crate::sandbox::{LaunchError, Rules};
 pub use access::{Load, News, SessionAccess, Slice};
 pub use accounts::{Quota, Quotas, Usage};
+pub use approvals::{Approvals, AskId, Asked, Asking, Decided, DecidedBy, Decision, Ruling};
 pub use branch::*;
 pub use hidden::Hidden;
 pub use manager::Sessions;
@@ -234,9 +238,8 @@ pub struct SessionSettings {
     /// Bytes of memory a sandbox may hold, where that is limited. Old copies are given up before it is reached.
     pub memory_limit: Option<u64>,
     pub packages: install::Source,
+    pub approvals: Approvals,
     pub tools: tools::Tools,
-    /// Whether commands may run that the code of sessions asks for.
-    pub shell: shell::ShellPolicy,
     /// What one principal may use.
     pub quotas: Quotas,
     /// Cells that run at once in the whole server; zero is no limit. Others wait, and principals take turns.
@@ -254,8 +257,8 @@ impl Default for SessionSettings {
             explore_parallel: 4,
             memory_limit: None,
             packages: install::Source::default(),
+            approvals: Approvals::default(),
             tools: tools::Tools::default(),
-            shell: shell::ShellPolicy::default(),
             quotas: Quotas::default(),
             max_running: 0,
         }
@@ -269,6 +272,9 @@ pub struct ExecuteRequest {
     /// Counted from the moment the code starts, not while it waits for its turn.
     pub timeout: Duration,
     pub max_output_chars: usize,
+    /// Whether a person can be asked what the code may do.
+    #[serde(default)]
+    pub asking: Asking,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -410,6 +416,10 @@ pub enum Refused {
     NoPackages,
     #[error("{0}")]
     Install(install::InstallError),
+    #[error("nothing was done yet: a person must allow it first, because of {}", .asked.line)]
+    Ask { session: SessionId, asked: Box<Asked> },
+    #[error("{text}")]
+    NotApproved { text: String, ruling: Box<Ruling> },
     #[error("the packages could not be added to the session: {why}")]
     NotAdded { why: String },
     #[error(

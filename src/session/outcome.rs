@@ -31,6 +31,9 @@ pub struct Outcome {
     pub blocked: Vec<Blocked>,
     /// Tools of other MCP servers that it called.
     pub tool_calls: ToolCalls,
+    /// What was decided about its wishes without a person: denied by the policy, or because nobody could be asked or answered.
+    #[serde(default)]
+    pub rulings: Vec<super::Ruling>,
     /// Sentences the reader must know, such as "this is a new session".
     pub notes: Vec<String>,
 }

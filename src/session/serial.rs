@@ -138,6 +138,7 @@ mod tests {
             isolation: Default::default(),
             can_undo: 2,
             tool_calls: Default::default(),
+            rulings: Vec::new(),
             blocked: vec![refused.clone()],
             notes: vec!["a note".to_owned()],
         };

@@ -26,15 +26,6 @@ const USUAL_FOLDER: &str = crate::sandbox::WORK_FOLDER;
 /// What lines are for: the first of them that exists. By their place: a variable of the session must not choose the shell.
 const SHELLS: [&str; 2] = ["/bin/bash", "/bin/sh"];
 
-/// Whether commands may run.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum ShellPolicy {
-    #[default]
-    Allow,
-    /// The text says why, and what the operator can change.
-    Deny { text: String },
-}
-
 /// A command, whole.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ShellCommand {

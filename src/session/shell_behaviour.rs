@@ -1,5 +1,6 @@
 //! How sessions have commands run, shown with the fake backend and a paused clock.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -7,8 +8,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::behaviour::{Setting, id, owner, request, setting_with, text, without_undo};
-use super::shell::ShellPolicy;
 use super::*;
+use crate::approval::{Defaults, Effect, Policy};
 use crate::sandbox::fake::FakeBackend;
 
 fn allowing() -> Setting {
@@ -16,8 +17,9 @@ fn allowing() -> Setting {
 }
 
 fn denying() -> Setting {
-    let shell = ShellPolicy::Deny { text: "commands are denied by line 3".to_owned() };
-    setting_with(FakeBackend::new(), SessionSettings { shell, ..without_undo() })
+    let policy = Policy::new(Defaults { shell: Effect::Deny, ..Defaults::default() });
+    let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() };
+    setting_with(FakeBackend::new(), SessionSettings { approvals, ..without_undo() })
 }
 
 /// The answer that a cell printed last.
@@ -64,7 +66,7 @@ async fn a_denied_command_is_not_launched() {
     let setting = denying();
     let told = answer(&setting.ok("a", "run echo out").await);
     assert_eq!((&told["ok"], &told["reason"]), (&json!(false), &json!("denied")));
-    assert_eq!(told["text"], "commands are denied by line 3");
+    assert!(told["text"].as_str().unwrap().contains("`approve_shell: deny`"), "{told}");
     assert!(setting.backend.launched().is_empty());
 }
 

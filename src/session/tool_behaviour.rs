@@ -14,15 +14,18 @@ use super::behaviour::{Setting, id, owner, request, setting_with, text, without_
 use super::servers::{ServerReport, ServerRequest, ServerSetup};
 use super::tools::{Broker, CallEnd, ToolCall, ToolReason, ToolRefused, ToolReply, Tools};
 use super::*;
+use crate::approval::Policy;
 use crate::sandbox::fake::FakeBackend;
 
 /// Knows the servers `notes`, of everybody, and `private`, of `ann`. Tools: `echo`, `fail`, `wait`, `large`, `panic`.
 pub(super) struct FakeBroker {
     pub(super) packages: Mutex<BTreeMap<String, Vec<Arc<Package>>>>,
     pub(super) version: watch::Sender<u64>,
+    /// What registrations say about calls.
+    pub(super) policies: Mutex<BTreeMap<String, Arc<Policy>>>,
     /// Calls of `wait` that go on.
     pub(super) go: Semaphore,
-    seen: Mutex<Vec<(String, String)>>,
+    pub(super) seen: Mutex<Vec<(String, String)>>,
     under_way: watch::Sender<usize>,
     given_up: watch::Sender<usize>,
 }
@@ -32,6 +35,7 @@ impl FakeBroker {
         Arc::new(FakeBroker {
             packages: Mutex::default(),
             version: watch::Sender::new(0),
+            policies: Mutex::default(),
             go: Semaphore::new(0),
             seen: Mutex::default(),
             under_way: watch::Sender::new(0),
@@ -110,6 +114,10 @@ impl Broker for FakeBroker {
         };
         under_way.over = true;
         result
+    }
+
+    fn policy(&self, _owner: &Principal, server: &str) -> Option<Arc<Policy>> {
+        self.policies.lock().unwrap().get(server).cloned()
     }
 
     fn packages(&self, owner: &Principal) -> Vec<Arc<Package>> {

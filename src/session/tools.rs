@@ -18,6 +18,7 @@ use tokio::time::Instant;
 
 use super::servers::{ServerReport, ServerRequest, ServerSetup};
 use super::{Principal, SessionId};
+use crate::approval::Policy;
 
 /// Calls of one cell of which an outcome tells. The rest is counted.
 const MOST_NOTED: usize = 100;
@@ -112,6 +113,11 @@ pub trait Broker: Send + Sync {
         call: ToolCall,
         tell: &(dyn Fn(String) + Send + Sync),
     ) -> Result<ToolReply, ToolRefused>;
+
+    /// Returns what the registration of a server says about calls of its tools, if it says something. It can only make things stricter.
+    fn policy(&self, _owner: &Principal, _server: &str) -> Option<Arc<Policy>> {
+        None
+    }
 
     /// Returns the packages that this owner's sessions may have, in the order of their names.
     fn packages(&self, owner: &Principal) -> Vec<Arc<Package>>;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Outcome, SessionId};
+use super::{Asked, Outcome, SessionId};
 
 /// How a call that runs code ended.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -29,6 +29,9 @@ pub struct Underway {
     pub text: String,
     /// Characters that were printed since then and are not in `text`. The whole output can be read when it has finished.
     pub omitted: u64,
+    /// What a person has to decide before all of it goes on. Its clock stands still meanwhile.
+    #[serde(default)]
+    pub asks: Vec<Asked>,
 }
 
 /// What is known of an execution that was asked about.

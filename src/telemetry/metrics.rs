@@ -46,6 +46,7 @@ struct Figures {
     sessions_ended: Family<Labels<1>, Counter>,
     queue: Gauge,
     quota_refusals: Family<Labels<1>, Counter>,
+    approvals: Family<Labels<1>, Counter>,
     file_bytes: Family<Labels<1>, Counter<u64, AtomicU64>>,
 }
 
@@ -82,6 +83,7 @@ impl Metrics {
             sessions_ended: Family::default(),
             queue: Gauge::default(),
             quota_refusals: Family::default(),
+            approvals: Family::default(),
             file_bytes: Family::default(),
         };
         Metrics(Arc::new(figures.registered(health)))
@@ -138,6 +140,11 @@ impl Metrics {
         self.0.quota_refusals.get_or_create(&[("quota", quota)]).inc();
     }
 
+    /// Something that needed an approval was decided: `granted`, `refused` or `expired`.
+    pub fn approved(&self, answer: &'static str) {
+        self.0.approvals.get_or_create(&[("answer", answer)]).inc();
+    }
+
     pub fn file_moved(&self, direction: Direction, bytes: u64) {
         let direction = match direction {
             Direction::Into => "into",
@@ -173,6 +180,7 @@ impl Figures {
         registry.register("sessions_created", "Sessions that began", self.sessions_created.clone());
         registry.register("sessions_ended", "Sessions that ended", self.sessions_ended.clone());
         registry.register("queue_length", "Executions that wait", self.queue.clone());
+        registry.register("approvals", "Decisions about what code may do", self.approvals.clone());
         registry.register("quota_refusals", "Calls refused by a quota", self.quota_refusals.clone());
         registry.register("file_bytes", "Bytes of files moved into and out of sessions", self.file_bytes.clone());
         registry.register_collector(Box::new(Ready(health.clone())));
@@ -228,6 +236,7 @@ mod tests {
         metrics.session_ended("idle");
         metrics.queue_length(2);
         metrics.quota_refused("sessions");
+        metrics.approved("granted");
         metrics.file_moved(Direction::Into, 1_000);
         metrics.file_moved(Direction::OutOf, 5);
         let text = metrics.render();
@@ -243,6 +252,7 @@ mod tests {
             "cellblock_sessions_created_total 1",
             "cellblock_sessions_ended_total{reason=\"idle\"} 1",
             "cellblock_queue_length 2",
+            "cellblock_approvals_total{answer=\"granted\"} 1",
             "cellblock_quota_refusals_total{quota=\"sessions\"} 1",
             "cellblock_file_bytes_total{direction=\"into\"} 1000",
             "cellblock_file_bytes_total{direction=\"out_of\"} 5",

@@ -2,11 +2,12 @@
 //!
 //! `shared()` of `native` is the control: there the same attempts work.
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use cellblock::approval::{Defaults, Effect, Policy};
 use cellblock::sandbox::{LaunchError, Rules};
-use cellblock::session::shell::ShellPolicy;
+use cellblock::session::Approvals;
 use cellblock::session::{StateAfter, Status};
 use cellblock_jail::posture::Posture;
 use cellblock_jail::wire::{Bind, LeftOut};
@@ -25,9 +26,10 @@ fn closed() -> &'static Native {
 /// The same, with a policy that lets none run.
 fn denying() -> &'static Native {
     static BACKEND: OnceLock<Native> = OnceLock::new();
-    let deny = |text: &str| ShellPolicy::Deny { text: text.to_owned() };
+    let policy = Policy::new(Defaults { shell: Effect::Deny, ..Defaults::default() });
+    let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() };
     BACKEND.get_or_init(|| {
-        Builder::new("minimal").refuse_programs().sessions(|sessions| sessions.shell = deny("no commands here")).start()
+        Builder::new("minimal").refuse_programs().sessions(|sessions| sessions.approvals = approvals).start()
     })
 }
 
@@ -244,7 +246,8 @@ fn a_denied_command_does_not_run_and_says_why() {
         for cell in ["!touch ran", "x = !touch ran", "%%bash\ntouch ran", "import os; os.system('touch ran')"] {
             let outcome = session.execute(cell).await.unwrap();
             let Status::Raised(error) = &outcome.status else { panic!("{cell}: {outcome:?}") };
-            assert_eq!((error.name.as_str(), error.message.as_str()), ("CommandRefused", "no commands here"), "{cell}");
+            assert_eq!(error.name, "CommandRefused", "{cell}");
+            assert!(error.message.contains("`approve_shell: deny`"), "{cell}: {}", error.message);
         }
         assert_eq!(session.ok("import os; print(os.path.exists('ran'))").await, "False\n");
         let allowed = closed().session();

@@ -35,11 +35,29 @@ fn the_typescript_client_of_the_second_generation_works_in_both_eras() {
     typescript("typescript_v2.mjs");
 }
 
+/// What has a server ask about commands and packages.
+const ASK: [&str; 4] = ["--approve-shell", "ask", "--approve-packages", "ask"];
+
+#[test]
+fn the_person_behind_the_python_client_of_the_first_generation_is_asked() {
+    python_with("python_v1", "approvals_v1.py", "mcp>=1.26,<2", &ASK);
+}
+
+#[test]
+fn the_person_behind_the_python_client_of_the_second_generation_is_asked_in_both_eras() {
+    python_with("python_v2", "approvals_v2.py", "mcp>=2,<3", &ASK);
+}
+
 fn python(script: &str, requirement: &str) {
-    let Some(python) = installed(script.trim_end_matches(".py"), &[requirement]) else {
+    python_with(script.trim_end_matches(".py"), script, requirement, &[]);
+}
+
+/// Has a Python client tell its story to a server with these flags.
+fn python_with(environment: &str, script: &str, requirement: &str, flags: &[&str]) {
+    let Some(python) = installed(environment, &[requirement]) else {
         return skipped("a package index");
     };
-    tell(|| {
+    tell_with(flags, || {
         let mut command = Command::new(&python);
         command.arg(scripts().join(script));
         command
@@ -62,10 +80,14 @@ fn typescript(script: &str) {
 
 /// Lets a client tell its story over every transport.
 fn tell(client: impl Fn() -> Command) {
+    tell_with(&[], client);
+}
+
+fn tell_with(flags: &[&str], client: impl Fn() -> Command) {
     let mut over_pipes = client();
-    over_pipes.envs(folders(data_dir())).env_remove("CELLBLOCK_CONFIG").args(["stdio", PROGRAM, "mcp"]);
+    over_pipes.envs(folders(data_dir())).env_remove("CELLBLOCK_CONFIG").args(["stdio", PROGRAM, "mcp"]).args(flags);
     check_told(&mut over_pipes);
-    let service = Service::start(&[]);
+    let service = Service::start(flags);
     let mut over_http = client();
     check_told(over_http.env("CELLBLOCK_TOKEN", &service.token).args(["http", &service.url()]));
 }

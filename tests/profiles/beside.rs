@@ -53,3 +53,16 @@ fn ipybox_and_its_profile_agree_where_they_should() {
         said => assert_eq!(said, "all passed"),
     }
 }
+
+#[test]
+fn python_docker_mcp_and_its_profile_agree_without_an_engine() {
+    // It imports a module that newer versions of setuptools do not have.
+    let requirements = ["python-docker-mcp==0.2.5", "mcp<2", "setuptools<80"];
+    let Some(python) = installed("python-docker-mcp", &requirements) else { return skipped("a package index") };
+    let mut command = Command::new(&python);
+    command.arg(script("beside_python_docker.py")).arg(python.with_file_name("python-docker-mcp"));
+    command.args(["--", PROGRAM, "mcp", "--profile", "python-docker-mcp", "--environment", "minimal"]);
+    // Neither reads a configuration of whoever runs the tests.
+    let home = tempfile::tempdir().unwrap();
+    assert_eq!(said(command.env("HOME", home.path())), "all passed");
+}

@@ -5,7 +5,8 @@ use std::fs;
 use serde_json::{Value, json};
 
 use super::{call, exactly, fails, go_through, listed, local_index, start, start_with_index, text, words};
-use crate::support::server::{MINIMAL, Server, finished, program};
+use crate::support::PROGRAM;
+use crate::support::server::{MINIMAL, Server, data_dir, finished, folders, program};
 
 fn cell(code: &str) -> Value {
     json!({"code": code})
@@ -216,6 +217,48 @@ fn packages_are_installed_and_a_failure_is_an_error() {
         ],
     );
     assert!(index.requests().iter().any(|path| path.contains("pure")), "the index of the setting was asked");
+}
+
+#[test]
+fn another_server_is_registered_and_its_tools_are_called_from_code() {
+    let server = start("ipybox", MINIMAL);
+    let variables: serde_json::Map<String, Value> =
+        folders(data_dir()).into_iter().map(|(name, path)| (name.to_owned(), json!(path.to_str().unwrap()))).collect();
+    let params = json!({
+        "command": PROGRAM,
+        "args": ["mcp", "--profile", "pyexec", "--environment", "minimal"],
+        "env": variables,
+    });
+    go_through(
+        &server,
+        vec![
+            exactly(
+                "register_mcp_server",
+                json!({"server_name": "inner", "server_params": params}),
+                &["execute_python"],
+            ),
+            exactly(
+                EXECUTE,
+                cell("from mcptools.inner import execute_python as tool\ntool.run(tool.Params(code='6 * 7'))"),
+                &["'42'"],
+            ),
+            fails(
+                "register_mcp_server",
+                json!({"server_name": "../x", "server_params": params}),
+                &["Error executing tool register_mcp_server: "],
+            ),
+            fails(
+                "register_mcp_server",
+                json!({"server_name": "x", "server_params": {}}),
+                &["Error executing tool register_mcp_server: "],
+            ),
+            fails(
+                "register_mcp_server",
+                json!({"server_name": "x", "server_params": 5}),
+                &["server_params must be an object"],
+            ),
+        ],
+    );
 }
 
 #[test]

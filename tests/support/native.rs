@@ -17,8 +17,8 @@ use cellblock::environment;
 use cellblock::sandbox::native::{NativeBackend, NativeSettings, Programs};
 use cellblock::sandbox::{Backend, LaunchError, Network, Preparation, SandboxLimits};
 use cellblock::session::{
-    CheckpointInfo, ExecuteRequest, ExploreReport, ExploreRequest, ForkNames, ForkReport, InsidePath, News, Outcome,
-    Part, Principal, Refused, SessionId, SessionSettings, Sessions, Status, Stream, UndoReport,
+    Asking, CheckpointInfo, ExecuteRequest, ExploreReport, ExploreRequest, ForkNames, ForkReport, InsidePath, News,
+    Outcome, Part, Principal, Refused, SessionId, SessionSettings, Sessions, Status, Stream, UndoReport,
 };
 use cellblock_jail::posture::{NAMESPACES, Posture};
 use cellblock_jail::wire::{Bind, LeftOut, OperatorMount};
@@ -261,7 +261,8 @@ impl Session {
         timeout: Duration,
         cancel: CancellationToken,
     ) -> Result<Outcome, Refused> {
-        let request = ExecuteRequest { code: code.to_owned(), timeout, max_output_chars: 10_000_000 };
+        let request =
+            ExecuteRequest { code: code.to_owned(), timeout, max_output_chars: 10_000_000, asking: Asking::Nobody };
         self.sessions.execute(&Principal::local(), &self.id, request, cancel).await
     }
 

@@ -19,6 +19,7 @@ use std::collections::HashSet;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -33,6 +34,7 @@ use crate::hello::{self, ClientHello, Hello, LARGEST_HELLO};
 use crate::name::{Host, HostName};
 use crate::names::NameInUse;
 use crate::resolve::BoxFuture;
+use crate::rules::Rules;
 use crate::secrets::Note;
 use crate::{http, terminate};
 
@@ -65,7 +67,7 @@ const LONGEST_GUESS: Duration = Duration::from_secs(1);
 const BUFFER: usize = 64 * 1024;
 
 const HTTP: u16 = 80;
-const HTTPS: u16 = 443;
+pub(super) const HTTPS: u16 = 443;
 
 /// What a connection is for.
 struct Peer {
@@ -74,6 +76,8 @@ struct Peer {
     port: u16,
     /// Whether its bytes pass without a look only because there were no restrictions when it began.
     is_unseen: bool,
+    /// Whether somebody has allowed it although no rule does.
+    is_granted: AtomicBool,
     /// Where it was dialled to so far.
     dialled: Mutex<HashSet<IpAddr>>,
     /// Keeps the address that stands for the name, as long as there is a connection to it.
@@ -86,7 +90,29 @@ impl Peer {
         let name = shared.names.name_at(address);
         let host = name.as_ref().map_or(Host::Address(address), |name| Host::Name(name.name().clone()));
         let is_unseen = matches!((target.port(), &name), (HTTP | HTTPS, Some(_))) && shared.rules().is_everything();
-        Peer { shared, host, port: target.port(), is_unseen, dialled: Mutex::default(), _name: name }
+        let (is_granted, dialled) = (AtomicBool::new(false), Mutex::default());
+        Peer { shared, host, port: target.port(), is_unseen, is_granted, dialled, _name: name }
+    }
+
+    /// The rules of this moment, with what was allowed for this connection alone.
+    fn rules(&self) -> Rules {
+        let rules = self.shared.rules();
+        match &self.host {
+            Host::Name(name) if self.is_granted.load(Ordering::Relaxed) => rules.with_name(name, self.port),
+            _ => rules,
+        }
+    }
+
+    /// Holds the connection until somebody has decided about it, if anybody can be asked.
+    async fn is_granted(&self) -> bool {
+        let (Host::Name(name), Some(asker)) = (&self.host, self.shared.asker()) else { return false };
+        let could_be = self.shared.rules().with_name(name, self.port).allows_name(name, self.port);
+        let Ok(_held) = self.shared.held.try_acquire() else { return false };
+        if !could_be || !asker.may_allow(name) || !asker.ask(name, self.port).await {
+            return false;
+        }
+        self.is_granted.store(true, Ordering::Relaxed);
+        self.is_allowed()
     }
 
     fn note(&self, reason: Reason) {
@@ -101,7 +127,7 @@ impl Peer {
     /// Tells whether the rules of this moment allow everything about this connection.
     fn is_allowed(&self) -> bool {
         let dialled = self.dialled.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let rules = self.shared.rules();
+        let rules = self.rules();
         (!self.is_unseen || rules.is_everything()) && self.shared.dialer.allows(&self.host, self.port, &dialled, &rules)
     }
 
@@ -123,11 +149,11 @@ impl Peer {
 
     /// Opens a connection to the host, by the rules of this moment.
     async fn try_dial(&self) -> Result<TcpStream, Reason> {
-        let rules = self.shared.rules();
+        let rules = self.rules();
         let (stream, address) = self.shared.dialer.dial(&self.host, self.port, &rules).await?;
         self.dialled.lock().unwrap_or_else(PoisonError::into_inner).insert(address);
         // The rules may have changed since we looked. If they change from now on, `cut_off` sees this address.
-        if self.shared.rules() == rules || self.is_allowed() { Ok(stream) } else { Err(Reason::NoLongerListed) }
+        if self.rules() == rules || self.is_allowed() { Ok(stream) } else { Err(Reason::NoLongerListed) }
     }
 
     /// Opens a connection for a part of this crate that knows nothing of notes.
@@ -160,7 +186,7 @@ fn traffic(peer: &Peer) -> Traffic<'_> {
 
 /// Decides about a connection and carries its bytes.
 async fn carry(peer: &Arc<Peer>, mut inside: Inside) -> Result<(), Refused> {
-    if !peer.is_allowed() {
+    if !peer.is_allowed() && !peer.is_granted().await {
         return Err(peer.refuse(Reason::NotListed));
     }
     match traffic(peer) {

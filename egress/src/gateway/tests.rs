@@ -791,3 +791,92 @@ async fn what_happens_in_a_dead_end() {
     assert_eq!(TcpStream::connect("198.18.0.1:22").await.unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
     assert_eq!(gateway.take_blocked().len(), 4);
 }
+
+/// Somebody who is asked about names below `example.org`, and answers as the test says.
+struct Person {
+    asked: tokio::sync::mpsc::UnboundedSender<(String, u16, tokio::sync::oneshot::Sender<bool>)>,
+}
+
+type Questions = tokio::sync::mpsc::UnboundedReceiver<(String, u16, tokio::sync::oneshot::Sender<bool>)>;
+
+impl Asker for Person {
+    fn may_allow(&self, name: &HostName) -> bool {
+        name.to_string().ends_with("example.org")
+    }
+
+    fn ask(&self, name: &HostName, port: u16) -> BoxFuture<'static, bool> {
+        let (reply, answer) = tokio::sync::oneshot::channel();
+        let _ = self.asked.send((name.to_string(), port, reply));
+        Box::pin(async { answer.await.unwrap_or(false) })
+    }
+}
+
+impl World {
+    fn with_a_person(&self) -> Questions {
+        let (asked, questions) = tokio::sync::mpsc::unbounded_channel();
+        self.gateway.set_asker(Some(Arc::new(Person { asked })));
+        questions
+    }
+}
+
+#[tokio::test]
+async fn a_connection_to_a_name_that_is_not_listed_is_held_until_somebody_has_decided() {
+    let server = Server::echo().await;
+    let world = plan(&["example.com:7000"]).open(&server);
+    assert_eq!(world.address("example.org").await, Err(ResponseCode::NXDomain), "nobody can be asked");
+    let mut questions = world.with_a_person();
+    let mut stream = world.connect("example.org", 7000).await;
+    let (name, port, reply) = questions.recv().await.unwrap();
+    assert_eq!((name.as_str(), port), ("example.org", 7000));
+    assert_eq!((server.connections_seen(), world.resolver.times_asked()), (0, 0), "nothing goes out before the answer");
+    reply.send(true).unwrap();
+    assert_eq!(echoes(&mut stream).await, Ok(()));
+    assert_eq!(world.gateway.rules(), Rules::parse(&["example.com:7000"]).unwrap(), "it holds for this connection");
+    let mut other = world.connect("example.org", 7000).await;
+    let (.., reply) = questions.recv().await.unwrap();
+    reply.send(false).unwrap();
+    assert_eq!(echoes(&mut other).await, RESET);
+    assert_eq!(
+        world.blocked(),
+        ["blocked: example.org (not in the allowed list)", "blocked: example.org:7000 (not in the allowed list)",]
+    );
+    assert_eq!(echoes(&mut stream).await, Ok(()), "the one that was allowed goes on");
+    assert_eq!(echoes(&mut world.connect("example.com", 7000).await).await, Ok(()));
+    assert!(questions.try_recv().is_err(), "what is listed needs no answer");
+}
+
+#[tokio::test]
+async fn what_a_person_allows_still_leads_to_no_special_address_and_to_nothing_denied() {
+    let server = Server::echo().await;
+    let script = Script::default().answer("inside.example.org", &[&["10.1.2.3"]]);
+    let world = plan(&["example.com:7000", "!denied.example.org"]).script(script).open(&server);
+    let mut questions = world.with_a_person();
+    let mut stream = world.connect("inside.example.org", 7000).await;
+    questions.recv().await.unwrap().2.send(true).unwrap();
+    assert_eq!(echoes(&mut stream).await, RESET);
+    assert_eq!(world.address("denied.example.org").await, Err(ResponseCode::NXDomain));
+    assert_eq!(world.address("example.net").await, Err(ResponseCode::NXDomain), "nobody would allow it");
+    assert!(questions.try_recv().is_err());
+    assert_eq!(server.connections_seen(), 0);
+}
+
+#[tokio::test]
+async fn so_many_connections_are_held_and_the_rest_is_refused() {
+    let server = Server::echo().await;
+    let world = plan(&["example.com:7000"]).open(&server);
+    let mut questions = world.with_a_person();
+    let mut held = Vec::new();
+    let mut replies = Vec::new();
+    for _ in 0..MOST_HELD {
+        held.push(world.connect("example.org", 7000).await);
+        replies.push(questions.recv().await.unwrap().2);
+    }
+    assert_eq!(echoes(&mut world.connect("example.org", 7000).await).await, RESET);
+    drop(replies);
+    for stream in &mut held {
+        assert_eq!(echoes(stream).await, RESET, "an asker that is gone allows nothing");
+    }
+    let mut next = world.connect("example.org", 7000).await; // control: there is room again
+    questions.recv().await.unwrap().2.send(true).unwrap();
+    assert_eq!(echoes(&mut next).await, Ok(()));
+}

@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 use super::super::layers::{Key, Member, Origin, Written};
 use super::super::{ConfigError, Upstreams};
 use super::{Check, NamedFile, ReadFile, invalid, table};
+use crate::approval::registration;
 
 /// Parameters that are numbers of seconds. Everything else is text, also where YAML would read a number.
 const NUMBERS: [&str; 4] = ["timeout", "sse_read_timeout", "connect_timeout", "call_timeout"];
@@ -74,7 +75,8 @@ impl Check<'_> {
 
 fn check(name: &str, params: &Value) -> Result<(), String> {
     ServerName::new(name).map_err(|error| format!("the name {name:?} cannot be used: {error}"))?;
-    ServerParams::parse(params).map(drop).map_err(|error| error.to_string())
+    let (params, _) = registration(name, params).map_err(|bad| format!("approval: {bad}"))?;
+    ServerParams::parse(&params).map(drop).map_err(|error| error.to_string())
 }
 
 fn refused(name: &str, origin: &Origin, why: String) -> ConfigError {

@@ -23,6 +23,7 @@ pub(super) fn outcome(status: Status, parts: Vec<Part>) -> Outcome {
         blocked: Vec::new(),
         notes: Vec::new(),
         tool_calls: Default::default(),
+        rulings: Vec::new(),
     }
 }
 

@@ -14,7 +14,7 @@ use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, Jso
 use rmcp::service::RequestContext;
 use serde_json::{Value, json};
 
-use super::super::arguments::{LARGEST_CODE, LONGEST_PATH, MOST_OUTPUT_CHARS, Source};
+use super::super::arguments::{LARGEST_CODE, LONGEST_PATH, LONGEST_SERVER_NAME, MOST_OUTPUT_CHARS, Source};
 use super::super::calls::or_cancelled;
 use super::super::host_files::{HostFileError, Overwrite};
 use super::super::toolbox::{Entry, Introduction, Toolbox};
@@ -25,9 +25,6 @@ use crate::auth::Scope;
 use crate::runner_client::Trouble;
 use crate::session::servers::ServerRequest;
 use crate::session::{InsidePath, Outcome, Principal, Refused, SessionId, Status};
-
-/// Bytes of a server's name. What it may say is checked by whoever registers it.
-const LONGEST_SERVER_NAME: usize = 200;
 
 const WAY_BACK: &str = "Call `reset` to start Python anew.";
 
@@ -219,7 +216,7 @@ async fn register(visit: Visit<'_>, mut written: Written) -> Result<CallToolResu
         Some(params @ Value::Object(_)) => params,
         _ => return Err(Failure("server_params must be an object with a \"command\" or a \"url\"".to_owned())),
     };
-    let request = ServerRequest { name, params, trust: visit.server.trust() };
+    let request = ServerRequest { name, params, trust: visit.server.shared.front.trust() };
     let registered = visit.server.shared.sessions.register_server(visit.owner, request);
     let report = or_cancelled(visit.context, registered).await.map_err(|error| match error.downcast::<Refused>() {
         Ok(refused) => Failure::from(*refused),

@@ -32,6 +32,7 @@ use rmcp::service::RequestContext;
 use serde_json::Value;
 
 use super::arguments::{BadArgument, Given, nearest, shortened};
+use super::asking::Way;
 use super::toolbox::Toolbox;
 use super::tools::Catalogue;
 use super::{McpSettings, Server};
@@ -139,7 +140,8 @@ impl Visit<'_> {
         timeout: Duration,
         max_output_chars: usize,
     ) -> Result<Outcome, Refused> {
-        let request = ExecuteRequest { code, timeout, max_output_chars };
+        let asking = Way::of(self.context).asking_meanwhile();
+        let request = ExecuteRequest { code, timeout, max_output_chars, asking };
         self.server.run_to_end(self.owner, session, request, self.context).await
     }
 

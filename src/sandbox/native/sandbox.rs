@@ -33,8 +33,8 @@ use super::jail::Jail;
 use super::warden::{self, Checkpoint, Slots, View, Warden};
 use super::{Inner, STEP_LIMIT};
 use crate::sandbox::{
-    CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher, MemoryUse,
-    Process, Sandbox, SandboxLimits,
+    Asker, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
+    MemoryUse, Process, Sandbox, SandboxLimits,
 };
 
 /// Forks after which the warm interpreter is replaced, so that address layout and hash seed change.
@@ -453,6 +453,12 @@ impl Sandbox for NativeSandbox {
     fn set_rules(&self, rules: Rules) {
         if let Some(gateway) = &self.gateway {
             gateway.set_rules(rules);
+        }
+    }
+
+    fn set_asker(&self, asker: Option<Arc<dyn Asker>>) {
+        if let Some(gateway) = &self.gateway {
+            gateway.set_asker(asker);
         }
     }
 

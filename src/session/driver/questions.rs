@@ -10,7 +10,9 @@ use serde_json::{Value, json};
 use tokio::task::{AbortHandle, JoinSet};
 use tracing::debug;
 
+use super::approvals::Wanted;
 use super::{Driver, RequestId, Running, Task};
+use crate::approval::Subject;
 use crate::runner_client::{LARGEST_FRAME, Question};
 use crate::session::install::{InstallError, InstallRequest, Installed};
 use crate::session::tools::{Begun, CallEnd, ToolCall, ToolCalls, ToolReason, ToolRefused, ToolReply};
@@ -187,20 +189,24 @@ impl Driver {
         if !matches!(&self.running, Some(Running { id: running, task: Task::Cell { .. }, .. }) if *running == id) {
             return;
         }
-        if self.questions.knows(ask) {
+        if self.questions.knows(ask) || self.parking.knows(ask) {
             return self.broken("a question was asked under the number of another".to_owned());
         }
         if self.questions.ready.len() >= MOST_UNREAD {
             return self.broken("the answers to too many questions were not read".to_owned());
         }
         match question {
-            Question::Install { requirements, upgrade } => self.asked_to_install(ask, requirements, upgrade),
+            Question::Install { requirements, upgrade } => {
+                self.consider(Subject::Install { requirements }, Wanted::Install { ask, upgrade });
+            }
             Question::CallTool { server, tool, arguments, size } => {
                 self.asked_to_call(ask, ToolCall { server, tool, arguments }, size);
             }
             Question::Shell(command) => self.asked_to_run(ask, *command),
             Question::Withdraw { of } => {
-                self.questions.withdraw(of);
+                if !self.withdraw_parked(of) {
+                    self.questions.withdraw(of);
+                }
                 let frame = json!({"type": "answer", "ask": ask, "ok": true});
                 self.questions.ready.push_back(Answered::plain(ask, frame));
                 self.call_those_that_wait();
@@ -223,7 +229,7 @@ impl Driver {
         self.call_those_that_wait();
     }
 
-    fn asked_to_install(&mut self, ask: u64, requirements: Vec<String>, upgrade: bool) {
+    pub(super) fn install_packages(&mut self, ask: u64, requirements: Vec<String>, upgrade: bool) {
         let Some(installer) = self.settings.packages.0.clone() else {
             return self.refuse_question(ask, "packages cannot be installed on this server");
         };
@@ -254,8 +260,19 @@ impl Driver {
             let why = "too many large calls wait at the same time; await some of them before you start others";
             return self.refuse_call(ask, &call, &ToolRefused::new(ToolReason::Budget, why));
         }
-        questions.waiting.push_back(Waiting { ask, call, size });
-        questions.waiting_bytes += size;
+        // Nobody is asked about what the session was not granted, which looks like what is not there.
+        if self.settings.tools.0.is_none() || !self.deliveries.grants.allow(&call.server) {
+            let refused = ToolRefused::no_server(&call.server);
+            return self.refuse_call(ask, &call, &refused);
+        }
+        let ToolCall { server, tool, arguments } = call;
+        self.consider(Subject::Tool { server, tool, arguments }, Wanted::Call { ask, size });
+    }
+
+    /// Puts a call that may be made behind those that wait for a place.
+    pub(super) fn line_up_call(&mut self, ask: u64, call: ToolCall, size: usize) {
+        self.questions.waiting.push_back(Waiting { ask, call, size });
+        self.questions.waiting_bytes += size;
         self.call_those_that_wait();
     }
 
@@ -286,12 +303,12 @@ impl Driver {
         });
     }
 
-    fn refuse_call(&mut self, ask: u64, call: &ToolCall, refused: &ToolRefused) {
+    pub(super) fn refuse_call(&mut self, ask: u64, call: &ToolCall, refused: &ToolRefused) {
         self.questions.note_at_once(call, refused.reason);
         self.questions.ready.push_back(Answered::plain(ask, refused_frame(ask, refused)));
     }
 
-    fn refuse_question(&mut self, ask: u64, why: &str) {
+    pub(super) fn refuse_question(&mut self, ask: u64, why: &str) {
         let frame = not_installed_frame(ask, &InstallError::Refused(why.to_owned()));
         self.questions.ready.push_back(Answered::plain(ask, frame));
     }

@@ -12,14 +12,30 @@ use serde_json::{Value, json};
 use tracing::debug;
 
 use super::Driver;
+use super::approvals::Wanted;
+use crate::approval::Subject;
 use crate::runner_client::{ClaimedCommand, Outlets};
 use crate::sandbox::{Exit, Launcher, Process, Program, ProgramError};
-use crate::session::shell::{ShellCommand, ShellPolicy};
+use crate::session::shell::ShellCommand;
 
 /// Commands of one cell that are under way at the same time.
 const MOST_COMMANDS: usize = 16;
 /// How long an interrupted command may take to end by itself.
 const GRACE: Duration = Duration::from_millis(300);
+
+/// A command that waits to be allowed, with all that it needs to run. What was shown is its text; what runs is the same value.
+pub(super) struct CommandWanted {
+    pub(super) ask: u64,
+    pub(super) command: ShellCommand,
+    pub(super) outlets: Outlets,
+}
+
+impl CommandWanted {
+    /// Bytes that it holds, about.
+    pub(super) fn size(&self) -> usize {
+        self.command.text().len() + self.command.input().map_or(0, <[u8]>::len)
+    }
+}
 
 impl Driver {
     /// Takes a command that the running cell wants to have run.
@@ -35,10 +51,8 @@ impl Driver {
 
     /// Decides about a command by its `kind` and `text`. What is then run is the value itself.
     fn consider_command(&mut self, ask: u64, command: ShellCommand, outlets: Outlets) {
-        match self.settings.shell.clone() {
-            ShellPolicy::Allow => self.run_command(ask, command, outlets),
-            ShellPolicy::Deny { text } => self.refuse_command(ask, "denied", &text),
-        }
+        let subject = Subject::Shell { command: command.text(), kind: command.kind() };
+        self.consider(subject, Wanted::Command(Box::new(CommandWanted { ask, command, outlets })));
     }
 
     /// Runs a command that may run.

@@ -1,0 +1,206 @@
+//! The book: what people have allowed for good, in a file of the operator's.
+//!
+//! One line per permission, with the name of whoever gave it; it counts for them alone. The operator may read, change and remove lines while the server does not run:
+//!
+//! ```yaml
+//! - {for: "local", allow: {server: "github", tool: "create_issue"}}
+//! ```
+//!
+//! Nothing is written unless the operator switched it on. The file is replaced as a whole, so that a crash leaves the old one or the new one.
+
+use std::fmt::Write as _;
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use serde_json::Value;
+
+use super::shown::quoted;
+use super::{BadRule, Effect, Rule, Scope, Subject};
+
+/// Permissions that are kept at most; beyond them, whoever says "always" is asked again in the next session.
+const MOST_KEPT: usize = 10_000;
+
+/// The largest file that is read.
+const LARGEST: u64 = 16 << 20;
+
+/// Permissions for good.
+#[derive(Debug, Default)]
+pub struct Book {
+    /// Nowhere, when the operator wants nothing kept.
+    path: Option<PathBuf>,
+    entries: Mutex<Vec<Entry>>,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+struct Entry {
+    owner: String,
+    rule: Rule,
+}
+
+/// Why the book could not be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum BookError {
+    #[error("could not use {} for approvals that are remembered", path.display())]
+    File {
+        path: PathBuf,
+        #[source]
+        cause: io::Error,
+    },
+    #[error("{} is not a list of approvals: {why}", path.display())]
+    Form { path: PathBuf, why: String },
+    #[error("number {number} in {} is not an approval", path.display())]
+    Entry {
+        path: PathBuf,
+        number: usize,
+        #[source]
+        cause: BadRule,
+    },
+}
+
+impl Book {
+    /// Opens the book at this path. A file that is not there yet is an empty book.
+    pub fn open(path: &Path) -> Result<Book, BookError> {
+        let failed = |cause| BookError::File { path: path.to_owned(), cause };
+        let text = match std::fs::metadata(path) {
+            Ok(found) if found.len() > LARGEST => return Err(failed(io::ErrorKind::FileTooLarge.into())),
+            Ok(_) => std::fs::read_to_string(path).map_err(failed)?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
+            Err(error) => return Err(failed(error)),
+        };
+        Ok(Book { path: Some(path.to_owned()), entries: Mutex::new(parse(path, &text)?) })
+    }
+
+    /// Tells whether something can be remembered.
+    pub fn is_kept(&self) -> bool {
+        self.path.is_some()
+    }
+
+    /// Where it is kept.
+    pub fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
+    }
+
+    /// Tells whether everything about a subject was allowed by this owner for good.
+    pub fn covers(&self, owner: &str, subject: &Subject) -> bool {
+        let entries = self.entries();
+        let theirs = || entries.iter().filter(|entry| entry.owner == owner).map(|entry| &entry.rule);
+        let needed = Scope::of(subject);
+        !needed.is_empty()
+            && needed.iter().all(|scope| match (scope, subject) {
+                (Scope::Package { name }, _) => theirs().any(|rule| rule.fits_package(name)),
+                (_, subject) => theirs().any(|rule| rule.fits(subject)),
+            })
+    }
+
+    /// Writes down that an owner allows a subject for good. What cannot be written counts until this process ends.
+    pub fn remember(&self, owner: &str, subject: &Subject) -> Result<(), BookError> {
+        let Some(path) = &self.path else { return Ok(()) };
+        let mut entries = self.entries();
+        for scope in Scope::of(subject) {
+            let entry = Entry { owner: owner.to_owned(), rule: scope.rule() };
+            if entries.len() < MOST_KEPT && !entries.contains(&entry) {
+                entries.push(entry);
+            }
+        }
+        // The lock is held meanwhile: of two who write, the second writes both.
+        write(path, &entries).map_err(|cause| BookError::File { path: path.clone(), cause })
+    }
+
+    fn entries(&self) -> MutexGuard<'_, Vec<Entry>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn parse(path: &Path, text: &str) -> Result<Vec<Entry>, BookError> {
+    let form = |why: String| BookError::Form { path: path.to_owned(), why };
+    let all: Option<Vec<Value>> = serde_saphyr::from_str(text)
+        .map_err(|error| form(error.to_string().lines().next().unwrap_or_default().to_owned()))?;
+    let entry = |(number, value): (usize, Value)| {
+        let bad = |cause| BookError::Entry { path: path.to_owned(), number, cause };
+        let Value::Object(mut members) = value else { return Err(bad(BadRule::Form)) };
+        let Some(Value::String(owner)) = members.remove("for") else { return Err(bad(BadRule::Form)) };
+        let rule = Rule::parse(&Value::Object(members)).map_err(bad)?;
+        // To forbid something is a matter of the configuration, where it cannot be overlooked.
+        if rule.effect == Effect::Allow { Ok(Entry { owner, rule }) } else { Err(bad(BadRule::Form)) }
+    };
+    (1..).zip(all.unwrap_or_default()).map(entry).collect()
+}
+
+fn write(path: &Path, entries: &[Entry]) -> io::Result<()> {
+    let mut text = "# What was allowed for good, and by whom. Change it while the server does not run.\n".to_owned();
+    for Entry { owner, rule } in entries {
+        let _ = writeln!(text, "- {{for: {}, {rule}}}", quoted(owner));
+    }
+    let folder = path.parent().ok_or(io::ErrorKind::InvalidInput)?;
+    // Only the owner of the server can read such a file; `persist` replaces in one step.
+    let mut file = tempfile::NamedTempFile::new_in(folder)?;
+    file.write_all(text.as_bytes())?;
+    file.as_file().sync_all()?;
+    file.persist(path).map_err(|error| error.error)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use serde_json::Map;
+
+    use super::*;
+
+    fn tool(name: &str) -> Subject {
+        Subject::Tool { server: "s".to_owned(), tool: name.to_owned(), arguments: Map::new() }
+    }
+
+    fn install(requirements: &[&str]) -> Subject {
+        Subject::Install { requirements: requirements.iter().map(ToString::to_string).collect() }
+    }
+
+    #[test]
+    fn what_was_allowed_for_good_is_there_after_a_restart_for_its_owner_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("approvals.yaml");
+        let book = Book::open(&path).unwrap();
+        assert!(!book.covers("ann", &tool("t")));
+        let hostile = Subject::Shell { command: "a: {*} # \"\n\u{202e}'\\".to_owned(), kind: "!".to_owned() };
+        for subject in [tool("t"), install(&["numpy", "pandas>2"]), hostile.clone()] {
+            book.remember("ann \"}", &subject).unwrap();
+            book.remember("ann \"}", &subject).unwrap();
+        }
+        let again = Book::open(&path).unwrap();
+        for subject in [tool("t"), install(&["pandas", "numpy==1"]), hostile] {
+            assert!(again.covers("ann \"}", &subject), "{subject:?}");
+            assert!(!again.covers("ben", &subject));
+        }
+        assert!(!again.covers("ann \"}", &tool("u")) && !again.covers("ann \"}", &install(&["numpy", "polars"])));
+        assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 5, "each is written once");
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn without_a_place_nothing_is_remembered() {
+        let book = Book::default();
+        book.remember("ann", &tool("t")).unwrap();
+        assert!(!book.covers("ann", &tool("t")) && !book.is_kept());
+    }
+
+    #[test]
+    fn a_book_that_cannot_be_understood_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("approvals.yaml");
+        for bad in [
+            "x: 1",
+            "- x",
+            "- {allow: {tool: t}}",
+            "- {for: ann, deny: {tool: t}}",
+            "- {for: ann, allow: {tol: t}}",
+            "- [",
+        ] {
+            std::fs::write(&path, bad).unwrap();
+            assert!(Book::open(&path).is_err(), "{bad}");
+        }
+        std::fs::write(&path, "- {for: ann, allow: {server: s, tool: '*'}}").unwrap();
+        assert!(Book::open(&path).unwrap().covers("ann", &tool("anything"))); // Control, and the operator's own words.
+    }
+}

@@ -1,0 +1,204 @@
+//! What a person has allowed: for one session, and how far such a permission reaches.
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+
+use super::shown::visible;
+use super::{Rule, Subject};
+
+/// Permissions that one session holds at most. Whoever has allowed more is asked again.
+const MOST_HELD: usize = 1000;
+
+/// What a permission beyond one time covers.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Scope {
+    /// Every call of this tool, whatever its arguments.
+    Tool { server: String, tool: String },
+    /// Exactly this command, written in this way.
+    Command { command: String, kind: String },
+    /// Every version of this package.
+    Package { name: String },
+    /// Every connection to this name at this port.
+    Domain { name: String, port: u16 },
+}
+
+impl Scope {
+    /// Returns what permission a subject needs; all of them, when there are several.
+    pub fn of(subject: &Subject) -> Vec<Scope> {
+        match subject {
+            Subject::Tool { server, tool, .. } => vec![Scope::Tool { server: server.clone(), tool: tool.clone() }],
+            Subject::Shell { command, kind } => {
+                vec![Scope::Command { command: command.clone(), kind: kind.clone() }]
+            }
+            Subject::Install { requirements } => {
+                requirements.iter().map(|requirement| Scope::Package { name: package_of(requirement) }).collect()
+            }
+            Subject::Domain { name, port } => {
+                vec![Scope::Domain { name: name.to_ascii_lowercase(), port: *port }]
+            }
+        }
+    }
+
+    /// Says in a few words what it covers, for the person who gives it.
+    pub fn words(subject: &Subject) -> String {
+        match subject {
+            Subject::Tool { server, tool, .. } => {
+                format!("every call of {}.{}, whatever its arguments", visible(server), visible(tool))
+            }
+            Subject::Shell { .. } => "exactly this command".to_owned(),
+            Subject::Install { requirements } => {
+                let mut names = requirements.iter().map(|requirement| package_of(requirement)).collect::<Vec<_>>();
+                names.dedup();
+                let all = names.join(", ");
+                let shown: String = all.chars().take(200).collect();
+                let more = if shown.len() < all.len() { " …" } else { "" };
+                format!("every version of {}{more}", visible(&shown))
+            }
+            Subject::Domain { name, port } => {
+                format!("every connection to {} at port {port}", visible(name))
+            }
+        }
+    }
+
+    /// The rule that says the same.
+    pub(super) fn rule(&self) -> Rule {
+        Rule::exactly(super::Effect::Allow, self)
+    }
+}
+
+/// Permissions of one session.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Memory(BTreeSet<Scope>);
+
+impl Memory {
+    pub fn allow(&mut self, subject: &Subject) {
+        for scope in Scope::of(subject) {
+            if self.0.len() < MOST_HELD {
+                self.0.insert(scope);
+            }
+        }
+    }
+
+    /// Tells whether everything about a subject was allowed.
+    pub fn covers(&self, subject: &Subject) -> bool {
+        let needed = Scope::of(subject);
+        !needed.is_empty() && needed.iter().all(|scope| self.0.contains(scope))
+    }
+
+    /// Takes over what another session was allowed.
+    pub fn inherit(&mut self, other: &Memory) {
+        let room = MOST_HELD.saturating_sub(self.0.len());
+        self.0.extend(other.0.iter().take(room).cloned());
+    }
+
+    /// Forgets what was allowed about the tools of a server, which may be another one from now on.
+    pub fn forget_server(&mut self, name: &str) {
+        self.0.retain(|scope| !matches!(scope, Scope::Tool { server, .. } if server == name));
+    }
+}
+
+/// Returns what a requirement is known by: the normal form of its name when it is a name with extras and versions, and otherwise all of it. A name
+/// with an address is not the package of that name.
+pub(super) fn package_of(requirement: &str) -> String {
+    let text = requirement.trim();
+    let name_ends = text.find(|letter: char| !is_of_a_name(letter)).unwrap_or(text.len());
+    let (name, rest) = text.split_at(name_ends);
+    let is_version =
+        |letter: char| is_of_a_name(letter) || matches!(letter, '<' | '>' | '=' | '!' | '~' | ',' | '*' | '+');
+    let rest = match rest.strip_prefix('[').and_then(|extras| extras.split_once(']')) {
+        Some((extras, rest)) if extras.chars().all(|letter| is_of_a_name(letter) || letter == ',') => rest,
+        _ => rest,
+    };
+    let is_plain = rest.is_empty() || (rest.starts_with(['<', '>', '=', '!', '~']) && rest.chars().all(is_version));
+    if !name.is_empty() && is_plain { normal_name(name) } else { text.to_owned() }
+}
+
+fn is_of_a_name(letter: char) -> bool {
+    letter.is_ascii_alphanumeric() || matches!(letter, '-' | '_' | '.')
+}
+
+/// The one spelling of a package's name.
+pub(super) fn normal_name(name: &str) -> String {
+    let mut normal = String::with_capacity(name.len());
+    for letter in name.trim().chars() {
+        match letter {
+            '-' | '_' | '.' if normal.ends_with('-') => {}
+            '-' | '_' | '.' => normal.push('-'),
+            other => normal.push(other.to_ascii_lowercase()),
+        }
+    }
+    normal
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Map, json};
+
+    use super::*;
+
+    fn call(tool: &str, arguments: serde_json::Value) -> Subject {
+        let arguments = arguments.as_object().cloned().unwrap_or_default();
+        Subject::Tool { server: "s".to_owned(), tool: tool.to_owned(), arguments }
+    }
+
+    fn shell(command: &str) -> Subject {
+        Subject::Shell { command: command.to_owned(), kind: "!".to_owned() }
+    }
+
+    fn install(requirements: &[&str]) -> Subject {
+        Subject::Install { requirements: requirements.iter().map(ToString::to_string).collect() }
+    }
+
+    #[test]
+    fn a_permission_covers_the_tool_the_exact_command_the_name_and_the_port() {
+        let mut memory = Memory::default();
+        let domain = |port| Subject::Domain { name: "A.com".to_owned(), port };
+        for subject in [call("t", json!({"a": 1})), shell("ls -l"), install(&["numpy>=2"]), domain(443)] {
+            assert!(!memory.covers(&subject));
+            memory.allow(&subject);
+            assert!(memory.covers(&subject));
+        }
+        assert!(memory.covers(&call("t", json!({"a": 2}))) && !memory.covers(&call("u", json!({}))));
+        assert!(!memory.covers(&shell("ls -l ")));
+        assert!(memory.covers(&install(&["NumPy"])) && !memory.covers(&install(&["numpy", "pandas"])));
+        assert!(!memory.covers(&install(&["numpy @ https://example.com/n.whl"])));
+        assert!(memory.covers(&Subject::Domain { name: "a.COM".to_owned(), port: 443 }) && !memory.covers(&domain(80)));
+    }
+
+    #[test]
+    fn nothing_is_covered_by_an_empty_question() {
+        assert!(!Memory::default().covers(&install(&[])));
+    }
+
+    #[test]
+    fn another_server_of_the_same_name_is_asked_about_again() {
+        let mut memory = Memory::default();
+        memory.allow(&call("t", json!({})));
+        memory.allow(&shell("ls"));
+        memory.forget_server("other");
+        assert!(memory.covers(&call("t", json!({}))));
+        memory.forget_server("s");
+        assert!(!memory.covers(&call("t", json!({}))) && memory.covers(&shell("ls")));
+    }
+
+    #[test]
+    fn a_session_holds_so_many_permissions_and_its_forks_have_the_same() {
+        let mut memory = Memory::default();
+        (0..=MOST_HELD).for_each(|number| memory.allow(&shell(&number.to_string())));
+        assert!(memory.covers(&shell("0")) && !memory.covers(&shell(&MOST_HELD.to_string())));
+        let mut fork = Memory::default();
+        fork.inherit(&memory);
+        assert_eq!(fork, memory);
+    }
+
+    #[test]
+    fn a_permission_says_the_same_as_its_rule() {
+        for subject in [call("t*", Map::new().into()), shell("rm *"), Subject::Domain { name: "a".to_owned(), port: 1 }]
+        {
+            let rule = Scope::of(&subject)[0].rule();
+            assert!(rule.fits(&subject), "{rule}");
+        }
+        assert!(!Scope::of(&shell("rm *"))[0].rule().fits(&shell("rm -rf /")));
+    }
+}

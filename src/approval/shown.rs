@@ -1,0 +1,236 @@
+//! The words that a person reads before they answer. What is shown is what runs: nothing is left out in silence, and nothing is there that cannot be seen.
+//!
+//! A character that moves the cursor, turns the direction of writing or has no width is shown by its number. Text of several lines is
+//! set off line by line, so that it cannot look like words of ours. What is too long is cut, and then its size and its digest are shown.
+
+use std::fmt::Write as _;
+
+use serde_json::Value;
+use sha2::{Digest as _, Sha256};
+
+use super::Subject;
+
+/// Characters of one subject that are shown at least, however many are asked about together.
+const SHORTEST: usize = 300;
+
+impl Subject {
+    /// Says exactly what is about to happen, in about `most` characters.
+    pub fn shown(&self, most: usize) -> String {
+        let most = most.max(SHORTEST);
+        match self {
+            Subject::Tool { server, tool, arguments } => {
+                let pairs = arguments.iter().map(|(key, value)| format!("{}={}", key_word(key), json(value)));
+                let pairs = pairs.collect::<Vec<_>>().join(", ");
+                format!("{}.{}({})", visible(server), visible(tool), cut(&pairs, most))
+            }
+            Subject::Shell { command, kind } => {
+                let lines = cut(&visible_lines(command), most).replace('\n', "\n   | ");
+                format!("{}\n   | {lines}", visible(kind))
+            }
+            Subject::Install { requirements } => {
+                let all = requirements.iter().map(|requirement| quoted(requirement)).collect::<Vec<_>>();
+                format!("install {}", cut(&all.join(", "), most))
+            }
+            Subject::Domain { name, port } => format!("connect to {} at port {port}", cut(&visible(name), most)),
+        }
+    }
+}
+
+/// The digest of all that a subject is, for records and for what is too long to be shown.
+pub fn digest(subject: &Subject) -> String {
+    let whole = match subject {
+        Subject::Tool { server, tool, arguments } => serde_json::json!(["tool", server, tool, arguments]),
+        Subject::Shell { command, kind } => serde_json::json!(["shell", kind, command]),
+        Subject::Install { requirements } => serde_json::json!(["packages", requirements]),
+        Subject::Domain { name, port } => serde_json::json!(["domain", name, port]),
+    };
+    hexadecimal(whole.to_string().as_bytes())
+}
+
+fn hexadecimal(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// Shows a text on one line. Every character that cannot be seen for what it is, a line's end among them, is shown by its number.
+pub fn visible(text: &str) -> String {
+    escaped(text, is_unseen)
+}
+
+fn visible_lines(text: &str) -> String {
+    escaped(text, |letter| is_unseen(letter) && letter != '\n')
+}
+
+fn escaped(text: &str, hides: impl Fn(char) -> bool) -> String {
+    text.chars().fold(String::with_capacity(text.len()), |mut shown, letter| {
+        if hides(letter) {
+            let _ = write!(shown, "\\u{{{:x}}}", u32::from(letter));
+        } else {
+            shown.push(letter);
+        }
+        shown
+    })
+}
+
+/// A text in double quotes, as both JSON and YAML read it. Whatever cannot be seen is written by its number.
+pub(super) fn quoted(text: &str) -> String {
+    let mut quoted = String::with_capacity(text.len() + 2);
+    quoted.push('"');
+    for letter in text.chars() {
+        match letter {
+            '"' => quoted.push_str("\\\""),
+            '\\' => quoted.push_str("\\\\"),
+            '\n' => quoted.push_str("\\n"),
+            letter if is_unseen(letter) => {
+                for unit in letter.encode_utf16(&mut [0; 2]) {
+                    let _ = write!(quoted, "\\u{unit:04x}");
+                }
+            }
+            letter => quoted.push(letter),
+        }
+    }
+    quoted.push('"');
+    quoted
+}
+
+/// A value as JSON in which everything can be seen.
+fn json(value: &Value) -> String {
+    match value {
+        Value::String(text) => quoted(text),
+        Value::Array(items) => format!("[{}]", items.iter().map(json).collect::<Vec<_>>().join(", ")),
+        Value::Object(members) => {
+            let members = members.iter().map(|(key, value)| format!("{}: {}", quoted(key), json(value)));
+            format!("{{{}}}", members.collect::<Vec<_>>().join(", "))
+        }
+        plain => plain.to_string(),
+    }
+}
+
+fn key_word(key: &str) -> String {
+    let plain = !key.is_empty() && key.chars().all(|letter| letter.is_ascii_alphanumeric() || letter == '_');
+    if plain { key.to_owned() } else { quoted(key) }
+}
+
+/// Keeps the beginning and the end of a text that is too long, and says so with its digest.
+fn cut(text: &str, most: usize) -> String {
+    let length = text.chars().count();
+    if length <= most {
+        return text.to_owned();
+    }
+    let (head, tail) = (most * 3 / 4, most / 4);
+    let beginning: String = text.chars().take(head).collect();
+    let end: String = text.chars().skip(length - tail).collect();
+    let left_out = length - head - tail;
+    let whole = hexadecimal(text.as_bytes());
+    format!(
+        "{beginning} [… {left_out} of {length} characters are not shown here; SHA-256 of all of them: {whole} …] {end}"
+    )
+}
+
+/// Tells whether a character cannot be seen for what it is: controls, formats, marks of direction, fillers, separators, tags, and spaces that are none.
+fn is_unseen(letter: char) -> bool {
+    letter.is_control()
+        || (letter.is_whitespace() && letter != ' ')
+        || matches!(
+            u32::from(letter),
+            0xad | 0x34f
+                | 0x600..=0x605
+                | 0x61c
+                | 0x6dd
+                | 0x70f
+                | 0x890..=0x891
+                | 0x8e2
+                | 0x115f..=0x1160
+                | 0x17b4..=0x17b5
+                | 0x180b..=0x180f
+                | 0x200b..=0x200f
+                | 0x2028..=0x202e
+                | 0x2060..=0x206f
+                | 0x2800
+                | 0x3164
+                | 0xe000..=0xf8ff
+                | 0xfe00..=0xfe0f
+                | 0xfeff
+                | 0xffa0
+                | 0xfff0..=0xfffb
+                | 0xfffe..=0xffff
+                | 0x110bd
+                | 0x110cd
+                | 0x13430..=0x1343f
+                | 0x1bca0..=0x1bca3
+                | 0x1d173..=0x1d17a
+                | 0xe0000..=0x10ffff
+        )
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::*;
+
+    fn tool(arguments: Value) -> Subject {
+        let arguments = arguments.as_object().cloned().unwrap_or_default();
+        Subject::Tool { server: "github".to_owned(), tool: "create_issue".to_owned(), arguments }
+    }
+
+    #[test]
+    fn a_call_is_shown_with_all_its_arguments() {
+        let text = tool(json!({"title": "a \"b\"", "labels": ["x", 1, null], "more-of": {"k": true}})).shown(1000);
+        assert_eq!(text, r#"github.create_issue(labels=["x", 1, null], "more-of"={"k": true}, title="a \"b\"")"#);
+    }
+
+    #[test]
+    fn a_command_of_several_lines_cannot_look_like_words_of_ours() {
+        let command = "ls\n2. harmless\r\u{1b}[2Kecho".to_owned();
+        let shown = Subject::Shell { command, kind: "%%bash".to_owned() }.shown(1000);
+        assert_eq!(shown, "%%bash\n   | ls\n   | 2. harmless\\u{d}\\u{1b}[2Kecho");
+    }
+
+    #[test]
+    fn packages_and_domains_are_shown_as_they_are() {
+        let requirements = vec!["numpy>=2".to_owned(), "a @ https://b/c\u{200b}".to_owned()];
+        assert_eq!(Subject::Install { requirements }.shown(1000), r#"install "numpy>=2", "a @ https://b/c\u200b""#);
+        let domain = Subject::Domain { name: "example.com".to_owned(), port: 443 };
+        assert_eq!(domain.shown(1000), "connect to example.com at port 443");
+    }
+
+    #[test]
+    fn what_is_too_long_is_cut_with_its_size_and_digest() {
+        let long = |end: &str| tool(json!({"text": format!("{}{end}", "x".repeat(10_000))}));
+        let shown = long("a").shown(1000);
+        assert!(shown.chars().count() < 1300, "{}", shown.len());
+        assert!(shown.contains("of 10008 characters are not shown here; SHA-256"), "{shown}");
+        assert!(shown.ends_with("a\")"));
+        // Control: a difference that is not shown is in the digest.
+        let middle = |letter: &str| {
+            tool(json!({"text": format!("{}{letter}{}", "x".repeat(5000), "x".repeat(5000))})).shown(1000)
+        };
+        assert_ne!(middle("a"), middle("b"));
+    }
+
+    #[test]
+    fn two_subjects_of_the_same_words_have_two_digests() {
+        let shell = Subject::Shell { command: "a".to_owned(), kind: "b".to_owned() };
+        let other = Subject::Shell { command: "b".to_owned(), kind: "a".to_owned() };
+        assert_ne!(digest(&shell), digest(&other));
+        assert_eq!(digest(&shell), digest(&shell.clone()));
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_that_is_shown_hides_or_breaks_the_line(text in any::<String>()) {
+            let shown = tool(json!({"a": text.clone(), text.clone(): [text.clone()]})).shown(4000);
+            prop_assert!(!shown.chars().any(is_unseen), "{:?}", shown);
+            prop_assert!(!visible(&text).chars().any(is_unseen));
+        }
+
+        #[test]
+        fn a_quoted_text_is_json_for_the_same_text(text in any::<String>()) {
+            prop_assert_eq!(serde_json::from_str::<String>(&quoted(&text)).unwrap(), text);
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! What running code may do at once, never, or when a person has said so.
+
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+
+use super::{Check, HOUR, invalid};
+use crate::approval::{Defaults, Effect, Policy, Rule};
+use crate::config::layers::{Key, Origin, Written};
+use crate::config::{Approvals, ConfigError};
+
+/// Rules that an operator may write. Each is looked at for every call.
+const MOST_RULES: usize = 1000;
+
+const WORDS: &str = "allow, ask or deny";
+const RULES: &str = "a list of rules such as \"- ask: {server: github, tool: create_*}\"";
+
+impl Check<'_> {
+    pub(super) fn approvals(&self) -> Result<Approvals, ConfigError> {
+        let usual = Defaults::default();
+        let mut policy = Policy::new(Defaults {
+            tools: self.effect(Key::ApproveTools)?.unwrap_or(usual.tools),
+            shell: self.effect(Key::ApproveShell)?.unwrap_or(usual.shell),
+            packages: self.effect(Key::ApprovePackages)?.unwrap_or(usual.packages),
+            domains: self.domains()?.unwrap_or(usual.domains),
+        });
+        for (origin, written) in self.written.all(Key::Approvals) {
+            self.add_rules(&mut policy, origin, written)?;
+        }
+        let timeout = self.duration(Key::ApprovalTimeout, Duration::from_secs(5)..=24 * HOUR)?;
+        Ok(Approvals {
+            policy,
+            timeout: timeout.unwrap_or(Duration::from_secs(600)),
+            remember: self.switch(Key::RememberApprovals)?.unwrap_or(false),
+        })
+    }
+
+    fn effect(&self, key: Key) -> Result<Option<Effect>, ConfigError> {
+        self.read(key, WORDS, |text| Effect::from_name(text.trim()).ok_or(None))
+    }
+
+    /// To allow every name is what `allow_network` is for, which says so by its name.
+    fn domains(&self) -> Result<Option<Effect>, ConfigError> {
+        let all = "allow_network: all opens the network".to_owned();
+        self.read(Key::ApproveDomains, "ask or deny", |text| match Effect::from_name(text.trim()) {
+            Some(Effect::Allow) => Err(Some(all.clone())),
+            Some(effect) => Ok(effect),
+            None => Err(None),
+        })
+    }
+
+    fn add_rules(&self, policy: &mut Policy, origin: &Origin, written: &Written) -> Result<(), ConfigError> {
+        let key = Key::Approvals.name();
+        let rules = match written {
+            Written::Nothing => return Ok(()),
+            Written::List(rules) => rules,
+            Written::Text(_) | Written::Table(_) => {
+                return Err(invalid(key, origin, "a single value", RULES, None));
+            }
+        };
+        if rules.len() > MOST_RULES {
+            return Err(invalid(key, origin, &format!("{} rules", rules.len()), &format!("up to {MOST_RULES}"), None));
+        }
+        for (number, written) in (1..).zip(rules) {
+            let line = first_line(written);
+            let rule = Rule::parse(&value(written)).map_err(|bad| {
+                invalid(key, &origin.at(line), &format!("rule {number}"), RULES, Some(bad.to_string()))
+            })?;
+            // Whoever reads it need not know where the file lies.
+            let place = match line {
+                Some(line) => format!("line {line} of the configuration file"),
+                None => format!("rule {number} of `approvals`"),
+            };
+            policy.add(rule, &place);
+        }
+        Ok(())
+    }
+}
+
+fn first_line(written: &Written) -> Option<u64> {
+    match written {
+        Written::Table(members) => members.first().and_then(|member| member.line),
+        _ => None,
+    }
+}
+
+fn value(written: &Written) -> Value {
+    match written {
+        Written::Nothing => Value::Null,
+        Written::Text(text) => Value::String(text.clone()),
+        Written::List(items) => Value::Array(items.iter().map(value).collect()),
+        Written::Table(members) => {
+            let members = members.iter().map(|member| (member.name.clone(), value(&member.value)));
+            Value::Object(members.collect::<Map<_, _>>())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::case;
+    use super::*;
+    use crate::approval::{Subject, Verdict};
+
+    fn tool(server: &str, name: &str) -> Subject {
+        Subject::Tool { server: server.to_owned(), tool: name.to_owned(), arguments: Map::new() }
+    }
+
+    #[test]
+    fn without_a_word_nothing_is_asked() {
+        let approvals = case().settings().approvals;
+        assert_eq!((approvals.policy, approvals.remember), (Policy::default(), false));
+        assert_eq!(approvals.timeout, Duration::from_secs(600));
+    }
+
+    #[test]
+    fn rules_are_named_by_the_line_on_which_they_were_written() {
+        let yaml =
+            "approve_tools: ask\napprovals:\n  - allow: {server: time, tool: '*'}\n  - deny:\n      tool: delete_*\n";
+        let policy = case().yaml(yaml).settings().approvals.policy;
+        assert_eq!(policy.verdict(&tool("time", "now")), Verdict::Allow);
+        let line = "`deny: {tool: \"delete_*\"}` (line 4 of the configuration file)".to_owned();
+        assert_eq!(policy.verdict(&tool("github", "delete_all")), Verdict::Deny { line });
+        let line = "`approve_tools: ask`".to_owned();
+        assert_eq!(policy.verdict(&tool("github", "get")), Verdict::Ask { line });
+    }
+
+    #[test]
+    fn the_simple_cases_are_flags_and_variables_too() {
+        let asks = |case: super::super::tests::Case, subject: Subject| {
+            matches!(case.settings().approvals.policy.verdict(&subject), Verdict::Ask { .. })
+        };
+        let shell = || Subject::Shell { command: "ls".to_owned(), kind: "!".to_owned() };
+        let domain = || Subject::Domain { name: "example.com".to_owned(), port: 443 };
+        assert!(asks(case().flag(Key::ApproveTools, "ask"), tool("s", "t")));
+        assert!(asks(case().variable("CELLBLOCK_APPROVE_SHELL", "ask"), shell()));
+        assert!(asks(case().yaml("approve_packages: ask"), Subject::Install { requirements: vec!["x".to_owned()] }));
+        assert!(asks(case().flag(Key::ApproveDomains, "ask"), domain()));
+        assert!(!asks(case().yaml("approve_shell: ask").flag(Key::ApproveShell, "allow"), shell()));
+    }
+
+    #[test]
+    fn mistakes_are_refused_with_their_place() {
+        let refusal = |yaml: &str| case().yaml(yaml).refusal();
+        for (yaml, words) in [
+            ("approve_tools: maybe", "allow, ask or deny"),
+            ("approve_domains: allow", "allow_network"),
+            ("approvals: ask", "a list of rules"),
+            ("approvals:\n  - ask: {tool: x}\n  - ask: {tol: x}\n", "line 3"),
+            ("approvals:\n  - ask: {tool: x, command: y}\n", "not about several"),
+            ("approval_timeout: 1s", "5"),
+            ("remember_approvals: perhaps", "on or off"),
+        ] {
+            assert!(refusal(yaml).contains(words), "{yaml}: {}", refusal(yaml));
+        }
+    }
+
+    #[test]
+    fn how_long_somebody_may_think_and_what_is_remembered_can_be_chosen() {
+        let approvals = case().yaml("approval_timeout: 2m\nremember_approvals: on").settings().approvals;
+        assert_eq!((approvals.timeout, approvals.remember), (Duration::from_secs(120), true));
+    }
+}

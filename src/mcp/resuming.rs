@@ -1,0 +1,335 @@
+//! Calls whose code waits for a person: asking, and going on with the same execution afterwards.
+//!
+//! An execution runs once. Whatever happens between the question and its answer (a call that is repeated, a connection that breaks, another server that
+//! takes over), the call goes on by the execution's handle, and its code is not started again.
+
+use std::time::Duration;
+
+use rmcp::RoleServer;
+use rmcp::model::{
+    CallToolResponse, CallToolResult, ClientResult, ElicitRequest, ErrorData, InputResponses, ServerRequest,
+};
+use rmcp::service::{PeerRequestOptions, RequestContext, RequestHandle, ServiceError};
+use tokio::time::sleep;
+
+use super::asking::{self, Binding, Resumption, Titles, Way};
+use super::calls::with_progress;
+use super::progress::Reporter;
+use super::{Server, Shared, render, tasks};
+use crate::session::install::Leave;
+use crate::session::{Asked, Checked, Decision, ExecutionHandle, News, Principal, Refused, SessionId, Underway, Which};
+
+/// How often it is looked whether a question is still open while a person thinks about it.
+const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
+
+/// How long the end of code is waited for whose caller has cancelled it.
+const UNTIL_STOPPED: Duration = Duration::from_secs(10);
+
+/// How the answer to a call about an execution is given.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Manner {
+    /// How long the caller waits for code.
+    pub(super) wait: Duration,
+    pub(super) max_chars: usize,
+    /// What takes longer may become a task.
+    pub(super) as_task: bool,
+}
+
+/// What a person said to a form.
+enum Said {
+    Decided(Vec<Decision>),
+    /// What was asked is not open any more; the code goes on.
+    Over,
+    /// Nobody can be asked now, or nobody waits for the answer.
+    Left(Result<Checked, Refused>),
+}
+
+impl Server {
+    /// Answers a call about an execution. What a person has to decide is asked first, if the client can.
+    pub(super) async fn answer_or_ask(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        mut told: Result<Checked, Refused>,
+        manner: Manner,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResponse {
+        if Way::of(context) == Way::Elicitation {
+            told = self.ask_meanwhile(owner, told, manner, context).await;
+        }
+        match (&told, Way::of(context), context.extensions.get::<Binding>()) {
+            (Ok(Checked::Underway(underway)), Way::InputRequired, Some(binding)) if !underway.asks.is_empty() => {
+                self.input_required(underway, binding)
+            }
+            _ => self.rendered(owner, session, told, manner),
+        }
+    }
+
+    /// Asks by forms while the call waits, as long as there is something to ask and somebody answers.
+    pub(super) async fn ask_meanwhile(
+        &self,
+        owner: &Principal,
+        mut told: Result<Checked, Refused>,
+        manner: Manner,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<Checked, Refused> {
+        loop {
+            let underway = match told {
+                Ok(Checked::Underway(underway)) if !underway.asks.is_empty() => underway,
+                other => return other,
+            };
+            let news = News::new("waiting for a person's decision".to_owned());
+            let reporter = Reporter::new(self.shared.sessions.preparation(), manner.wait, &news);
+            let handle = underway.handle.clone();
+            let said = with_progress(Box::pin(self.elicit(owner, &underway, manner, context)), reporter, context).await;
+            told = match said {
+                Said::Decided(decisions) => {
+                    self.decide(owner, &handle, decisions, "elicitation", manner, context).await
+                }
+                Said::Over => self.go_on(owner, &handle, manner, context).await,
+                Said::Left(told) => return told,
+            };
+        }
+    }
+
+    /// Goes on with a call that was answered with a form. Its code is not run again.
+    pub(super) async fn resume(
+        &self,
+        owner: &Principal,
+        resumption: Resumption,
+        responses: Option<&InputResponses>,
+        context: &RequestContext<RoleServer>,
+    ) -> CallToolResponse {
+        let shown = resumption.asks();
+        let decisions = asking::decisions_for(&shown, responses);
+        match resumption {
+            Resumption::Execution { handle, session, .. } => {
+                let manner = self.manner(context);
+                let told = match decisions {
+                    Some(decisions) => self.decide(owner, &handle, decisions, "input_required", manner, context).await,
+                    // Without an answer it is asked again, at once.
+                    None => self.go_on(owner, &handle, manner, context).await,
+                };
+                self.answer_or_ask(owner, &session, told, manner, context).await
+            }
+            Resumption::Install { session, requirements, .. } => {
+                let answer = decisions.and_then(|decisions| decisions.first().copied());
+                self.install(owner, session, requirements, answer, context).await
+            }
+        }
+    }
+
+    /// How a call is answered that says nothing else about it.
+    pub(super) fn manner(&self, context: &RequestContext<RoleServer>) -> Manner {
+        let Shared { max_wait, most_compared_chars, .. } = &*self.shared;
+        let as_task = tasks::are_known_to(context);
+        let wait = if as_task { tasks::PATIENCE.min(*max_wait) } else { *max_wait };
+        Manner { wait, max_chars: *most_compared_chars, as_task }
+    }
+
+    /// Asks for leave to install, by a form. `Ok` has the answer; otherwise the call is answered.
+    pub(super) async fn ask_to_install(
+        &self,
+        session: &SessionId,
+        requirements: &[String],
+        asked: Asked,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<Leave, CallToolResponse> {
+        let asking = Way::of(context).asking();
+        match (Way::of(context), context.extensions.get::<Binding>()) {
+            (Way::InputRequired, Some(binding)) => {
+                let (session, requirements) = (session.clone(), requirements.to_vec());
+                let resumption = Resumption::Install { session: session.clone(), requirements, ask: asked.id };
+                Err(self.shared.seals.input_required(&resumption, &[asked], binding, &session))
+            }
+            (Way::Elicitation, _) => {
+                let ids = [asked.id];
+                let Ok(mut form) = send_form(session, &[asked], context).await else {
+                    return Err(render::refused(&NotAsked).into());
+                };
+                let decisions = tokio::select! {
+                    answer = &mut form.rx => decided(&ids, answer),
+                    () = context.ct.cancelled() => None,
+                };
+                match decisions.as_deref() {
+                    Some([decision]) => Ok(Leave { asking, answer: Some(*decision) }),
+                    _ => {
+                        withdraw(form).await;
+                        Err(render::refused(&NotAsked).into())
+                    }
+                }
+            }
+            _ => Err(render::refused(&NotAsked).into()),
+        }
+    }
+
+    fn input_required(&self, underway: &Underway, binding: &Binding) -> CallToolResponse {
+        let Underway { handle, session, asks, .. } = underway;
+        let ids = asks.iter().map(|asked| asked.id).collect();
+        let resumption = Resumption::Execution { handle: handle.clone(), session: session.clone(), asks: ids };
+        self.shared.seals.input_required(&resumption, asks, binding, session)
+    }
+
+    /// Shows the questions of an execution to a person, and waits for their answer as long as it is wanted.
+    async fn elicit(
+        &self,
+        owner: &Principal,
+        underway: &Underway,
+        manner: Manner,
+        context: &RequestContext<RoleServer>,
+    ) -> Said {
+        let Underway { handle, session, asks, .. } = underway;
+        let ids = asks.iter().map(|asked| asked.id).collect::<Vec<_>>();
+        let Ok(mut form) = send_form(session, asks, context).await else {
+            return Said::Left(Ok(Checked::Underway(underway.clone())));
+        };
+        loop {
+            tokio::select! {
+                answer = &mut form.rx => return match decided(&ids, answer) {
+                    Some(decisions) => Said::Decided(decisions),
+                    None => Said::Left(Ok(Checked::Underway(underway.clone()))),
+                },
+                () = context.ct.cancelled() => {
+                    withdraw(form).await;
+                    return Said::Left(self.stopped(owner, handle, manner).await);
+                }
+                () = self.shared.draining.cancelled() => {
+                    withdraw(form).await;
+                    return Said::Left(Ok(Checked::Underway(underway.clone())));
+                }
+                () = sleep(BETWEEN_LOOKS) => {}
+            }
+            let which = Which::This(handle.clone());
+            let told =
+                self.shared.sessions.check(owner, &which, Duration::ZERO, manner.max_chars, News::default()).await;
+            let is_open =
+                matches!(&told, Ok(Checked::Underway(now)) if now.asks.iter().any(|asked| ids.contains(&asked.id)));
+            if !is_open {
+                withdraw(form).await;
+                return Said::Over;
+            }
+        }
+    }
+
+    /// Hands answers to the session and waits for what the code does with them.
+    async fn decide(
+        &self,
+        owner: &Principal,
+        handle: &ExecutionHandle,
+        decisions: Vec<Decision>,
+        how: &'static str,
+        manner: Manner,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<Checked, Refused> {
+        self.shared.sessions.decide(owner, handle, decisions, how).await?;
+        self.go_on(owner, handle, manner, context).await
+    }
+
+    /// Waits for an execution that goes on. A cancelled call stops it.
+    async fn go_on(
+        &self,
+        owner: &Principal,
+        handle: &ExecutionHandle,
+        manner: Manner,
+        context: &RequestContext<RoleServer>,
+    ) -> Result<Checked, Refused> {
+        let Shared { sessions, draining, .. } = &*self.shared;
+        let which = Which::This(handle.clone());
+        let news = News::default();
+        let reporter = Reporter::new(sessions.preparation(), manner.wait, &news);
+        let checking = sessions.check(owner, &which, manner.wait, manner.max_chars, news);
+        tokio::select! {
+            told = with_progress(checking, reporter, context) => told,
+            () = context.ct.cancelled() => self.stopped(owner, handle, manner).await,
+            () = draining.cancelled() => {
+                sessions.check(owner, &which, Duration::ZERO, manner.max_chars, News::default()).await
+            }
+        }
+    }
+
+    /// Stops an execution and waits for its end.
+    async fn stopped(&self, owner: &Principal, handle: &ExecutionHandle, manner: Manner) -> Result<Checked, Refused> {
+        let which = Which::This(handle.clone());
+        self.shared.sessions.stop(owner, &which).await?;
+        self.shared.sessions.check(owner, &which, UNTIL_STOPPED, manner.max_chars, News::default()).await
+    }
+
+    fn rendered(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        told: Result<Checked, Refused>,
+        manner: Manner,
+    ) -> CallToolResponse {
+        match told {
+            Ok(Checked::Finished { session, outcome, again }) => {
+                let result = self.told(owner, &session, &outcome);
+                if again { render::told_again(result).into() } else { result.into() }
+            }
+            Ok(Checked::Underway(underway)) if manner.as_task => tasks::created(&underway),
+            Ok(Checked::Underway(underway)) => render::underway(&underway).into(),
+            Ok(Checked::Nothing) => render::nothing_to_check(session).into(),
+            Err(refused) => render::refused(&refused).into(),
+        }
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("nothing was installed: a person must allow it first, and nobody could be asked")]
+struct NotAsked;
+
+/// The answer to a state that is none: nothing runs.
+pub(super) fn bad_state(bad: &asking::BadState) -> ErrorData {
+    ErrorData::invalid_params(bad.to_string(), None)
+}
+
+async fn send_form(
+    session: &SessionId,
+    asked: &[Asked],
+    context: &RequestContext<RoleServer>,
+) -> Result<RequestHandle<RoleServer>, ServiceError> {
+    let request =
+        ServerRequest::ElicitRequest(ElicitRequest::new(asking::form(session, asked, Titles::known_to(context))));
+    context.peer.send_cancellable_request(request, PeerRequestOptions::no_options()).await
+}
+
+/// Tells the client that the form is not needed any more.
+async fn withdraw(form: RequestHandle<RoleServer>) {
+    if let Err(error) = form.cancel(Some("there is nothing left to decide".to_owned())).await {
+        tracing::debug!(%error, "a form was not withdrawn");
+    }
+}
+
+/// Reads the answer to a form. `None` when the client is gone, so that the next one is asked.
+fn decided<E>(
+    ids: &[crate::session::AskId],
+    answer: Result<Result<ClientResult, ServiceError>, E>,
+) -> Option<Vec<Decision>> {
+    match answer {
+        Ok(Ok(ClientResult::ElicitResult(result))) => Some(asking::decisions(ids, Some(&result))),
+        Err(_) | Ok(Err(ServiceError::TransportClosed | ServiceError::TransportSend(_))) => None,
+        // An error, or something else than an answer, is no permission.
+        Ok(_) => Some(asking::decisions(ids, None)),
+    }
+}
+
+/// Where an installation puts its question, since its work runs in a task of its own.
+pub(super) type Question = std::sync::Arc<std::sync::Mutex<Option<Asked>>>;
+
+/// Renders what came of an installation, unless it has to be asked about.
+pub(super) fn installed_or_asked(
+    session: &SessionId,
+    done: Result<crate::session::install::InstallReport, Refused>,
+    question: &Question,
+) -> CallToolResult {
+    match done {
+        Ok(report) => render::installed(session, &report),
+        Err(refused) => {
+            let result = render::refused(&refused);
+            if let Refused::Ask { asked, .. } = refused {
+                *question.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(*asked);
+            }
+            result
+        }
+    }
+}
