@@ -488,6 +488,15 @@ struct Running {
     deadline: Instant,
 }
 
+/// What is known of a cell that has ended, beside its output.
+struct EndedCell {
+    begun: Instant,
+    status: Status,
+    done: Option<Box<DoneClaim>>,
+    tool_calls: ToolCalls,
+    rulings: Vec<Ruling>,
+}
+
 enum Task {
     Cell {
         gatherer: Box<Gatherer>,
@@ -1295,7 +1304,7 @@ impl Driver {
             return;
         }
         let Some(running) = self.running.take_if(|running| running.id == id) else { return };
-        let calls = self.questions.clear();
+        let tool_calls = self.questions.clear();
         let rulings = self.parking.clear();
         match running.task {
             Task::Cell { gatherer, request, done, teller, .. } => {
@@ -1303,7 +1312,8 @@ impl Driver {
                     teller.end(Err(self.refusal(answer)));
                     return;
                 };
-                self.report(running.id, running.begun, *gatherer, status, done, (calls, rulings), teller);
+                let ended = EndedCell { begun: running.begun, status, done, tool_calls, rulings };
+                self.report(running.id, ended, *gatherer, teller);
             }
             Task::Write { result, reply, .. } => {
                 let _ = reply.send(match (answer, result) {
@@ -1357,16 +1367,8 @@ impl Driver {
     }
 
     /// Sends the outcome. Pictures are developed on another thread, and the session goes on meanwhile.
-    fn report(
-        &mut self,
-        id: RequestId,
-        begun: Instant,
-        mut gatherer: Gatherer,
-        status: Status,
-        done: Option<Box<DoneClaim>>,
-        (tool_calls, rulings): (ToolCalls, Vec<Ruling>),
-        teller: Teller,
-    ) {
+    fn report(&mut self, id: RequestId, ended: EndedCell, mut gatherer: Gatherer, teller: Teller) {
+        let EndedCell { begun, status, done, tool_calls, rulings } = ended;
         let duration = begun.elapsed();
         let execution = ExecutionId(id);
         let (error, variables, files) = match done {

@@ -90,7 +90,7 @@ impl NameAsker {
 
 impl Asker for NameAsker {
     fn may_allow(&self, name: &HostName) -> bool {
-        self.policy.may_open(&name.to_string())
+        self.policy.may_open(name.as_ref())
     }
 
     fn ask(&self, name: &HostName, port: u16) -> BoxFuture<'static, bool> {
@@ -264,7 +264,7 @@ impl Driver {
 
     /// Carries out what a person has decided. What is not open any more is left alone.
     pub(super) fn decide(&mut self, request: RequestId, decisions: Vec<Decision>) -> Vec<Ruling> {
-        if !self.running.as_ref().is_some_and(|running| running.id == request) {
+        if self.running.as_ref().is_none_or(|running| running.id != request) {
             return Vec::new();
         }
         let mut rulings = Vec::new();
