@@ -22,6 +22,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf, pipe};
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tracing::debug;
@@ -34,6 +35,8 @@ use crate::sandbox::Exit;
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// What the supervisor itself says about a failure is kept up to so many bytes.
 const COMPLAINTS: usize = 4 * 1024;
+/// Messages that wait to be taken by a container. One that lets so many wait does not listen.
+const MOST_OUTGOING: usize = 4096;
 
 /// The line to one container.
 pub(super) struct Line {
@@ -42,7 +45,7 @@ pub(super) struct Line {
 }
 
 struct Shared {
-    outgoing: mpsc::UnboundedSender<Vec<u8>>,
+    outgoing: mpsc::Sender<Vec<u8>>,
     state: Mutex<State>,
     /// What the supervisor said when everything was ready.
     ready: watch::Sender<Option<Ready>>,
@@ -69,7 +72,7 @@ pub(super) struct Ready {
 struct Strand<T> {
     /// The interpreter that it belongs to.
     owner: u32,
-    pieces: mpsc::UnboundedSender<T>,
+    pieces: mpsc::Sender<T>,
     credit: Arc<Credit>,
 }
 
@@ -99,7 +102,7 @@ pub(super) struct Ends {
 impl Line {
     /// Takes over the standard streams of a container and sends the plan.
     pub(super) fn open(attached: Attached, plan: &Value) -> Line {
-        let (outgoing, to_send) = mpsc::unbounded_channel();
+        let (outgoing, to_send) = mpsc::channel(MOST_OUTGOING);
         let shared = Arc::new(Shared {
             outgoing,
             state: Mutex::default(),
@@ -107,7 +110,8 @@ impl Line {
             ended: watch::Sender::new(false),
         });
         let Attached { output, input } = attached;
-        let _ = shared.outgoing.send(format!("{plan}\n").into_bytes());
+        // It is the first message, and the one who takes it begins below.
+        let _ = shared.outgoing.try_send(format!("{plan}\n").into_bytes());
         tokio::spawn(write(input, to_send, shared.ended.subscribe()));
         tokio::spawn(read(output, shared.clone()));
         Line { shared, next_number: AtomicU32::new(1) }
@@ -175,7 +179,9 @@ impl Line {
 
     /// Sends an order that has no answer.
     pub(super) fn say(&self, kind: u8, number: u32, rest: &[u8]) {
-        let _ = self.shared.outgoing.send(strands::encode(kind, number, rest));
+        if let Err(TrySendError::Full(_)) = self.shared.outgoing.try_send(strands::encode(kind, number, rest)) {
+            self.shared.end("it takes no orders any more");
+        }
     }
 }
 
@@ -243,11 +249,10 @@ impl Shared {
         let state = self.state();
         if let Some(pipe) = state.pipes.get(&number) {
             pipe.credit.take(bytes.len())?;
-            // Its reader may have gone; then nobody misses the bytes.
-            let _ = pipe.pieces.send(bytes);
+            pipe.pass_on(bytes)?;
         } else if let Some(pump) = state.interpreters.get(&number) {
             pump.channel.credit.take(bytes.len())?;
-            let _ = pump.channel.pieces.send(Piece::Bytes(bytes));
+            pump.channel.pass_on(Piece::Bytes(bytes))?;
         }
         Ok(())
     }
@@ -272,8 +277,7 @@ impl Shared {
             read_ends.push(read_end);
         }
         let read_ends: [OwnedFd; 2] = read_ends.try_into().expect("two pipes were made");
-        let _ = pump.channel.pieces.send(Piece::WithPipes(bytes, read_ends));
-        Ok(())
+        pump.channel.pass_on(Piece::WithPipes(bytes, read_ends))
     }
 
     /// Ends an interpreter: what has arrived is passed on, then its end is told.
@@ -311,10 +315,19 @@ impl Shared {
 }
 
 impl<T> Strand<T> {
-    fn new(owner: u32, credit: usize) -> (Strand<T>, mpsc::UnboundedReceiver<T>, Arc<Credit>) {
-        let (pieces, receiver) = mpsc::unbounded_channel();
+    fn new(owner: u32, credit: usize) -> (Strand<T>, mpsc::Receiver<T>, Arc<Credit>) {
+        // A piece has a byte at least, so that the credit bounds their number too.
+        let (pieces, receiver) = mpsc::channel(credit);
         let credit = Arc::new(Credit(AtomicUsize::new(credit)));
         (Strand { owner, pieces, credit: credit.clone() }, receiver, credit)
+    }
+
+    /// Hands a piece to its reader. A reader that has gone misses nothing.
+    fn pass_on(&self, piece: T) -> Result<(), String> {
+        match self.pieces.try_send(piece) {
+            Err(TrySendError::Full(_)) => Err("it sent more than it was allowed to".to_owned()),
+            Ok(()) | Err(TrySendError::Closed(_)) => Ok(()),
+        }
     }
 }
 
@@ -334,7 +347,7 @@ impl Credit {
 
 async fn write(
     mut input: Pin<Box<dyn AsyncWrite + Send>>,
-    mut messages: mpsc::UnboundedReceiver<Vec<u8>>,
+    mut messages: mpsc::Receiver<Vec<u8>>,
     mut ended: watch::Receiver<bool>,
 ) {
     let sending = async {
@@ -394,9 +407,9 @@ async fn read(
 async fn fill_channel(
     number: u32,
     mut channel: OwnedWriteHalf,
-    mut pieces: mpsc::UnboundedReceiver<Piece>,
+    mut pieces: mpsc::Receiver<Piece>,
     credit: Arc<Credit>,
-    outgoing: mpsc::UnboundedSender<Vec<u8>>,
+    outgoing: mpsc::Sender<Vec<u8>>,
 ) {
     while let Some(piece) = pieces.recv().await {
         let (size, written) = match piece {
@@ -407,7 +420,7 @@ async fn fill_channel(
             return;
         }
         credit.give(size);
-        let _ = outgoing.send(strands::encode_credit(number, size));
+        let _ = outgoing.send(strands::encode_credit(number, size)).await;
     }
 }
 
@@ -439,17 +452,17 @@ async fn empty_channel(
     number: u32,
     mut channel: OwnedReadHalf,
     allowance: Arc<Semaphore>,
-    outgoing: mpsc::UnboundedSender<Vec<u8>>,
+    outgoing: mpsc::Sender<Vec<u8>>,
 ) {
     let mut buffer = vec![0; PIECE];
     while let Ok(size @ 1..) = channel.read(&mut buffer).await {
         let Ok(permits) = allowance.acquire_many(size as u32).await else { return };
         permits.forget();
-        if outgoing.send(strands::encode(b'd', number, &buffer[..size])).is_err() {
+        if outgoing.send(strands::encode(b'd', number, &buffer[..size])).await.is_err() {
             return;
         }
     }
-    let _ = outgoing.send(strands::encode(b'h', number, b""));
+    let _ = outgoing.send(strands::encode(b'h', number, b"")).await;
 }
 
 /// Passes text from inside on to a pipe, and gives credit back for what was taken. Text that nobody reads any more is dropped, so that whoever writes it is not
@@ -457,14 +470,14 @@ async fn empty_channel(
 async fn fill_pipe(
     number: u32,
     mut pipe: pipe::Sender,
-    mut pieces: mpsc::UnboundedReceiver<Vec<u8>>,
+    mut pieces: mpsc::Receiver<Vec<u8>>,
     credit: Arc<Credit>,
-    outgoing: mpsc::UnboundedSender<Vec<u8>>,
+    outgoing: mpsc::Sender<Vec<u8>>,
 ) {
     let mut is_read = true;
     while let Some(bytes) = pieces.recv().await {
         is_read = is_read && pipe.write_all(&bytes).await.is_ok();
         credit.give(bytes.len());
-        let _ = outgoing.send(strands::encode_credit(number, bytes.len()));
+        let _ = outgoing.send(strands::encode_credit(number, bytes.len())).await;
     }
 }

@@ -371,7 +371,7 @@ async fn a_server_that_keeps_failing_is_left_alone_for_a_while() {
     let folder = tempfile::tempdir().unwrap();
     let script = folder.path().join("server");
     std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &script).unwrap();
-    let fixture = json!({"command": &script, "args": ["--exact", "fixtures::child_server", "--ignored", "--nocapture"], "env": {"CELLBLOCK_FIXTURE": "{}"}});
+    let fixture = json!({"command": &script, "args": ["--exact", "fixtures::child_server", "--nocapture"], "env": {"CELLBLOCK_FIXTURE": "{}"}});
     let upstream = connect(&ServerParams::parse(&fixture).unwrap()).await;
     call(&upstream, "die", json!({})).await.unwrap_err();
     std::fs::remove_file(&script).unwrap();
@@ -420,7 +420,7 @@ async fn a_wrapped_program_works_and_ends_as_any_other() {
 async fn a_wrapped_program_does_not_outlive_a_killed_process() {
     for (kind, survives) in [("wrapped", false), ("bare", true)] {
         let mut host = tokio::process::Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "fixtures::host", "--ignored", "--nocapture"])
+            .args(["--exact", "fixtures::host", "--nocapture"])
             .env("CELLBLOCK_FIXTURE_HOST", kind)
             .stdout(Stdio::piped())
             .kill_on_drop(true)
