@@ -217,6 +217,23 @@ async fn a_permission_for_the_session_outlives_interpreters_and_goes_to_forks() 
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_permission_ends_with_the_server_that_it_was_given_for() {
+    let (setting, _) = house();
+    for session in ["a", "b"] {
+        let underway = setting.asks(session, "call notes echo").await;
+        setting.decide(&underway, &[Answer::Session]).await;
+        setting.ended(&underway).await;
+    }
+    setting.sessions.unregister_server(&owner(), "another").await.unwrap();
+    setting.unasked("a", "call notes echo").await; // Control: it is still given.
+    setting.sessions.unregister_server(&Principal("somebody".to_owned()), "notes").await.unwrap();
+    setting.unasked("a", "call notes echo").await; // Control: that was somebody else's.
+    setting.sessions.unregister_server(&owner(), "notes").await.unwrap();
+    setting.asks("a", "call notes echo").await;
+    setting.asks("b", "call notes echo").await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn code_can_neither_see_nor_forge_nor_give_an_answer() {
     let (setting, broker) = house();
     let forged = [

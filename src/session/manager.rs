@@ -551,6 +551,13 @@ impl Sessions {
         visible.chain(hidden).flat_map(|shared| shared.facts().packages.clone()).collect()
     }
 
+    /// Forgets, in all sessions of an owner, what a person has allowed about the tools of a server: under its name is another one from now on, or none.
+    pub(super) fn forget_approvals_of(&self, owner: &Principal, server: &str) {
+        for (_, entry) in self.table().sessions.iter().filter(|((of, _), _)| of == owner) {
+            entry.shared.facts().granted.forget_server(server);
+        }
+    }
+
     /// Tells what an owner uses now.
     pub fn usage(&self, owner: &Principal) -> Usage {
         let usage = self.house.accounts.usage(owner);

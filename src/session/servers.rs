@@ -113,12 +113,17 @@ pub struct ServerTool {
 impl Sessions {
     /// Connects to a server and makes its tools known to the owner's sessions, in the place of one of the same name.
     pub async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
-        self.broker()?.register(owner, request).await.map_err(|why| Refused::Server { why })
+        let name = request.name.clone();
+        let report = self.broker()?.register(owner, request).await.map_err(|why| Refused::Server { why })?;
+        self.forget_approvals_of(owner, &name);
+        Ok(report)
     }
 
     /// Takes a server away from the owner's sessions.
     pub async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {
-        self.broker()?.unregister(owner, name).await.map_err(|why| Refused::Server { why })
+        self.broker()?.unregister(owner, name).await.map_err(|why| Refused::Server { why })?;
+        self.forget_approvals_of(owner, name);
+        Ok(())
     }
 
     /// Tells which servers the owner's sessions may use, in the order of their names.
