@@ -32,6 +32,8 @@ use crate::sandbox::Exit;
 
 /// How long the last words of an interpreter may take to reach a reader that is slow.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+/// Messages that may wait to be sent. Data waits for its turn; only orders must fit at once, and there are few.
+const MOST_WAITING: usize = 4_096;
 /// What the supervisor itself says about a failure is kept up to so many bytes.
 const COMPLAINTS: usize = 4 * 1024;
 
@@ -42,7 +44,7 @@ pub(super) struct Line {
 }
 
 struct Shared {
-    outgoing: mpsc::UnboundedSender<Vec<u8>>,
+    outgoing: mpsc::Sender<Vec<u8>>,
     state: Mutex<State>,
     /// What the supervisor said when everything was ready.
     ready: watch::Sender<Option<Ready>>,
@@ -69,7 +71,7 @@ pub(super) struct Ready {
 struct Strand<T> {
     /// The interpreter that it belongs to.
     owner: u32,
-    pieces: mpsc::UnboundedSender<T>,
+    pieces: mpsc::Sender<T>,
     credit: Arc<Credit>,
 }
 
@@ -99,7 +101,7 @@ pub(super) struct Ends {
 impl Line {
     /// Takes over the standard streams of a container and sends the plan.
     pub(super) fn open(attached: Attached, plan: &Value) -> Line {
-        let (outgoing, to_send) = mpsc::unbounded_channel();
+        let (outgoing, to_send) = mpsc::channel(MOST_WAITING);
         let shared = Arc::new(Shared {
             outgoing,
             state: Mutex::default(),
@@ -107,7 +109,7 @@ impl Line {
             ended: watch::Sender::new(false),
         });
         let Attached { output, input } = attached;
-        let _ = shared.outgoing.send(format!("{plan}\n").into_bytes());
+        let _ = shared.outgoing.try_send(format!("{plan}\n").into_bytes());
         tokio::spawn(write(input, to_send, shared.ended.subscribe()));
         tokio::spawn(read(output, shared.clone()));
         Line { shared, next_number: AtomicU32::new(1) }
@@ -173,9 +175,9 @@ impl Line {
         told.await.unwrap_or_else(|_| Err("the container has ended".to_owned()))
     }
 
-    /// Sends an order that has no answer.
+    /// Sends an order that has no answer. A line on which so much waits that it does not fit is dead; whoever must be sure asks the engine then.
     pub(super) fn say(&self, kind: u8, number: u32, rest: &[u8]) {
-        let _ = self.shared.outgoing.send(strands::encode(kind, number, rest));
+        let _ = self.shared.outgoing.try_send(strands::encode(kind, number, rest));
     }
 }
 
@@ -244,10 +246,10 @@ impl Shared {
         if let Some(pipe) = state.pipes.get(&number) {
             pipe.credit.take(bytes.len())?;
             // Its reader may have gone; then nobody misses the bytes.
-            let _ = pipe.pieces.send(bytes);
+            let _ = pipe.pieces.try_send(bytes);
         } else if let Some(pump) = state.interpreters.get(&number) {
             pump.channel.credit.take(bytes.len())?;
-            let _ = pump.channel.pieces.send(Piece::Bytes(bytes));
+            let _ = pump.channel.pieces.try_send(Piece::Bytes(bytes));
         }
         Ok(())
     }
@@ -272,7 +274,7 @@ impl Shared {
             read_ends.push(read_end);
         }
         let read_ends: [OwnedFd; 2] = read_ends.try_into().expect("two pipes were made");
-        let _ = pump.channel.pieces.send(Piece::WithPipes(bytes, read_ends));
+        let _ = pump.channel.pieces.try_send(Piece::WithPipes(bytes, read_ends));
         Ok(())
     }
 
@@ -311,8 +313,9 @@ impl Shared {
 }
 
 impl<T> Strand<T> {
-    fn new(owner: u32, credit: usize) -> (Strand<T>, mpsc::UnboundedReceiver<T>, Arc<Credit>) {
-        let (pieces, receiver) = mpsc::unbounded_channel();
+    fn new(owner: u32, credit: usize) -> (Strand<T>, mpsc::Receiver<T>, Arc<Credit>) {
+        // Each piece has a byte at least, so what the credit lets in always fits.
+        let (pieces, receiver) = mpsc::channel(credit);
         let credit = Arc::new(Credit(AtomicUsize::new(credit)));
         (Strand { owner, pieces, credit: credit.clone() }, receiver, credit)
     }
@@ -334,7 +337,7 @@ impl Credit {
 
 async fn write(
     mut input: Pin<Box<dyn AsyncWrite + Send>>,
-    mut messages: mpsc::UnboundedReceiver<Vec<u8>>,
+    mut messages: mpsc::Receiver<Vec<u8>>,
     mut ended: watch::Receiver<bool>,
 ) {
     let sending = async {
@@ -394,9 +397,9 @@ async fn read(
 async fn fill_channel(
     number: u32,
     mut channel: OwnedWriteHalf,
-    mut pieces: mpsc::UnboundedReceiver<Piece>,
+    mut pieces: mpsc::Receiver<Piece>,
     credit: Arc<Credit>,
-    outgoing: mpsc::UnboundedSender<Vec<u8>>,
+    outgoing: mpsc::Sender<Vec<u8>>,
 ) {
     while let Some(piece) = pieces.recv().await {
         let (size, written) = match piece {
@@ -407,7 +410,7 @@ async fn fill_channel(
             return;
         }
         credit.give(size);
-        let _ = outgoing.send(strands::encode_credit(number, size));
+        let _ = outgoing.send(strands::encode_credit(number, size)).await;
     }
 }
 
@@ -439,17 +442,17 @@ async fn empty_channel(
     number: u32,
     mut channel: OwnedReadHalf,
     allowance: Arc<Semaphore>,
-    outgoing: mpsc::UnboundedSender<Vec<u8>>,
+    outgoing: mpsc::Sender<Vec<u8>>,
 ) {
     let mut buffer = vec![0; PIECE];
     while let Ok(size @ 1..) = channel.read(&mut buffer).await {
         let Ok(permits) = allowance.acquire_many(size as u32).await else { return };
         permits.forget();
-        if outgoing.send(strands::encode(b'd', number, &buffer[..size])).is_err() {
+        if outgoing.send(strands::encode(b'd', number, &buffer[..size])).await.is_err() {
             return;
         }
     }
-    let _ = outgoing.send(strands::encode(b'h', number, b""));
+    let _ = outgoing.send(strands::encode(b'h', number, b"")).await;
 }
 
 /// Passes text from inside on to a pipe, and gives credit back for what was taken. Text that nobody reads any more is dropped, so that whoever writes it is not
@@ -457,14 +460,14 @@ async fn empty_channel(
 async fn fill_pipe(
     number: u32,
     mut pipe: pipe::Sender,
-    mut pieces: mpsc::UnboundedReceiver<Vec<u8>>,
+    mut pieces: mpsc::Receiver<Vec<u8>>,
     credit: Arc<Credit>,
-    outgoing: mpsc::UnboundedSender<Vec<u8>>,
+    outgoing: mpsc::Sender<Vec<u8>>,
 ) {
     let mut is_read = true;
     while let Some(bytes) = pieces.recv().await {
         is_read = is_read && pipe.write_all(&bytes).await.is_ok();
         credit.give(bytes.len());
-        let _ = outgoing.send(strands::encode_credit(number, bytes.len()));
+        let _ = outgoing.send(strands::encode_credit(number, bytes.len())).await;
     }
 }
