@@ -33,6 +33,8 @@ use crate::sandbox::Exit;
 
 /// How long the last words of an interpreter may take to reach a reader that is slow.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+/// Messages that may wait to be sent. Data waits for its turn; only orders must fit at once, and there are few.
+const MOST_WAITING: usize = 4_096;
 /// What the supervisor itself says about a failure is kept up to so many bytes.
 const COMPLAINTS: usize = 4 * 1024;
 /// Messages that wait to be taken by a container. One that lets so many wait does not listen.
@@ -177,7 +179,7 @@ impl Line {
         told.await.unwrap_or_else(|_| Err("the container has ended".to_owned()))
     }
 
-    /// Sends an order that has no answer.
+    /// Sends an order that has no answer. A line on which so much waits that it does not fit is dead; whoever must be sure asks the engine then.
     pub(super) fn say(&self, kind: u8, number: u32, rest: &[u8]) {
         if let Err(TrySendError::Full(_)) = self.shared.outgoing.try_send(strands::encode(kind, number, rest)) {
             self.shared.end("it takes no orders any more");
