@@ -33,8 +33,6 @@ use crate::sandbox::Exit;
 
 /// How long the last words of an interpreter may take to reach a reader that is slow.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-/// Messages that may wait to be sent. Data waits for its turn; only orders must fit at once, and there are few.
-const MOST_WAITING: usize = 4_096;
 /// What the supervisor itself says about a failure is kept up to so many bytes.
 const COMPLAINTS: usize = 4 * 1024;
 /// Messages that wait to be taken by a container. One that lets so many wait does not listen.
