@@ -36,6 +36,8 @@ class GoldenFrames(unittest.TestCase):
 
     def test_every_type_of_the_protocol_has_a_golden_frame(self) -> None:
         protocol = (GOLDEN.parent / "PROTOCOL.md").read_text("utf-8")
+        # What carries frames into a container has messages of its own.
+        protocol, _, _ = protocol.partition("## Containers")
         types = {line.split("`")[1] for line in protocol.splitlines() if line.startswith("| `")}
         self.assertGreaterEqual(len(types), 15)
         self.assertEqual(types - {entry["header"]["type"] for entry in golden_frames()}, set())  # type: ignore[index]

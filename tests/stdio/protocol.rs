@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 
 use crate::support::server::{Era, MINIMAL, Server, data_dir, patiently, program, program_below};
 
-/// A model reads about this many bytes as one token; JSON is denser than prose.
-const BYTES_IN_A_TOKEN: f64 = 3.5;
+/// A model reads about this many bytes of the list as one token: the tokenizer o200k makes 2,759 tokens of 11,791 bytes.
+const BYTES_IN_A_TOKEN: f64 = 4.2;
 
 #[test]
 fn both_eras_can_list_run_reset_copy_and_close() {
@@ -77,6 +77,9 @@ fn the_list_of_tools_is_short_and_says_all_a_client_may_ask() {
         "download_file",
         "list_sessions",
         "close_session",
+        "register_mcp_server",
+        "list_mcp_servers",
+        "unregister_mcp_server",
     ];
     assert_eq!(names, expected);
     for tool in tools {
@@ -233,7 +236,7 @@ fn requests_are_answered_while_the_environment_is_being_built_and_a_cell_waits_w
     let told = server.notification(|message| message["params"]["progressToken"] == waiting.id());
     assert_eq!(told["method"], "notifications/progress");
     assert!(told["params"]["message"].as_str().is_some_and(|text| !text.is_empty()), "{told}");
-    assert_eq!(server.request("tools/list", json!({}))["result"]["tools"].as_array().unwrap().len(), 12);
+    assert_eq!(server.request("tools/list", json!({}))["result"]["tools"].as_array().unwrap().len(), 15);
     assert!(!waiting.is_answered());
 
     patiently(move || OpenOptions::new().write(true).open(gate).unwrap().write_all(b"go\n").unwrap());
