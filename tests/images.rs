@@ -40,7 +40,10 @@ fn succeeded(command: &mut Command) -> String {
 
 /// Runs Python in a container of an image, without a network, and returns what it prints.
 fn python(engine: &TestEngine, options: &[&str], image: &str, code: &str) -> String {
+    // Podman asks for more open files and processes than a machine may have to give.
+    let limits = ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=512:512"];
     let mut arguments = vec!["run", "--rm", "--network", "none"];
+    arguments.extend(limits);
     arguments.extend(options);
     arguments.extend([image, "python3", "-c", code]);
     engine.command(&arguments).trim().to_owned()
