@@ -63,6 +63,8 @@ print(sum(1 for path in paths if os.lstat(path).st_mode & 0o6000 and stat.S_ISRE
 /// Builds an image, looks at it from inside, builds it again, lists it and removes it.
 fn an_image_goes_its_way(engine: &'static TestEngine) {
     let tag = "cellblock-test-way:1";
+    // A run that was cut off may have left it.
+    finished(&mut image(engine, &["remove", tag]));
     let packages = ["--packages", SMALL[0], SMALL[1], "--uid", "4321", "--gid", "5432"];
     let told = succeeded(&mut build(engine, tag, &packages));
     assert!(told.starts_with("cellblock-test-way:1 is ready: Python 3."), "{told}");
