@@ -79,7 +79,7 @@ pub struct Contents<'a> {
     pub files: Option<&'a Input>,
 }
 
-/// Chooses exact versions of what is wanted for a Python elsewhere. IPython is added if it is not asked for. Nothing is installed.
+/// Chooses exact versions of what is wanted for a Python elsewhere. What the runner needs is added if it is not asked for. Nothing is installed.
 pub async fn lock_elsewhere(
     contents: Contents<'_>,
     elsewhere: &Elsewhere,

@@ -12,7 +12,7 @@ use super::interpreter::Interpreter;
 use super::lockfile::{Hashes, Lockfile};
 use super::{EnvironmentError, EnvironmentProgress, Progress, uv, while_doing};
 
-/// What is to be resolved: packages, and what files ask for. IPython, which the runner needs, must be among them.
+/// What is to be resolved: packages, and what files ask for. What the runner needs must be among them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wanted<'a> {
     pub(super) packages: &'a [String],
