@@ -1,4 +1,4 @@
-//! What Cellblock is compared with: the same interpreter without a sandbox, and ipybox where it is installed.
+//! What Cellblock is compared with: the same interpreter without a sandbox, and ipybox and python-docker-mcp where they are installed.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -10,6 +10,11 @@ use anyhow::Context;
 use cellblock::config::{self, Flags};
 use cellblock::environment;
 use tempfile::TempDir;
+
+use crate::containers::POOL;
+
+/// What the image of python-docker-mcp is called.
+const PEER_IMAGE: &str = "cellblock-bench-peer";
 
 /// The interpreter and the packages of the sandboxes, on the host.
 pub(crate) struct PlainPython {
@@ -73,5 +78,71 @@ impl Ipybox {
         let mut command = Command::new(&self.program);
         command.arg("--workspace").arg(self.workspace.path());
         Ok(command)
+    }
+}
+
+/// An installation of python-docker-mcp.
+pub(crate) struct PythonDockerMcp {
+    program: PathBuf,
+    home: TempDir,
+}
+
+impl PythonDockerMcp {
+    /// Looks beside the Python that `PYTHON_DOCKER_MCP_PYTHON` names.
+    pub(crate) fn find() -> Option<PythonDockerMcp> {
+        let python = PathBuf::from(std::env::var_os("PYTHON_DOCKER_MCP_PYTHON")?);
+        let program = std::path::absolute(python).ok()?.parent()?.join("python-docker-mcp");
+        Some(PythonDockerMcp { program, home: tempfile::tempdir().ok()? }).filter(|found| found.program.is_file())
+    }
+
+    /// Makes an image of another that this server can use, with `python` and a folder `/app`, and returns its name.
+    pub(crate) fn image(base: &str) -> anyhow::Result<String> {
+        let docker = |arguments: &[&str]| {
+            let output = Command::new("docker").args(arguments).output()?;
+            anyhow::ensure!(output.status.success(), "docker: {}", String::from_utf8_lossy(&output.stderr));
+            Ok(String::from_utf8(output.stdout)?.trim().to_owned())
+        };
+        let change =
+            "command -v python || ln -s \"$(command -v python3)\" /usr/bin/python; mkdir -p /app && chmod 777 /app";
+        let made = docker(&["create", "--network", "none", "--user", "0", "--entrypoint", "sh", base, "-c", change])?;
+        docker(&["start", "--attach", &made])?;
+        let name = format!("{PEER_IMAGE}:latest");
+        docker(&[
+            "commit",
+            "--change",
+            "USER 1000",
+            "--change",
+            "WORKDIR /app",
+            "--change",
+            "ENTRYPOINT []",
+            &made,
+            &name,
+        ])?;
+        // The tag that it looks for first. Without it, it builds an image of its own.
+        docker(&["tag", &name, &format!("{PEER_IMAGE}:0.2.3")])?;
+        docker(&["rm", &made])?;
+        Ok(name)
+    }
+
+    /// Returns the command that starts its server.
+    pub(crate) fn command(&self, image: &str) -> anyhow::Result<Command> {
+        let file = self.home.path().join("config.yaml");
+        let settings = format!("docker: {{image: '{image}', network_disabled: true, pool_size: {POOL}}}\n");
+        fs::write(&file, settings)?;
+        let mut command = Command::new(&self.program);
+        command.env("HOME", self.home.path()).env("PYTHON_DOCKER_MCP_CONFIG", file);
+        Ok(command)
+    }
+}
+
+impl Drop for PythonDockerMcp {
+    /// Removes the containers that it leaves behind.
+    fn drop(&mut self) {
+        let filter = format!("ancestor={PEER_IMAGE}:latest");
+        let left = Command::new("docker").args(["ps", "--all", "--quiet", "--filter", &filter]).output();
+        let left = left.map(|left| String::from_utf8_lossy(&left.stdout).into_owned()).unwrap_or_default();
+        if !left.is_empty() {
+            let _ = Command::new("docker").args(["rm", "--force"]).args(left.lines()).output();
+        }
     }
 }
