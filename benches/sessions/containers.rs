@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde_json::json;
 
-use crate::peers::PythonDockerMcp;
 use crate::server::{Server, cellblock, close, printed};
 use crate::statistics::{in_milliseconds, in_turn, repeat, report};
 use crate::{Peers, target};
@@ -87,10 +86,14 @@ pub(crate) fn transient_runs(peers: &Peers) -> anyhow::Result<()> {
     println!("\nprofile python-docker-mcp on Docker: one call to its result, in a container that waited");
     let Some(image) = image() else { return nothing() };
     // Both have the same image, one that suits the other server.
-    let image = PythonDockerMcp::image(&image)?;
+    let image = match &peers.python_docker_mcp {
+        Some(peer) => peer.image(&image)?,
+        None => image,
+    };
     let mut command = cellblock("mcp");
     command.args(["--profile", "python-docker-mcp", "--backend", "docker", "--container-tag", &image]);
-    let (mut server, _) = Server::start(command.env("CELLBLOCK_POOL", POOL))?;
+    command.env("CELLBLOCK_POOL", POOL);
+    let (mut server, _) = Server::start(command)?;
     let call = json!({"code": "print(1)"});
     let run = |server: &mut Server| {
         // Containers that wait are made in the background; the next caller comes when that is done.

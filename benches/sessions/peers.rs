@@ -15,6 +15,8 @@ use crate::containers::POOL;
 
 /// What the image of python-docker-mcp is called.
 const PEER_IMAGE: &str = "cellblock-bench-peer";
+/// The tag that it uses, and the one that it looks for first: without that it builds an image of its own.
+const PEER_TAGS: [&str; 2] = ["latest", "0.2.3"];
 
 /// The interpreter and the packages of the sandboxes, on the host.
 pub(crate) struct PlainPython {
@@ -96,7 +98,7 @@ impl PythonDockerMcp {
     }
 
     /// Makes an image of another that this server can use, with `python` and a folder `/app`, and returns its name.
-    pub(crate) fn image(base: &str) -> anyhow::Result<String> {
+    pub(crate) fn image(&self, base: &str) -> anyhow::Result<String> {
         let docker = |arguments: &[&str]| {
             let output = Command::new("docker").args(arguments).output()?;
             anyhow::ensure!(output.status.success(), "docker: {}", String::from_utf8_lossy(&output.stderr));
@@ -106,7 +108,7 @@ impl PythonDockerMcp {
             "command -v python || ln -s \"$(command -v python3)\" /usr/bin/python; mkdir -p /app && chmod 777 /app";
         let made = docker(&["create", "--network", "none", "--user", "0", "--entrypoint", "sh", base, "-c", change])?;
         docker(&["start", "--attach", &made])?;
-        let name = format!("{PEER_IMAGE}:latest");
+        let [name, first] = PEER_TAGS.map(|tag| format!("{PEER_IMAGE}:{tag}"));
         docker(&[
             "commit",
             "--change",
@@ -118,8 +120,7 @@ impl PythonDockerMcp {
             &made,
             &name,
         ])?;
-        // The tag that it looks for first. Without it, it builds an image of its own.
-        docker(&["tag", &name, &format!("{PEER_IMAGE}:0.2.3")])?;
+        docker(&["tag", &name, &first])?;
         docker(&["rm", &made])?;
         Ok(name)
     }
@@ -136,13 +137,15 @@ impl PythonDockerMcp {
 }
 
 impl Drop for PythonDockerMcp {
-    /// Removes the containers that it leaves behind.
+    /// Removes the containers that it leaves behind, and its image.
     fn drop(&mut self) {
-        let filter = format!("ancestor={PEER_IMAGE}:latest");
-        let left = Command::new("docker").args(["ps", "--all", "--quiet", "--filter", &filter]).output();
+        let docker = |arguments: &[&str]| Command::new("docker").args(arguments).output();
+        let [latest, first] = PEER_TAGS.map(|tag| format!("{PEER_IMAGE}:{tag}"));
+        let left = docker(&["ps", "--all", "--quiet", "--filter", &format!("ancestor={latest}")]);
         let left = left.map(|left| String::from_utf8_lossy(&left.stdout).into_owned()).unwrap_or_default();
-        if !left.is_empty() {
-            let _ = Command::new("docker").args(["rm", "--force"]).args(left.lines()).output();
+        for container in left.lines() {
+            let _ = docker(&["rm", "--force", container]);
         }
+        let _ = docker(&["image", "rm", &latest, &first]);
     }
 }
