@@ -124,8 +124,9 @@ impl Container {
         let failed = |why: String| LaunchError::Start { why };
         let begun = async {
             let attached = engine.attach(&id).await.map_err(|error| failed(error.to_string()))?;
-            engine.start(&id).await.map_err(|error| failed(error.to_string()))?;
+            // Its plan waits for it: the engine says only later that a container has started.
             let line = Line::open(attached, plan);
+            engine.start(&id).await.map_err(|error| failed(error.to_string()))?;
             let made =
                 engine.inspect(&id).await.map_err(|error| failed(with(error.to_string(), &line.complaints())))?;
             if let Some(what) = spec::verify(body, &made) {
