@@ -26,8 +26,8 @@ use crate::sandbox::{
 
 /// How long the supervisor may take to carry out an order. The slowest, ending a bomb of processes, takes three seconds.
 const ORDER_PATIENCE: Duration = Duration::from_secs(10);
-/// How long an interpreter that must end may take before its container is ended.
-const KILL_PATIENCE: Duration = Duration::from_secs(2);
+/// How long an interpreter that must end may take before its container is ended, and its whole family with it. The supervisor needs milliseconds, on a busy machine seconds.
+const KILL_PATIENCE: Duration = Duration::from_secs(10);
 /// How long an interpreter may take to come to its branch point.
 const BRANCH_PATIENCE: Duration = Duration::from_secs(10);
 /// How long a removal by the engine may take.
