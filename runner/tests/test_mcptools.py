@@ -272,6 +272,8 @@ class Arguments(unittest.TestCase):
                 arguments({"a": wrong})
 
     def test_arguments_that_are_nested_too_deeply_are_refused(self) -> None:
+        from cellblock_runner.tool_models import arguments
+
         def nested(levels: int) -> Any:
             value: Any = 1
             for _ in range(levels):
