@@ -4,7 +4,7 @@
 
 use std::fs;
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::elsewhere::{Elsewhere, answer, mcp, method_of};
 use super::{Notes, raised, register};
@@ -30,25 +30,26 @@ fn with_call(server: &Server) -> Session<'_> {
     session
 }
 
-fn hostile(notes: &Notes, more: Value) -> Server {
+fn hostile(notes: &Notes) -> Server {
     let server = Server::start(MINIMAL);
-    let mut params = notes.params_of("hostile");
-    params.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    register(&server, "notes", params);
+    register(&server, "notes", notes.params_of("hostile"));
     server
 }
 
 #[test]
 fn an_answer_that_is_too_large_or_cut_off_or_never_comes_fails_alone() {
     let notes = Notes::new();
-    let server = hostile(&notes, json!({"call_timeout": 2}));
+    let server = hostile(&notes);
+    let mut slow = notes.params();
+    slow["call_timeout"] = json!(1);
+    register(&server, "slow", slow);
     let session = with_call(&server);
     let code = "print(call('huge', {'bytes': 17_000_000}), call('echo', {'text': 'x'}))\n\
                 print(call('huge', {'bytes': 16_000_000}) == 'x' * 60)\n\
-                print(call('wait'), call('echo', {'text': 'y'}))\n\
+                print(call('wait', {}, 'slow'), call('echo', {'text': 'y'}))\n\
                 print(call('half'), call('echo', {'text': 'z'}))";
     let said = "ToolCallError too_large hostile: x\nTrue\nToolCallTimeout timeout hostile: y\nToolCallError unavailable hostile: z\n\
-                [3 of 7 calls of MCP tools failed: notes.huge (too_large), notes.wait (timeout), notes.half (unavailable)]";
+                [3 of 7 calls of MCP tools failed: notes.huge (too_large), slow.wait (timeout), notes.half (unavailable)]";
     assert_eq!(session.text(code), said);
     assert_eq!(notes.count("call half"), 1, "it may have been carried out, so it is not repeated");
 }
@@ -56,7 +57,7 @@ fn an_answer_that_is_too_large_or_cut_off_or_never_comes_fails_alone() {
 #[test]
 fn a_tool_that_changes_is_not_called_until_its_server_is_registered_again() {
     let notes = Notes::new();
-    let server = hostile(&notes, json!({}));
+    let server = hostile(&notes);
     let session = with_call(&server);
     assert_eq!(session.text("call('echo', {'text': 'x'})"), "'hostile: x'"); // control
     assert_eq!(session.text("call('change')"), "'changed'");
@@ -72,7 +73,7 @@ fn a_tool_that_changes_is_not_called_until_its_server_is_registered_again() {
 #[test]
 fn arguments_that_are_nested_too_deeply_are_an_error_of_the_call_on_both_sides() {
     let notes = Notes::new();
-    let server = hostile(&notes, json!({}));
+    let server = hostile(&notes);
     let session = with_call(&server);
     let code = "def nested(levels):\n    value = 1\n    for _ in range(levels): value = [value]\n    return {'value': value}\n\
                 call('nested', nested(98))";
@@ -97,7 +98,7 @@ fn arguments_that_are_nested_too_deeply_are_an_error_of_the_call_on_both_sides()
 #[test]
 fn results_say_which_calls_failed_also_when_code_keeps_it_to_itself() {
     let notes = Notes::new();
-    let server = hostile(&notes, json!({}));
+    let server = hostile(&notes);
     let session = with_call(&server);
     let code = "from mcptools.notes import fail\nfor _ in range(3):\n    try: fail.run()\n    except mcptools.ToolError: pass\n\
                 call('echo', {'text': 1}); call('absent'); call('echo', {'text': 'x'}); call('echo', {}, 'nobody'); None";
