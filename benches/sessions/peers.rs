@@ -111,7 +111,7 @@ impl PythonDockerMcp {
         };
         let change =
             "command -v python || ln -s \"$(command -v python3)\" /usr/bin/python; mkdir -p /app && chmod 777 /app";
-        let made = docker(&["create", "--network", "none", "--user", "0", "--entrypoint", "sh", base, "-c", change])?;
+        let made = docker(&["create", "--network", "none", "--user", "0", base, "sh", "-c", change])?;
         docker(&["start", "--attach", &made])?;
         let [name, first] = PEER_TAGS.map(|tag| format!("{PEER_IMAGE}:{tag}"));
         docker(&[
