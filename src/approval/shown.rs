@@ -5,6 +5,7 @@
 
 use std::fmt::Write as _;
 
+use cellblock_typed::is_unseen;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
@@ -127,42 +128,6 @@ fn cut(text: &str, most: usize) -> String {
     format!(
         "{beginning} [… {left_out} of {length} characters are not shown here; SHA-256 of all of them: {whole} …] {end}"
     )
-}
-
-/// Tells whether a character cannot be seen for what it is: controls, formats, marks of direction, fillers, separators, tags, and spaces that are none.
-fn is_unseen(letter: char) -> bool {
-    letter.is_control()
-        || (letter.is_whitespace() && letter != ' ')
-        || matches!(
-            u32::from(letter),
-            0xad | 0x34f
-                | 0x600..=0x605
-                | 0x61c
-                | 0x6dd
-                | 0x70f
-                | 0x890..=0x891
-                | 0x8e2
-                | 0x115f..=0x1160
-                | 0x17b4..=0x17b5
-                | 0x180b..=0x180f
-                | 0x200b..=0x200f
-                | 0x2028..=0x202e
-                | 0x2060..=0x206f
-                | 0x2800
-                | 0x3164
-                | 0xe000..=0xf8ff
-                | 0xfe00..=0xfe0f
-                | 0xfeff
-                | 0xffa0
-                | 0xfff0..=0xfffb
-                | 0xfffe..=0xffff
-                | 0x110bd
-                | 0x110cd
-                | 0x13430..=0x1343f
-                | 0x1bca0..=0x1bca3
-                | 0x1d173..=0x1d17a
-                | 0xe0000..=0x10ffff
-        )
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@
 //!     schema    JSON Schema → shapes
 //!     classes   shapes → classes and their names
 //!     literal   text and values → literals, in which they are only ever data
+//!     unseen    characters that nobody sees
 //!     layout    expressions over lines
 //!     module, package   the text of the files
 //!
@@ -26,6 +27,7 @@ mod name;
 mod package;
 mod schema;
 mod shape;
+mod unseen;
 
 use std::collections::HashSet;
 use std::fmt;
@@ -34,6 +36,7 @@ use serde_json::Value;
 
 pub use name::{ServerName, ServerNameError};
 pub use schema::SchemaError;
+pub use unseen::is_unseen;
 
 use classes::{Plan, ResultKind};
 use module::Subject;
