@@ -19,7 +19,7 @@ impl Subject {
     pub fn shown(&self, most: usize) -> String {
         let most = most.max(SHORTEST);
         match self {
-            Subject::Tool { server, tool, arguments } => {
+            Subject::Tool { server, tool, arguments, .. } => {
                 let pairs = arguments.iter().map(|(key, value)| format!("{}={}", key_word(key), json(value)));
                 let pairs = pairs.collect::<Vec<_>>().join(", ");
                 format!("{}.{}({})", visible(server), visible(tool), cut(&pairs, most))
@@ -40,7 +40,7 @@ impl Subject {
 /// The digest of all that a subject is, for records and for what is too long to be shown.
 pub fn digest(subject: &Subject) -> String {
     let whole = match subject {
-        Subject::Tool { server, tool, arguments } => serde_json::json!(["tool", server, tool, arguments]),
+        Subject::Tool { server, tool, arguments, .. } => serde_json::json!(["tool", server, tool, arguments]),
         Subject::Shell { command, kind } => serde_json::json!(["shell", kind, command]),
         Subject::Install { requirements } => serde_json::json!(["packages", requirements]),
         Subject::Domain { name, port } => serde_json::json!(["domain", name, port]),
@@ -139,7 +139,7 @@ mod tests {
 
     fn tool(arguments: Value) -> Subject {
         let arguments = arguments.as_object().cloned().unwrap_or_default();
-        Subject::Tool { server: "github".to_owned(), tool: "create_issue".to_owned(), arguments }
+        Subject::Tool { server: "github".to_owned(), tool: "create_issue".to_owned(), arguments, fingerprint: None }
     }
 
     #[test]
