@@ -380,10 +380,19 @@ fn mcp_settings(settings: &Settings, front: Front, keep: KeepByDefault) -> anyho
         work_folder: work_folder(settings),
         can_undo: settings.undo != config::Undo::Off,
         network: settings.network.rules.clone(),
+        other_hosts: other_hosts(settings),
         can_install: can_install(settings),
         state_key: approvals::state_key(settings, keep.decides(settings))?,
         ..McpSettings::default()
     })
+}
+
+/// Whether hosts that are not listed can be asked about. Containers have no way to ask.
+fn other_hosts(settings: &Settings) -> mcp::OtherHosts {
+    match settings.backend == BackendChoice::Native && settings.approvals.policy.opens_domains() {
+        true => mcp::OtherHosts::AskedAbout,
+        false => mcp::OtherHosts::Closed,
+    }
 }
 
 /// Which tools clients see, with what those need to know.
@@ -453,7 +462,7 @@ fn sessions(
     Ok(Sessions::new(
         backend,
         SessionSettings {
-            approvals,
+            approvals: approvals.into(),
             work_folder: work_folder(settings),
             max_sessions: settings.max_sessions,
             idle_timeout: settings.idle_timeout,

@@ -27,7 +27,7 @@ fn closed() -> &'static Native {
 fn denying() -> &'static Native {
     static BACKEND: OnceLock<Native> = OnceLock::new();
     let policy = Policy::new(Defaults { shell: Effect::Deny, ..Defaults::default() });
-    let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() };
+    let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() }.into();
     BACKEND.get_or_init(|| {
         Builder::new("minimal").refuse_programs().sessions(|sessions| sessions.approvals = approvals).start()
     })
