@@ -53,9 +53,9 @@ def warm_up_and_wait(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
     """Is the warm process: imports, says so, and makes sessions until the supervisor is gone."""
     gc.disable()
     if not plan["rehearse"]:
-        from .zygote import import_when_used
+        from .zygote import import_some_later
 
-        import_when_used("asyncio")
+        import_some_later()
     from . import serve  # Imports IPython, which is most of the start.
 
     os.environ.update(plan["environment"])

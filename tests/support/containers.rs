@@ -75,7 +75,8 @@ impl TestEngine {
         self.try_command(arguments).unwrap_or_else(|| panic!("{arguments:?} failed"))
     }
 
-    fn try_command(&self, arguments: &[&str]) -> Option<String> {
+    /// The same, for what may be gone by now.
+    pub(crate) fn try_command(&self, arguments: &[&str]) -> Option<String> {
         let output = Command::new("docker").arg("-H").arg(self.address.to_string()).args(arguments).output();
         let output = output.expect("the engine's command line runs");
         output.status.success().then(|| String::from_utf8(output.stdout).expect("text"))

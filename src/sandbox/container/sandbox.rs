@@ -26,8 +26,8 @@ use crate::sandbox::{
 
 /// How long the supervisor may take to carry out an order. The slowest, ending a bomb of processes, takes three seconds.
 const ORDER_PATIENCE: Duration = Duration::from_secs(10);
-/// How long an interpreter that must end may take before its container is ended.
-const KILL_PATIENCE: Duration = Duration::from_secs(2);
+/// How long an interpreter that must end may take before its container is ended, and its whole family with it. The supervisor needs milliseconds, on a busy machine seconds.
+const KILL_PATIENCE: Duration = Duration::from_secs(10);
 /// How long an interpreter may take to come to its branch point.
 const BRANCH_PATIENCE: Duration = Duration::from_secs(10);
 /// How long a removal by the engine may take.
@@ -124,8 +124,9 @@ impl Container {
         let failed = |why: String| LaunchError::Start { why };
         let begun = async {
             let attached = engine.attach(&id).await.map_err(|error| failed(error.to_string()))?;
-            engine.start(&id).await.map_err(|error| failed(error.to_string()))?;
+            // Its plan waits for it: the engine says only later that a container has started.
             let line = Line::open(attached, plan);
+            engine.start(&id).await.map_err(|error| failed(error.to_string()))?;
             let made =
                 engine.inspect(&id).await.map_err(|error| failed(with(error.to_string(), &line.complaints())))?;
             if let Some(what) = spec::verify(body, &made) {
