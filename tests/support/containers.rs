@@ -194,7 +194,7 @@ impl Builder {
     }
 
     pub(crate) fn approvals(mut self, approvals: Approvals) -> Builder {
-        self.sessions.approvals = approvals;
+        self.sessions.approvals = approvals.into();
         self
     }
 
