@@ -19,7 +19,7 @@ use serde_json::Value;
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-use crate::approval::{Policy, registration};
+use crate::approval::{Fingerprint, Policy, registration};
 use crate::config;
 use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
 use crate::session::tools::{Broker, ToolCall, ToolReason, ToolRefused, ToolReply};
@@ -218,8 +218,15 @@ impl Broker for Upstreams {
         call: ToolCall,
         tell: &(dyn Fn(String) + Send + Sync),
     ) -> Result<ToolReply, ToolRefused> {
-        let ToolCall { server, tool, arguments } = call;
+        let ToolCall { server, tool, arguments, fingerprint } = call;
         let upstream = self.find(owner, &server).await?;
+        // What was looked at, and perhaps approved, is what is called, although somebody may have registered another server of this name meanwhile.
+        let is_what_it_was = fingerprint.is_none_or(|looked_at| {
+            looked_at == of_params(upstream.params()) || of_tool(&upstream, &tool).is_ok_and(|now| now == looked_at)
+        });
+        if !is_what_it_was {
+            return Err(ToolRefused::another_tool(&server));
+        }
         let (progress, mut told) = watch::channel(None);
         let sink = move |news: Progress| drop(progress.send_replace(Some(news)));
         let options = CallOptions { progress: Some(Arc::new(sink)), ..CallOptions::default() };
@@ -235,6 +242,16 @@ impl Broker for Upstreams {
                 }
             }
         }
+    }
+
+    fn fingerprint(&self, owner: &Principal, server: &str, tool: &str) -> Result<Option<Fingerprint>, ToolRefused> {
+        if let Some(upstream) = self.0.registry.find(&owner.0, server) {
+            return of_tool(&upstream, tool).map(Some).map_err(|error| refusal(&error));
+        }
+        // A server of the operator that was not reached yet. The call connects to it, and to no other.
+        let configured = self.state().configured.get(server).cloned();
+        let params = configured.ok_or_else(|| ToolRefused::no_server(server))?;
+        Ok(Some(of_params(&params.params)))
     }
 
     fn policy(&self, owner: &Principal, server: &str) -> Option<Arc<Policy>> {
@@ -370,6 +387,16 @@ fn configured(
         state: Mutex::new((ServerState::Connecting, Instant::now())),
         attempt,
     }))
+}
+
+/// What a tool is: how it was defined when its server was registered, and how that server is reached.
+fn of_tool(upstream: &Upstream, tool: &str) -> Result<Fingerprint, CallError> {
+    Ok(Fingerprint::of(&[&upstream.params().digest(), &upstream.tool_digest(tool)?]))
+}
+
+/// What is known of the tools of a server that was not reached yet. A permission that is bound to it ends when it is.
+fn of_params(params: &ServerParams) -> Fingerprint {
+    Fingerprint::of(&[&params.digest()])
 }
 
 /// Returns the variables that parameters name, with their values.
