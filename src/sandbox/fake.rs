@@ -175,7 +175,7 @@ impl FakeBackend {
         let asker = self.world.asker.lock().expect("nothing panics while it holds the asker").clone();
         let name = HostName::parse(name).expect("a test knows names");
         match asker.filter(|asker| asker.may_allow(&name)) {
-            Some(asker) => asker.ask(&name, port).await,
+            Some(asker) => asker.ask(&name, port, ([127, 0, 0, 1], 1024).into()).await,
             None => false,
         }
     }

@@ -8,7 +8,7 @@ mod branching;
 mod lies;
 mod limits;
 mod neighbours;
-mod programs;
+pub(crate) mod programs;
 mod system_calls;
 mod walls;
 mod warm_interpreter;

@@ -13,7 +13,8 @@ use cellblock::sandbox::container::{
     ContainerBackend, ContainerBind, ContainerNetwork, ContainerSettings, EngineAddress, EngineKind, PoolSettings,
 };
 use cellblock::sandbox::{Backend, Network, Preparation, SandboxLimits};
-use cellblock::session::{SessionSettings, Sessions};
+use cellblock::session::{Approvals, SessionSettings, Sessions};
+use cellblock_jail::wire::Programs;
 use rustix::fs::FlockOperation;
 use tokio::sync::watch;
 
@@ -74,7 +75,8 @@ impl TestEngine {
         self.try_command(arguments).unwrap_or_else(|| panic!("{arguments:?} failed"))
     }
 
-    fn try_command(&self, arguments: &[&str]) -> Option<String> {
+    /// The same, for what may be gone by now.
+    pub(crate) fn try_command(&self, arguments: &[&str]) -> Option<String> {
         let output = Command::new("docker").arg("-H").arg(self.address.to_string()).args(arguments).output();
         let output = output.expect("the engine's command line runs");
         output.status.success().then(|| String::from_utf8(output.stdout).expect("text"))
@@ -141,6 +143,8 @@ impl TestEngine {
                 variables: vec![("GIVEN".to_owned(), "by the operator".to_owned())],
                 pool: PoolSettings { size: 0, max_age: Duration::from_secs(600), creations: 2 },
                 network: None,
+                packages: None,
+                programs: Programs::Free,
                 preload: Vec::new(),
             },
             sessions: SessionSettings { max_sessions: 500, ..SessionSettings::default() },
@@ -180,6 +184,17 @@ impl Builder {
 
     pub(crate) fn variables(mut self, variables: Vec<(String, String)>) -> Builder {
         self.settings.variables.extend(variables);
+        self
+    }
+
+    /// Has the kernel refuse programs to sessions, and these approvals decide about those that they ask for.
+    pub(crate) fn refuse_programs(mut self, approvals: Approvals) -> Builder {
+        self.settings.programs = Programs::Refused;
+        self.approvals(approvals)
+    }
+
+    pub(crate) fn approvals(mut self, approvals: Approvals) -> Builder {
+        self.sessions.approvals = approvals.into();
         self
     }
 

@@ -11,6 +11,7 @@
 //! What goes on is the subject itself that was shown, so it cannot have become another one meanwhile. While anything is parked, the cell's clock stands still;
 //! so that no code gains time by asking, a cell whose question nobody answered is not asked about again.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -91,7 +92,7 @@ impl Asker for NameAsker {
         self.approvals.now().policy.may_open(name.as_ref())
     }
 
-    fn ask(&self, name: &HostName, port: u16) -> BoxFuture<'static, bool> {
+    fn ask(&self, name: &HostName, port: u16, _from: SocketAddr) -> BoxFuture<'static, bool> {
         let (wanted, name) = (self.wanted.clone(), name.to_string());
         Box::pin(async move {
             let (reply, answer) = oneshot::channel();

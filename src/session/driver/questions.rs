@@ -211,6 +211,10 @@ impl Driver {
                 self.questions.ready.push_back(Answered::plain(ask, frame));
                 self.call_those_that_wait();
             }
+            Question::TooDeep => self.refuse_question(
+                ask,
+                "the arguments are nested more than 100 levels deep; send a flatter value, or JSON in a text",
+            ),
             Question::Unknown => self.refuse_question(ask, "this server does not know that question"),
         }
     }
