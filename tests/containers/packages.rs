@@ -1,13 +1,18 @@
 //! Packages in live sessions in containers. What is the same everywhere is in `packages`.
 
+use std::sync::Arc;
+
+use cellblock::sandbox::container::{ContainerBind, ContainerNetwork, ContainerPackages};
+use cellblock::sandbox::{Backend, Rules};
 use serde_json::json;
 
 use super::{on_docker, on_podman};
+use crate::network::{names, network};
 use crate::packages::index::{Index, Manner};
 use crate::support::containers::{IMAGE, TestEngine};
-use crate::support::data_folder;
 use crate::support::native::host_python;
 use crate::support::server::{Era, Server, Session, ToolResult, program_below};
+use crate::support::{PROGRAM, data_folder};
 
 /// A server whose only index is ours, with sessions in containers of this engine.
 async fn server(engine: &'static TestEngine, index: &Index, arguments: &[&str]) -> Server {
@@ -119,6 +124,42 @@ print(may(lambda: urllib.request.urlopen('{}')))",
             assert_eq!(session.text(&attempt), "True True\nFalse False False\nFalse False False\nFalse");
             assert_eq!(index.requests(), Vec::<String>::new());
         });
+    });
+}
+
+#[test]
+fn an_engine_that_does_not_see_the_servers_folders_serves_sessions_without_packages() {
+    on_docker(async |engine| {
+        let folder = tempfile::tempdir().unwrap();
+        let bind = |name: &str| ContainerBind {
+            host: folder.path().join(name),
+            inside: "/opt/cellblock/packages".into(),
+            writable: false,
+        };
+        std::fs::create_dir(folder.path().join("seen")).unwrap();
+        for (name, is_seen) in [("seen", true), ("unseen", false)] {
+            let mut builder = engine.build();
+            builder.settings.packages = Some(ContainerPackages {
+                shown: vec![bind(name)],
+                tools: Vec::new(),
+                network: ContainerNetwork {
+                    network: network(Rules::none(), names()),
+                    program: PROGRAM.into(),
+                    files: Vec::new(),
+                    held: None,
+                },
+                ports: Arc::default(),
+            });
+            let containers = builder.start();
+            let shown = containers.session().ok("import os; print(os.path.isdir('/opt/cellblock/packages'))").await;
+            assert_eq!(shown, if is_seen { "True\n" } else { "False\n" });
+            let why = containers.backend.launch_apart().await.map(drop).map_err(|error| error.to_string());
+            match is_seen {
+                true => why.unwrap(), // control
+                false => assert!(why.unwrap_err().contains("the engine cannot show folders of this server")),
+            }
+            containers.end().await;
+        }
     });
 }
 

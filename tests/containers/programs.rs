@@ -3,15 +3,17 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use cellblock::approval::{Defaults, Effect, Policy};
+use cellblock::approval::{Defaults, Effect, Policy, Rule};
 use cellblock::sandbox::container::EngineKind;
 use cellblock::session::{Approvals, StateAfter, Status};
+use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use super::{on_docker, on_podman};
 use crate::attacks::programs::{FIND, FORGE, all, attempts, libc_eperm};
-use crate::support::containers::{Containers, TestEngine};
-use crate::support::skipped;
+use crate::support::containers::{Containers, IMAGE, TestEngine};
+use crate::support::server::{Era, Server, program_below};
+use crate::support::{data_folder, skipped};
 
 /// A backend whose sessions may start no programs, and whose policy lets all commands run.
 fn closed(engine: &'static TestEngine) -> &'static Containers {
@@ -201,6 +203,62 @@ except OSError as error:
 import sys
 print(subprocess.run([sys.executable, '-I', '-c', reach], capture_output=True, text=True).stdout)";
         assert_eq!(session.ok(code).await, "PermissionError\n\n");
+    });
+}
+
+#[test]
+fn a_rule_about_a_command_holds_in_forks_too_whatever_their_folder_is_called() {
+    on_docker(async |engine| {
+        if !has_landlock(engine).await {
+            return;
+        }
+        let mut policy = Policy::new(Defaults { shell: Effect::Deny, ..Defaults::default() });
+        policy.add(Rule::parse(&json!({"allow": {"command": "pwd"}})).unwrap(), "the test");
+        let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() };
+        let backend = engine.build().refuse_programs(approvals).start();
+        let session = backend.session();
+        assert_eq!(session.ok("!pwd").await, "/work\n");
+        let fork = session.fork().await;
+        assert!(fork.ok("!pwd").await.starts_with("/forks/"));
+        let elsewhere = fork.execute("import os; os.chdir('/tmp')\n!pwd").await.unwrap();
+        assert!(matches!(elsewhere.status, Status::Raised(_)), "{elsewhere:?}");
+        backend.end().await;
+    });
+}
+
+#[test]
+fn the_program_denies_commands_in_containers() {
+    on_docker(async |engine| {
+        tokio::task::block_in_place(|| {
+            let mut command = program_below(&data_folder());
+            command
+                .args(["mcp", "--backend", "docker", "--container-tag", IMAGE, "--keep-sessions", "off"])
+                .args(["--approve-shell", "deny", "--approve-domains", "ask"])
+                .env("DOCKER_HOST", engine.address.to_string());
+            let server = Server::spawn(&mut command, Era::Initialize);
+            server.greet();
+            let session = server.session();
+            let refused = session.call("execute_ipython_cell", json!({"code": "!echo ran"}));
+            assert!(refused.text().contains("`approve_shell: deny`"), "{}", refused.text());
+            let started = "
+import posix
+try:
+    print(posix.posix_spawn('/bin/true', ['true'], {}))
+except PermissionError as error:
+    print('refused', error.errno)";
+            assert_eq!(session.text(started), "refused 1");
+            // A name that somebody could allow is known inside; this client has nobody who could be asked.
+            let connect = "
+import socket
+print(socket.gethostbyname('api.example.com').startswith('198.18.'))
+try:
+    socket.create_connection(('api.example.com', 443), 20).recv(1)
+except OSError as error:
+    print(type(error).__name__)";
+            let tried = session.call("execute_ipython_cell", json!({"code": connect}));
+            assert!(tried.text().starts_with("True\nConnectionResetError"), "{}", tried.text());
+            assert!(tried.text().contains("blocked: api.example.com:443"), "{}", tried.text());
+        });
     });
 }
 

@@ -181,7 +181,7 @@ impl Container {
         patience: Duration,
     ) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
         self.members.fetch_add(1, Ordering::Relaxed);
-        let mut sandbox = self.sandbox(self.isolation.clone(), None);
+        let mut sandbox = self.sandbox(self.isolation.clone(), None, spec::WORK);
         let begun = sandbox.begin(how);
         let interpreter = match tokio::time::timeout(patience, begun).await {
             Ok(begun) => begun?,
@@ -194,14 +194,16 @@ impl Container {
     }
 
     /// Makes the place of one more session, which may be a fork of another.
-    fn sandbox(self: &Arc<Container>, isolation: Isolation, source: Option<u32>) -> ContainerSandbox {
+    fn sandbox(self: &Arc<Container>, isolation: Isolation, source: Option<u32>, work: &str) -> ContainerSandbox {
         let member = self.next_member.fetch_add(1, Ordering::Relaxed);
+        let has_its_own = source.is_some() && self.house.owns_work_folder;
         if let Some(way_out) = &self.way_out {
             way_out.join(member, source);
         }
         ContainerSandbox {
             container: self.clone(),
             member,
+            work: if has_its_own { format!("{}/{member}", spec::FORKS) } else { work.to_owned() },
             isolation,
             checkpoints: Mutex::default(),
             next_checkpoint: 1,
@@ -360,6 +362,8 @@ fn with(why: String, complaints: &str) -> String {
 pub(super) struct ContainerSandbox {
     container: Arc<Container>,
     member: u32,
+    /// Its working folder. The supervisor gives a fork this one.
+    work: String,
     isolation: Isolation,
     checkpoints: Mutex<HashSet<CheckpointId>>,
     next_checkpoint: u32,
@@ -458,7 +462,7 @@ impl Sandbox for ContainerSandbox {
     ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let container = &self.container;
         container.members.fetch_add(1, Ordering::Relaxed);
-        let fork = container.sandbox(self.isolation.clone(), Some(self.member));
+        let fork = container.sandbox(self.isolation.clone(), Some(self.member), &self.work);
         container.fit_memory().await;
         let order = json!({
             "of": self.member,
@@ -478,6 +482,10 @@ impl Sandbox for ContainerSandbox {
         if self.kept().remove(&checkpoint) {
             forget(&self.container, self.member, checkpoint);
         }
+    }
+
+    fn work_folder(&self) -> &str {
+        &self.work
     }
 
     fn rules(&self) -> Rules {
