@@ -12,7 +12,7 @@
 //!
 //! Every row starts servers of its own and speaks MCP over their standard input and output, as a client does. Where a plain `python -c` does
 //! comparable work, it is measured in turn with ours, with the same interpreter and packages. `statistics` computes, `server` is the
-//! client, `peers` finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of sessions, `service` those about `cellblock serve`, `containers` those about containers.
+//! client, `peers` finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of sessions, `service` those about `cellblock serve`, `containers` those about containers, `tools` those about tools of other MCP servers.
 //!
 //! Nothing is asserted: a missed target is printed as such. Machines differ, and a busy one misses everything.
 
@@ -25,6 +25,7 @@ mod peers;
 mod server;
 mod service;
 mod statistics;
+mod tools;
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -62,7 +63,7 @@ struct Peers {
 
 type Row = fn(&Peers) -> anyhow::Result<()>;
 
-const ROWS: [(&str, Row); 23] = [
+const ROWS: [(&str, Row); 27] = [
     ("initialize", process_start_to_initialize),
     ("new-session", new_session_to_first_result),
     ("cell", cell_round_trip),
@@ -84,6 +85,10 @@ const ROWS: [(&str, Row); 23] = [
     ("http-memory", service::memory_of_idle_clients),
     ("container-cell", containers::cells_in_a_container),
     ("container-cold", containers::cold_container),
+    ("tool-call", tools::call_from_code),
+    ("tool-register", tools::registering_many_tools),
+    ("tool-notion", tools::registering_large_schemas),
+    ("tool-import", tools::importing_modules),
     ("transient", containers::transient_runs),
     ("transient-native", runs_of_python_docker_mcp),
 ];

@@ -46,16 +46,21 @@ impl PlainPython {
         Ok(PlainPython { folder })
     }
 
+    /// Returns the interpreter.
+    pub(crate) fn program(&self) -> PathBuf {
+        self.folder.path().join("bin/python")
+    }
+
     /// Runs one line in a new process; returns the time it took.
     pub(crate) fn run(&self, code: &str) -> anyhow::Result<Duration> {
-        crate::timed(Command::new(self.folder.path().join("bin/python")).args(["-c", code]))
+        crate::timed(Command::new(self.program()).args(["-c", code]))
     }
 }
 
 impl PlainPython {
     /// Runs a program in a new process; returns what it printed.
     pub(crate) fn output(&self, code: &str) -> anyhow::Result<String> {
-        let output = Command::new(self.folder.path().join("bin/python")).args(["-c", code]).output()?;
+        let output = Command::new(self.program()).args(["-c", code]).output()?;
         anyhow::ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         Ok(String::from_utf8(output.stdout)?)
     }

@@ -109,6 +109,11 @@ pub trait Sandbox: Send + Sync {
         Arc::new(NoLauncher)
     }
 
+    /// Returns the working folder as it is seen inside.
+    fn work_folder(&self) -> &str {
+        WORK_FOLDER
+    }
+
     /// Tells what can be reached from inside.
     fn rules(&self) -> Rules;
 

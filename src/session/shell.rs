@@ -20,9 +20,6 @@ const LONGEST_FOLDER: usize = 4096;
 /// A time limit beyond this is none.
 const LONGEST_TIMEOUT: f64 = 30.0 * 24.0 * 3600.0;
 
-/// The folder in which commands usually begin; it is not worth a word.
-const USUAL_FOLDER: &str = crate::sandbox::WORK_FOLDER;
-
 /// What lines are for: the first of them that exists. By their place: a variable of the session must not choose the shell.
 const SHELLS: [&str; 2] = ["/bin/bash", "/bin/sh"];
 
@@ -32,6 +29,8 @@ pub struct ShellCommand {
     form: Form,
     input: Option<String>,
     folder: String,
+    /// Whether that is the folder in which commands usually begin, which is not worth a word.
+    is_usual_folder: bool,
     environment: Vec<(String, Option<String>)>,
     pub timeout: Option<Duration>,
 }
@@ -57,8 +56,8 @@ pub enum UnfitCommand {
 }
 
 impl ShellCommand {
-    /// Takes what the code said, if it is within bounds.
-    pub fn new(claimed: ClaimedCommand) -> Result<ShellCommand, UnfitCommand> {
+    /// Takes what the code said, if it is within bounds. `usual_folder` is where commands of its session usually begin.
+    pub fn new(claimed: ClaimedCommand, usual_folder: &str) -> Result<ShellCommand, UnfitCommand> {
         let ClaimedCommand { line, words, input, folder, environment, timeout, .. } = claimed;
         let form = match line {
             Some(line) => Form::Line(line),
@@ -84,7 +83,9 @@ impl ShellCommand {
         }
         let timeout = timeout.filter(|seconds| seconds.is_finite() && *seconds < LONGEST_TIMEOUT);
         let timeout = timeout.map(|seconds| Duration::from_secs_f64(seconds.max(0.0)));
-        Ok(ShellCommand { form, input, folder, environment: environment.into_iter().collect(), timeout })
+        let is_usual_folder = folder == usual_folder;
+        let environment = environment.into_iter().collect();
+        Ok(ShellCommand { form, input, folder, is_usual_folder, environment, timeout })
     }
 
     /// Names the way in which the code asks, for rules: `!`, `%%bash`, `%%perl -w`, `subprocess`.
@@ -101,7 +102,7 @@ impl ShellCommand {
     /// When it begins elsewhere than in the working folder, or with other variables than a fresh session has, the text is another command that does the same and says
     /// so. Two commands have the same kind and text only if they do the same.
     pub fn text(&self) -> String {
-        let differs = self.folder != USUAL_FOLDER || !self.environment.is_empty();
+        let differs = !self.is_usual_folder || !self.environment.is_empty();
         match (&self.form, &self.input) {
             (Form::Line(line), None) if !differs => line.clone(),
             (Form::Words(words), None) if !differs => quoted(words),
@@ -124,7 +125,7 @@ impl ShellCommand {
     /// Folder and variables, in the words of `env`.
     fn circumstances(&self) -> String {
         let mut words = vec!["env".to_owned()];
-        if self.folder != USUAL_FOLDER {
+        if !self.is_usual_folder {
             words.extend(["-C".to_owned(), self.folder.clone()]);
         }
         words.extend(self.environment.iter().filter(|(_, value)| value.is_none()).map(|(name, _)| format!("-u{name}")));
@@ -195,6 +196,12 @@ mod tests {
 
     use super::*;
 
+    const USUAL_FOLDER: &str = "/work";
+
+    fn made(claimed: ClaimedCommand) -> Result<ShellCommand, UnfitCommand> {
+        ShellCommand::new(claimed, USUAL_FOLDER)
+    }
+
     fn line(text: &str) -> ClaimedCommand {
         ClaimedCommand { line: Some(text.to_owned()), folder: USUAL_FOLDER.to_owned(), ..ClaimedCommand::default() }
     }
@@ -217,7 +224,7 @@ mod tests {
     }
 
     fn shown(claimed: ClaimedCommand) -> (String, String) {
-        let command = ShellCommand::new(claimed).unwrap();
+        let command = made(claimed).unwrap();
         (command.kind(), command.text())
     }
 
@@ -242,23 +249,30 @@ mod tests {
     }
 
     #[test]
+    fn the_usual_folder_is_that_of_the_session() {
+        let shown = |usual: &str| ShellCommand::new(with(line("ls"), "/forks/2", &[]), usual).unwrap().text();
+        assert_eq!(shown("/forks/2"), "ls");
+        assert_eq!(shown(USUAL_FOLDER), "env -C /forks/2 /bin/bash -c ls");
+    }
+
+    #[test]
     fn what_runs_is_what_is_shown() {
-        let command = ShellCommand::new(with(line("ls"), "/tmp", &[("A", Some("1")), ("B", None)])).unwrap();
+        let command = made(with(line("ls"), "/tmp", &[("A", Some("1")), ("B", None)])).unwrap();
         let shells = [["/bin/bash", "-c", "ls"], ["/bin/sh", "-c", "ls"]];
         assert_eq!(command.programs(), shells);
         assert_eq!((command.folder(), command.input()), ("/tmp", None));
         let variables = [("A".to_owned(), Some("1".to_owned())), ("B".to_owned(), None)];
         assert_eq!(command.environment(), variables);
-        let command = ShellCommand::new(script(&["perl", "-w"], "1;")).unwrap();
+        let command = made(script(&["perl", "-w"], "1;")).unwrap();
         assert_eq!((command.programs(), command.input()), (vec![vec!["perl".into(), "-w".into()]], Some(&b"1;"[..])));
     }
 
     #[test]
     fn what_is_too_long_or_cannot_be_run_is_refused_whole() {
-        let refused = |claimed| ShellCommand::new(claimed).unwrap_err();
+        let refused = |claimed| made(claimed).unwrap_err();
         let long = "x".repeat(LONGEST_COMMAND);
         assert!(matches!(refused(line(&long)), UnfitCommand::TooLong { what: "text", .. }));
-        assert!(ShellCommand::new(line(&long[1..])).is_ok(), "control");
+        assert!(made(line(&long[1..])).is_ok(), "control");
         assert_eq!(refused(line("a\0b")), UnfitCommand::Nul { what: "text" });
         assert_eq!(refused(line(" ")), UnfitCommand::Empty);
         assert_eq!(refused(script(&[], "ls")), UnfitCommand::Empty);
@@ -272,13 +286,12 @@ mod tests {
         let names: Vec<String> = (0..=MOST_VARIABLES).map(|number| format!("V{number}")).collect();
         let many: Vec<_> = names.iter().map(|name| (name.as_str(), None)).collect();
         assert!(matches!(refused(with(line("ls"), "/", &many)), UnfitCommand::TooLong { what: "environment", .. }));
-        assert!(ShellCommand::new(with(line("ls"), "/", &many[1..])).is_ok(), "control");
+        assert!(made(with(line("ls"), "/", &many[1..])).is_ok(), "control");
     }
 
     #[test]
     fn a_senseless_time_limit_is_none() {
-        let limit =
-            |timeout| ShellCommand::new(ClaimedCommand { timeout: Some(timeout), ..line("ls") }).unwrap().timeout;
+        let limit = |timeout| made(ClaimedCommand { timeout: Some(timeout), ..line("ls") }).unwrap().timeout;
         assert_eq!(limit(1.5), Some(Duration::from_millis(1500)));
         assert_eq!(limit(-1.0), Some(Duration::ZERO));
         for senseless in [f64::NAN, f64::INFINITY, 1e300] {

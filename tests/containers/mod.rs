@@ -1,11 +1,13 @@
 //! Sessions in containers: what only they have. What every backend promises is in `contract`.
 //!
-//! `walls` looks at a container from inside and out, `family` at forks and undo, `engine` at engines that are not there, end, or lack something, `pool` at what waits, `runtimes`
-//! at gVisor.
+//! `walls` looks at a container from inside and out, `family` at forks and undo, `engine` at engines that are not there, end, or lack something, `pool` at what waits, `packages` at what is
+//! installed into live sessions, `programs` at commands that need an approval, `runtimes` at gVisor.
 
 mod engine;
 mod family;
+mod packages;
 mod pool;
+mod programs;
 mod runtimes;
 mod walls;
 
@@ -17,6 +19,13 @@ use crate::support::native;
 /// Runs a test with Docker, or says that it is skipped.
 fn on_docker<F: Future<Output = ()>>(test: impl FnOnce(&'static TestEngine) -> F) {
     if let Some(engine) = containers::docker() {
+        native::run(test(engine));
+    }
+}
+
+/// Runs a test with Podman, or says that it is skipped.
+fn on_podman<F: Future<Output = ()>>(test: impl FnOnce(&'static TestEngine) -> F) {
+    if let Some(engine) = containers::podman() {
         native::run(test(engine));
     }
 }

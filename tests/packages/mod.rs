@@ -146,6 +146,14 @@ fn a_wheel_and_what_it_needs_are_installed_each_into_a_folder_of_its_own() {
 }
 
 #[test]
+fn a_uv_that_does_not_run_where_it_is_needed_says_so() {
+    let mut bench = Bench::new();
+    bench.workshops = Plain::new(Path::new("/no/such/uv"), &host_python("minimal"));
+    let said = bench.refusal(&["pure"], &[]);
+    assert!(said.contains("does not run here") && said.contains("GNU C library"), "{said}");
+}
+
+#[test]
 fn bytecode_comes_along_and_is_used_although_files_were_moved() {
     let bench = Bench::new();
     let installed = bench.install(&["pure==1.0"], &[]).unwrap();

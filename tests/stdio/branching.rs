@@ -231,7 +231,9 @@ fn what_a_copy_cannot_have_is_named() {
 
 #[test]
 fn variants_are_compared_and_the_session_is_as_it_was() {
-    let session = Server::shared().session();
+    // Sessions are counted, so nobody else may begin any.
+    let server = Server::start(MINIMAL);
+    let session = server.session();
     session.text("data = list(range(10))");
     let before = alive(session.server).len();
     let result = explore(

@@ -13,7 +13,8 @@ use cellblock::sandbox::container::{
     ContainerBackend, ContainerBind, ContainerNetwork, ContainerSettings, EngineAddress, EngineKind, PoolSettings,
 };
 use cellblock::sandbox::{Backend, Network, Preparation, SandboxLimits};
-use cellblock::session::{SessionSettings, Sessions};
+use cellblock::session::{Approvals, SessionSettings, Sessions};
+use cellblock_jail::wire::Programs;
 use rustix::fs::FlockOperation;
 use tokio::sync::watch;
 
@@ -142,6 +143,8 @@ impl TestEngine {
                 variables: vec![("GIVEN".to_owned(), "by the operator".to_owned())],
                 pool: PoolSettings { size: 0, max_age: Duration::from_secs(600), creations: 2 },
                 network: None,
+                packages: None,
+                programs: Programs::Free,
                 preload: Vec::new(),
             },
             sessions: SessionSettings { max_sessions: 500, ..SessionSettings::default() },
@@ -181,6 +184,17 @@ impl Builder {
 
     pub(crate) fn variables(mut self, variables: Vec<(String, String)>) -> Builder {
         self.settings.variables.extend(variables);
+        self
+    }
+
+    /// Has the kernel refuse programs to sessions, and these approvals decide about those that they ask for.
+    pub(crate) fn refuse_programs(mut self, approvals: Approvals) -> Builder {
+        self.settings.programs = Programs::Refused;
+        self.approvals(approvals)
+    }
+
+    pub(crate) fn approvals(mut self, approvals: Approvals) -> Builder {
+        self.sessions.approvals = approvals.into();
         self
     }
 

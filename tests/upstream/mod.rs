@@ -1,6 +1,12 @@
 //! Tools of another MCP server in cells, with the built program: typed values in and out, many at once, and what a sandbox cannot do.
 //!
-//! The other server is `tests/tools/notes_server.py`, a program of the standard library. It logs what it is asked, so that a test can see what reached it.
+//! The other server is `tests/tools/notes_server.py`, a program of the standard library. It logs what it is asked, so that a test can see what reached it. `faults` has
+//! servers that do not behave, `records` what operators see and change, `real` servers of other makers; `elsewhere` are servers behind HTTP.
+
+mod elsewhere;
+mod faults;
+mod real;
+mod records;
 
 use std::fs;
 use std::os::fd::OwnedFd;

@@ -277,6 +277,9 @@ impl Connection {
             Ok(ServerResult::CustomResult(result)) => Ok(result.0),
             Ok(result) => serde_json::to_value(result).map_err(|_| Failure::NotAResult("it cannot be read")),
             Err(ServiceError::McpError(error)) if wire::is_too_large(&error) => Err(Failure::TooLarge),
+            Err(ServiceError::McpError(error)) if wire::is_unreadable(&error) => {
+                Err(Failure::NotAResult("it is no JSON, or nested too deeply"))
+            }
             Err(ServiceError::McpError(error)) => {
                 Err(Failure::Refused { code: error.code.0, message: said(&error.message, &self.mask) })
             }

@@ -16,12 +16,12 @@ use tracing::warn;
 
 use super::engine::Engine;
 use super::facts::{self, Fate, Mark, Meter};
-use super::line::Line;
+use super::line::{Fault, FaultKind, Line};
 use super::spec::{self, User};
 use super::way_out::{ContainerNetwork, WayOut};
 use crate::sandbox::{
-    Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
-    Layer, LayerKind, MemoryUse, Process, Program, ProgramError, Rules, Sandbox, SandboxLimits,
+    Asker, Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError,
+    Launcher, Layer, LayerKind, MemoryUse, Process, Program, ProgramError, Rules, Sandbox, SandboxLimits,
 };
 
 /// How long the supervisor may take to carry out an order. The slowest, ending a bomb of processes, takes three seconds.
@@ -181,7 +181,7 @@ impl Container {
         patience: Duration,
     ) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
         self.members.fetch_add(1, Ordering::Relaxed);
-        let mut sandbox = self.sandbox(self.isolation.clone(), None);
+        let mut sandbox = self.sandbox(self.isolation.clone(), None, spec::WORK);
         let begun = sandbox.begin(how);
         let interpreter = match tokio::time::timeout(patience, begun).await {
             Ok(begun) => begun?,
@@ -194,14 +194,16 @@ impl Container {
     }
 
     /// Makes the place of one more session, which may be a fork of another.
-    fn sandbox(self: &Arc<Container>, isolation: Isolation, source: Option<u32>) -> ContainerSandbox {
+    fn sandbox(self: &Arc<Container>, isolation: Isolation, source: Option<u32>, work: &str) -> ContainerSandbox {
         let member = self.next_member.fetch_add(1, Ordering::Relaxed);
+        let has_its_own = source.is_some() && self.house.owns_work_folder;
         if let Some(way_out) = &self.way_out {
             way_out.join(member, source);
         }
         ContainerSandbox {
             container: self.clone(),
             member,
+            work: if has_its_own { format!("{}/{member}", spec::FORKS) } else { work.to_owned() },
             isolation,
             checkpoints: Mutex::default(),
             next_checkpoint: 1,
@@ -360,6 +362,8 @@ fn with(why: String, complaints: &str) -> String {
 pub(super) struct ContainerSandbox {
     container: Arc<Container>,
     member: u32,
+    /// Its working folder. The supervisor gives a fork this one.
+    work: String,
     isolation: Isolation,
     checkpoints: Mutex<HashSet<CheckpointId>>,
     next_checkpoint: u32,
@@ -458,7 +462,7 @@ impl Sandbox for ContainerSandbox {
     ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let container = &self.container;
         container.members.fetch_add(1, Ordering::Relaxed);
-        let fork = container.sandbox(self.isolation.clone(), Some(self.member));
+        let fork = container.sandbox(self.isolation.clone(), Some(self.member), &self.work);
         container.fit_memory().await;
         let order = json!({
             "of": self.member,
@@ -480,6 +484,10 @@ impl Sandbox for ContainerSandbox {
         }
     }
 
+    fn work_folder(&self) -> &str {
+        &self.work
+    }
+
     fn rules(&self) -> Rules {
         self.container.way_out.as_ref().map_or_else(Rules::none, |way_out| way_out.rules(self.member))
     }
@@ -490,12 +498,18 @@ impl Sandbox for ContainerSandbox {
         }
     }
 
+    fn set_asker(&self, asker: Option<Arc<dyn Asker>>) {
+        if let Some(way_out) = &self.container.way_out {
+            way_out.set_asker(self.member, asker);
+        }
+    }
+
     fn take_blocked(&self) -> Vec<Blocked> {
-        self.container.way_out.as_ref().map_or_else(Vec::new, WayOut::take_blocked)
+        self.container.way_out.as_ref().map_or_else(Vec::new, |way_out| way_out.take_blocked(self.member))
     }
 
     fn launcher(&self) -> Arc<dyn Launcher> {
-        Arc::new(NoPrograms)
+        Arc::new(ContainerLauncher { container: self.container.clone(), member: self.member })
     }
 
     async fn destroy(&mut self) {
@@ -528,15 +542,84 @@ impl Drop for ContainerSandbox {
     }
 }
 
-/// Programs beside an interpreter cannot be kept apart from it in one container.
-struct NoPrograms;
+/// Has the supervisor start programs beside one session.
+struct ContainerLauncher {
+    container: Arc<Container>,
+    member: u32,
+}
 
 #[async_trait]
-impl Launcher for NoPrograms {
-    async fn launch(&self, _program: Program) -> Result<Box<dyn Process>, ProgramError> {
-        Err(ProgramError::Unsupported {
-            why: "sessions in containers share their container with what they start".to_owned(),
-        })
+impl Launcher for ContainerLauncher {
+    async fn launch(&self, program: Program) -> Result<Box<dyn Process>, ProgramError> {
+        let Program { words, folder, environment, input, output, errors } = program;
+        let line = &self.container.line;
+        let failed = |why: &str| ProgramError::Failed { why: why.to_owned() };
+        let outlets = line.outlets(&output, &errors).ok_or_else(|| failed("its pipes are not those of the session"))?;
+        let mark = self.container.meter.mark();
+        let (number, exit) = line.program();
+        // From here on it is ended if somebody thinks better of it.
+        let process = ContainerProgram { container: self.container.clone(), number, exit, mark };
+        if let Some(input) = &input {
+            line.feed(number, input).await;
+        }
+        let order = json!({
+            "program": number,
+            "outlets": outlets,
+            "words": words,
+            "folder": folder,
+            "environment": environment,
+            "input": input.map(|input| input.len()),
+        });
+        match tokio::time::timeout(ORDER_PATIENCE, line.carry_out(b'g', self.member, order)).await {
+            Ok(Ok(_)) => Ok(Box::new(process)),
+            Ok(Err(Fault { why, kind })) => Err(match kind {
+                FaultKind::Missing => ProgramError::Missing,
+                FaultKind::Refused => ProgramError::Refused { why },
+                FaultKind::Unsupported => ProgramError::Unsupported { why },
+                FaultKind::Other => ProgramError::Failed { why },
+            }),
+            Err(_) => Err(failed("the container does not answer")),
+        }
+    }
+}
+
+/// A program that the supervisor has started. Dropping it ends it with its group.
+struct ContainerProgram {
+    container: Arc<Container>,
+    number: u32,
+    exit: watch::Receiver<Option<Exit>>,
+    mark: Mark,
+}
+
+#[async_trait]
+impl Process for ContainerProgram {
+    fn interrupt(&self) {
+        self.container.line.say(b'i', self.number, b"");
+    }
+
+    fn kill(&self) {
+        self.container.line.say(b'k', self.number, b"");
+    }
+
+    async fn exited(&mut self) -> Exit {
+        let exit = match self.exit.wait_for(Option::is_some).await {
+            Ok(exit) => exit.unwrap_or(Exit::Unknown),
+            Err(_) => Exit::Unknown,
+        };
+        let may_be_memory = matches!(exit, Exit::Signal(9) | Exit::Unknown);
+        if may_be_memory && self.container.meter.ran_out_since(self.mark).await {
+            return Exit::OutOfMemory { limit: self.container.house.limits.memory };
+        }
+        exit
+    }
+}
+
+impl Drop for ContainerProgram {
+    fn drop(&mut self) {
+        if self.exit.borrow().is_none() {
+            self.kill();
+        }
+        self.container.line.abandon_program(self.number);
     }
 }
 

@@ -15,7 +15,7 @@ use super::Driver;
 use super::approvals::Wanted;
 use crate::approval::Subject;
 use crate::runner_client::{ClaimedCommand, Outlets};
-use crate::sandbox::{Exit, Launcher, Process, Program, ProgramError};
+use crate::sandbox::{Exit, Launcher, Process, Program, ProgramError, WORK_FOLDER};
 use crate::session::shell::ShellCommand;
 
 /// Commands of one cell that are under way at the same time.
@@ -43,7 +43,8 @@ impl Driver {
         let Some(outlets) = claimed.outlets.clone().filter(only_take) else {
             return self.refuse_command(ask, "invalid", "the command came without pipes that it could write to");
         };
-        match ShellCommand::new(claimed) {
+        let usual_folder = self.sandbox.as_ref().map_or(WORK_FOLDER, |sandbox| sandbox.work_folder());
+        match ShellCommand::new(claimed, usual_folder) {
             Ok(command) => self.consider_command(ask, command, outlets),
             Err(unfit) => self.refuse_command(ask, "invalid", &unfit.to_string()),
         }

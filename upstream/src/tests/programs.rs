@@ -207,6 +207,15 @@ async fn a_result_that_is_too_large_fails_alone() {
 }
 
 #[tokio::test]
+async fn an_answer_that_is_nested_too_deeply_fails_alone_and_at_once() {
+    let upstream = connect(&child(json!({}))).await;
+    let error = call(&upstream, "deep", json!({"levels": 200})).await.unwrap_err();
+    assert!(error.to_string().ends_with("it is no JSON, or nested too deeply"), "{error}");
+    // The control.
+    assert!(call(&upstream, "deep", json!({"levels": 100})).await.is_ok());
+}
+
+#[tokio::test]
 async fn many_calls_run_at_a_time_and_each_gets_its_own_answer() {
     let upstream = connect(&child(json!({}))).await;
     let slow = tokio::spawn({
