@@ -19,20 +19,16 @@ fn engines() -> impl Iterator<Item = &'static TestEngine> {
 }
 
 /// Has the sessions of a server be containers of an engine.
-fn on(engine: &TestEngine, image: &str, command: &mut Command) {
+fn on(engine: &TestEngine, command: &mut Command) {
     let (name, host) = if engine.is_podman() { ("podman", "CONTAINER_HOST") } else { ("docker", "DOCKER_HOST") };
-    command.env(host, engine.address.to_string()).args(["--backend", name, "--container-tag", image]);
+    command.env(host, engine.address.to_string()).args(["--backend", name, "--container-tag", IMAGE]);
 }
 
 /// Starts a server of a profile whose sessions are containers.
 fn start(engine: &TestEngine, profile: &str, arguments: &[&str]) -> Server {
-    start_in(engine, IMAGE, profile, arguments)
-}
-
-fn start_in(engine: &TestEngine, image: &str, profile: &str, arguments: &[&str]) -> Server {
     let mut command = program();
     command.args(["mcp", "--profile", profile]).args(arguments);
-    on(engine, image, &mut command);
+    on(engine, &mut command);
     let server = Server::spawn(&mut command, Era::Initialize);
     server.greet();
     server
@@ -59,25 +55,6 @@ fn python_docker_mcp_keeps_and_forgets_in_containers_as_it_promises() {
         python_docker::calls(&server);
         python_docker::state_in_and_out(&server);
         python_docker::nothing_passes(&server);
-    }
-}
-
-#[test]
-fn servers_that_start_at_once_prepare_one_image_together() {
-    for engine in engines() {
-        // An image that no server has seen yet.
-        let name = format!("cellblock-test-once:{}", std::process::id());
-        let made = engine.command(&["create", IMAGE, "true"]);
-        engine.command(&["commit", made.trim(), &name]);
-        engine.command(&["rm", made.trim()]);
-        let servers: Vec<Server> = (0..3).map(|_| start_in(engine, &name, "pyexec", &[])).collect();
-        let calls: Vec<_> =
-            servers.iter().map(|server| server.begin("execute_python", json!({"code": "6 * 7"}))).collect();
-        for call in &calls {
-            assert_eq!(call.result().text(), "42");
-        }
-        servers.into_iter().for_each(|server| drop(server.finish()));
-        engine.try_command(&["image", "rm", &name]);
     }
 }
 
@@ -117,7 +94,7 @@ fn packages_are_installed_into_sessions_in_containers() {
         // What the image lacks of our own comes from the usual index, once.
         text(&start(engine, "pyexec", &[]), "execute_python", json!({"code": "1"}));
         let index = local_index();
-        let server = |profile: &str| start_with_index(profile, &index, |command| on(engine, IMAGE, command));
+        let server = |profile: &str| start_with_index(profile, &index, |command| on(engine, command));
         code_executer::dependencies(&server("code-executer"));
         ipybox::packages(&server("ipybox"));
         python_docker::packages(&server("python-docker-mcp"));

@@ -242,8 +242,11 @@ impl Engine {
     /// Makes a volume, or finds the one of this name.
     pub(super) async fn volume(&self, name: &str, labels: HashMap<String, String>) -> Result<(), EngineError> {
         let request = VolumeCreateRequest { name: Some(name.to_owned()), labels: Some(labels), ..Default::default() };
-        self.docker.create_volume(request).await.map_err(|error| self.failure(error, "such volume"))?;
-        Ok(())
+        match self.docker.create_volume(request).await {
+            // Podman refuses all but one of those who make it at the same moment.
+            Err(_) if self.docker.inspect_volume(name).await.is_ok() => Ok(()),
+            made => made.map(drop).map_err(|error| self.failure(error, "such volume")),
+        }
     }
 
     /// Follows what happens to containers that have this label with this value.
