@@ -52,7 +52,7 @@ async fn connect(arguments: &EngineArguments, settings: &Settings) -> anyhow::Re
             (kind, config::engine_address(kind)?)
         }
     };
-    Ok(Engine::connect(kind, &address).await?)
+    Ok(Engine::connect(kind, &address).await?.with_credentials(&config::engine_credentials(kind)))
 }
 
 async fn build(arguments: &ImageArguments, settings: &Settings, output: &mut (dyn Write + Send)) -> anyhow::Result<()> {
