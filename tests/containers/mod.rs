@@ -1,12 +1,18 @@
 //! Sessions in containers: what only they have. What every backend promises is in `contract`.
 //!
-//! `walls` looks at a container from inside and out, `family` at forks and undo, `engine` at engines that are not there, end, or lack something, `pool` at what waits, `runtimes`
-//! at gVisor.
+//! `walls` looks at a container from inside and out, `family` at forks and undo, `engine` at engines that are not there, end, or lack something, `registry` at images that are fetched, `remote` at those that are reached in other ways than by a socket, `restart` at engines that go away and come back, `pool` at what waits, `volumes` at what stays
+//! on an engine, `keeping` at servers that die, `doctor` at what it tells, `runtimes` at gVisor.
 
+mod doctor;
 mod engine;
 mod family;
+mod keeping;
 mod pool;
+mod registry;
+mod remote;
+mod restart;
 mod runtimes;
+mod volumes;
 mod walls;
 
 use std::future::Future;
