@@ -201,6 +201,8 @@ pub(super) struct Shared {
 pub(super) struct Facts {
     pub(super) state: &'static str,
     pub(super) ended: Option<String>,
+    /// Why no interpreter could be started, if that was tried last.
+    pub(super) failure: Option<LaunchError>,
     pub(super) executions: u64,
     pub(super) last_used: Instant,
     pub(super) memory: Option<u64>,
@@ -221,6 +223,7 @@ impl Shared {
         let facts = Facts {
             state: "starting",
             ended: None,
+            failure: None,
             executions: 0,
             last_used: now,
             memory: None,
@@ -1014,6 +1017,7 @@ impl Driver {
                 self.live = Some(Live { process, connection, beginning: None, inheritance, files_lost: false });
                 (self.ended, self.exit) = (None, Exit::Unknown);
                 self.failure = None;
+                self.shared.facts().failure = None;
                 self.replaced(&carried);
                 let copied = self.keep_beginning(beginning, &carried);
                 if !self.resets.is_empty() {
@@ -1041,6 +1045,7 @@ impl Driver {
                 for (_, reply) in self.narrowing.drain(..) {
                     let _ = reply.send(Err(Refused::Launch(error.clone())));
                 }
+                self.shared.facts().failure = Some(error.clone());
                 self.failure = Some(error);
                 self.happen(Event::StartFailed);
             }
