@@ -1,6 +1,6 @@
 //! Rows about sessions in containers. They need an engine, as `DOCKER_HOST` and the like name it, and an image.
 //!
-//! `BENCH_IMAGE` names the image; without it, and without an engine, the rows say so and measure nothing.
+//! `BENCH_IMAGE` names the image; without it, and without an engine, the rows say so and measure nothing. What is compared is measured in turn, in the same image.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -9,12 +9,16 @@ use anyhow::ensure;
 use serde_json::json;
 
 use crate::server::{Server, cellblock, close, printed};
-use crate::statistics::{Sample, in_milliseconds, in_turn, repeat, report};
+use crate::statistics::{in_milliseconds, in_turn, repeat, report};
 use crate::{Peers, target};
 
 const CELLS: usize = 300;
 const STARTS: usize = 8;
 const TRANSIENT_RUNS: usize = 20;
+/// Containers that wait, here and there.
+pub(crate) const POOL: &str = "4";
+/// How long it takes to make a container, and more.
+const REST: Duration = Duration::from_secs(2);
 
 /// The image, if there is an engine that has it.
 fn image() -> Option<String> {
@@ -77,21 +81,41 @@ pub(crate) fn cold_container(_: &Peers) -> anyhow::Result<()> {
     Ok(())
 }
 
-pub(crate) fn transient_run_from_the_pool(_: &Peers) -> anyhow::Result<()> {
-    println!("\na cell in a container that waited");
+/// One call of `execute-transient` in a container that waited, beside the server whose tool it is.
+pub(crate) fn transient_runs(peers: &Peers) -> anyhow::Result<()> {
+    println!("\nprofile python-docker-mcp on Docker: one call to its result, in a container that waited");
     let Some(image) = image() else { return nothing() };
-    let mut server = server(&image, "4")?;
-    server.execute("first", "pass")?;
-    let mut number = 0;
-    let mut ours = Sample::default();
-    for _ in 0..TRANSIENT_RUNS {
-        // The members of the pool are made in the background; the next caller comes when that is done.
-        std::thread::sleep(Duration::from_secs(2));
-        number += 1;
-        let id = format!("s{number}");
-        ours.add(server.call("execute_ipython_cell", &json!({"code": "print(1)", "session_id": id}))?.1);
-        server.call("close_session", &close(&id))?;
-    }
+    // Both have the same image, one that suits the other server.
+    let image = match &peers.python_docker_mcp {
+        Some(peer) => peer.image(&image)?,
+        None => image,
+    };
+    let mut command = cellblock("mcp");
+    command.args(["--profile", "python-docker-mcp", "--backend", "docker", "--container-tag", &image]);
+    command.env("CELLBLOCK_POOL", POOL);
+    let (mut server, _) = Server::start(command)?;
+    let call = json!({"code": "print(1)"});
+    let run = |server: &mut Server| {
+        // Containers that wait are made in the background; the next caller comes when that is done.
+        std::thread::sleep(REST);
+        let (result, elapsed) = server.call("execute-transient", &call)?;
+        let text = result["content"][0]["text"].as_str().unwrap_or_default();
+        ensure!(text.starts_with("Execution Result:\n\n1\n"), "unexpected answer: {result}");
+        Ok(elapsed)
+    };
+    run(&mut server)?;
+    let ours = match &peers.python_docker_mcp {
+        None => repeat(TRANSIENT_RUNS, || run(&mut server))?,
+        Some(peer) => {
+            let (mut other, _) = Server::start(peer.command(&image)?)?;
+            run(&mut other)?;
+            let [ours, theirs] = in_turn(TRANSIENT_RUNS, || run(&mut server), || run(&mut other))?;
+            report("python-docker-mcp 0.2.5", &theirs, None);
+            let times = theirs.median().as_secs_f64() / ours.median().as_secs_f64();
+            target("ratio of the medians", format!("{times:.1} ×"), "≥ 20 ×", times >= 20.0);
+            ours
+        }
+    };
     report("transient run", &ours, Some(Duration::from_millis(30)));
     println!("    longest: {}", in_milliseconds(ours.high()));
     Ok(())

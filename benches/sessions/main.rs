@@ -6,12 +6,13 @@
 //! cargo bench --bench sessions -- cycles                ten thousand forks and checkpoints, in minutes
 //! IPYBOX_PYTHON=venv/bin/python cargo bench …           also the same calls to ipybox, if that Python has it
 //! BENCH_IMAGE=python:3.13-slim cargo bench … container  also sessions in containers, if an engine has that image
+//! PYTHON_DOCKER_MCP_PYTHON=venv/bin/python cargo bench … transient   also python-docker-mcp, if that Python has it
 //! FASTMCP_PYTHON=venv/bin/python cargo bench … http     also a trivial tool of FastMCP, if that Python has it
 //! ```
 //!
 //! Every row starts servers of its own and speaks MCP over their standard input and output, as a client does. Where a plain `python -c` does
 //! comparable work, it is measured in turn with ours, with the same interpreter and packages. `statistics` computes, `server` is the
-//! client, `peers` finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of sessions, `service` those about `cellblock serve`, `containers` those about containers.
+//! client, `peers` finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of sessions, `service` those about `cellblock serve`, `containers` those about containers, `tools` those about tools of other MCP servers.
 //!
 //! Nothing is asserted: a missed target is printed as such. Machines differ, and a busy one misses everything.
 
@@ -24,6 +25,7 @@ mod peers;
 mod server;
 mod service;
 mod statistics;
+mod tools;
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -32,7 +34,7 @@ use anyhow::{Context, ensure};
 use serde_json::json;
 
 use self::memory::{MIB, MemoryGroup};
-use self::peers::{Ipybox, PlainPython};
+use self::peers::{Ipybox, PlainPython, PythonDockerMcp};
 use self::server::{Server, cellblock, close, printed};
 use self::statistics::{Sample, in_milliseconds, in_turn, repeat, report};
 
@@ -56,11 +58,12 @@ const PLAIN_RUNS: usize = 7;
 struct Peers {
     plain: PlainPython,
     ipybox: Option<Ipybox>,
+    python_docker_mcp: Option<PythonDockerMcp>,
 }
 
 type Row = fn(&Peers) -> anyhow::Result<()>;
 
-const ROWS: [(&str, Row); 23] = [
+const ROWS: [(&str, Row); 27] = [
     ("initialize", process_start_to_initialize),
     ("new-session", new_session_to_first_result),
     ("cell", cell_round_trip),
@@ -82,8 +85,12 @@ const ROWS: [(&str, Row); 23] = [
     ("http-memory", service::memory_of_idle_clients),
     ("container-cell", containers::cells_in_a_container),
     ("container-cold", containers::cold_container),
-    ("container-pool", containers::transient_run_from_the_pool),
-    ("transient", runs_of_python_docker_mcp),
+    ("tool-call", tools::call_from_code),
+    ("tool-register", tools::registering_many_tools),
+    ("tool-notion", tools::registering_large_schemas),
+    ("tool-import", tools::importing_modules),
+    ("transient", containers::transient_runs),
+    ("transient-native", runs_of_python_docker_mcp),
 ];
 
 /// Rows that take minutes and are measured only when they are named.
@@ -101,9 +108,16 @@ fn main() -> anyhow::Result<()> {
     let status = cellblock("run").args(["-c", FIRST_CELL]).stdout(Stdio::null()).status();
     let status = status.context("could not start cellblock")?;
     ensure!(status.success(), "cellblock cannot run Python here; `cellblock doctor` may know why");
-    let peers = Peers { plain: PlainPython::of_the_environment()?, ipybox: Ipybox::find() };
+    let peers = Peers {
+        plain: PlainPython::of_the_environment()?,
+        ipybox: Ipybox::find(),
+        python_docker_mcp: PythonDockerMcp::find(),
+    };
     if peers.ipybox.is_none() {
         println!("ipybox: not measured (IPYBOX_PYTHON names no Python that has it)");
+    }
+    if peers.python_docker_mcp.is_none() {
+        println!("python-docker-mcp: not measured (PYTHON_DOCKER_MCP_PYTHON names no Python that has it)");
     }
     for (name, measure) in ROWS {
         if wanted.is_empty() || wanted.iter().any(|word| name.contains(word.as_str())) {
@@ -141,7 +155,7 @@ fn process_start_to_initialize(peers: &Peers) -> anyhow::Result<()> {
 
 /// A transient run is a sandbox made, three cells in it, and the sandbox destroyed.
 fn runs_of_python_docker_mcp(_: &Peers) -> anyhow::Result<()> {
-    println!("\nprofile python-docker-mcp: one call to its result, one after the other");
+    println!("\nprofile python-docker-mcp without containers: one call to its result, one after the other");
     let mut command = cellblock("mcp");
     command.args(["--profile", "python-docker-mcp"]);
     let (mut server, _) = Server::start(command)?;

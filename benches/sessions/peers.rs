@@ -1,4 +1,4 @@
-//! What Cellblock is compared with: the same interpreter without a sandbox, and ipybox where it is installed.
+//! What Cellblock is compared with: the same interpreter without a sandbox, and ipybox and python-docker-mcp where they are installed.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -10,6 +10,13 @@ use anyhow::Context;
 use cellblock::config::{self, Flags};
 use cellblock::environment;
 use tempfile::TempDir;
+
+use crate::containers::POOL;
+
+/// What the image of python-docker-mcp is called.
+const PEER_IMAGE: &str = "cellblock-bench-peer";
+/// The tag that it uses, and the one that it looks for first: without that it builds an image of its own.
+const PEER_TAGS: [&str; 2] = ["latest", "0.2.3"];
 
 /// The interpreter and the packages of the sandboxes, on the host.
 pub(crate) struct PlainPython {
@@ -39,16 +46,21 @@ impl PlainPython {
         Ok(PlainPython { folder })
     }
 
+    /// Returns the interpreter.
+    pub(crate) fn program(&self) -> PathBuf {
+        self.folder.path().join("bin/python")
+    }
+
     /// Runs one line in a new process; returns the time it took.
     pub(crate) fn run(&self, code: &str) -> anyhow::Result<Duration> {
-        crate::timed(Command::new(self.folder.path().join("bin/python")).args(["-c", code]))
+        crate::timed(Command::new(self.program()).args(["-c", code]))
     }
 }
 
 impl PlainPython {
     /// Runs a program in a new process; returns what it printed.
     pub(crate) fn output(&self, code: &str) -> anyhow::Result<String> {
-        let output = Command::new(self.folder.path().join("bin/python")).args(["-c", code]).output()?;
+        let output = Command::new(self.program()).args(["-c", code]).output()?;
         anyhow::ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         Ok(String::from_utf8(output.stdout)?)
     }
@@ -73,5 +85,72 @@ impl Ipybox {
         let mut command = Command::new(&self.program);
         command.arg("--workspace").arg(self.workspace.path());
         Ok(command)
+    }
+}
+
+/// An installation of python-docker-mcp.
+pub(crate) struct PythonDockerMcp {
+    program: PathBuf,
+    home: TempDir,
+}
+
+impl PythonDockerMcp {
+    /// Looks beside the Python that `PYTHON_DOCKER_MCP_PYTHON` names.
+    pub(crate) fn find() -> Option<PythonDockerMcp> {
+        let python = PathBuf::from(std::env::var_os("PYTHON_DOCKER_MCP_PYTHON")?);
+        let program = std::path::absolute(python).ok()?.parent()?.join("python-docker-mcp");
+        Some(PythonDockerMcp { program, home: tempfile::tempdir().ok()? }).filter(|found| found.program.is_file())
+    }
+
+    /// Makes an image of another that this server can use, with `python` and a folder `/app`, and returns its name.
+    pub(crate) fn image(&self, base: &str) -> anyhow::Result<String> {
+        let docker = |arguments: &[&str]| {
+            let output = Command::new("docker").args(arguments).output()?;
+            anyhow::ensure!(output.status.success(), "docker: {}", String::from_utf8_lossy(&output.stderr));
+            Ok(String::from_utf8(output.stdout)?.trim().to_owned())
+        };
+        let change =
+            "command -v python || ln -s \"$(command -v python3)\" /usr/bin/python; mkdir -p /app && chmod 777 /app";
+        let made = docker(&["create", "--network", "none", "--user", "0", base, "sh", "-c", change])?;
+        docker(&["start", "--attach", &made])?;
+        let [name, first] = PEER_TAGS.map(|tag| format!("{PEER_IMAGE}:{tag}"));
+        docker(&[
+            "commit",
+            "--change",
+            "USER 1000",
+            "--change",
+            "WORKDIR /app",
+            "--change",
+            "ENTRYPOINT []",
+            &made,
+            &name,
+        ])?;
+        docker(&["tag", &name, &first])?;
+        docker(&["rm", &made])?;
+        Ok(name)
+    }
+
+    /// Returns the command that starts its server.
+    pub(crate) fn command(&self, image: &str) -> anyhow::Result<Command> {
+        let file = self.home.path().join("config.yaml");
+        let settings = format!("docker: {{image: '{image}', network_disabled: true, pool_size: {POOL}}}\n");
+        fs::write(&file, settings)?;
+        let mut command = Command::new(&self.program);
+        command.env("HOME", self.home.path()).env("PYTHON_DOCKER_MCP_CONFIG", file);
+        Ok(command)
+    }
+}
+
+impl Drop for PythonDockerMcp {
+    /// Removes the containers that it leaves behind, and its image.
+    fn drop(&mut self) {
+        let docker = |arguments: &[&str]| Command::new("docker").args(arguments).output();
+        let [latest, first] = PEER_TAGS.map(|tag| format!("{PEER_IMAGE}:{tag}"));
+        let left = docker(&["ps", "--all", "--quiet", "--filter", &format!("ancestor={latest}")]);
+        let left = left.map(|left| String::from_utf8_lossy(&left.stdout).into_owned()).unwrap_or_default();
+        for container in left.lines() {
+            let _ = docker(&["rm", "--force", container]);
+        }
+        let _ = docker(&["image", "rm", &latest, &first]);
     }
 }

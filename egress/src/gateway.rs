@@ -61,8 +61,8 @@ pub trait Asker: Send + Sync {
     /// Tells whether somebody could allow this name, so that it is worth being known inside. Nobody is asked yet.
     fn may_allow(&self, name: &HostName) -> bool;
 
-    /// Asks whether this one connection may be made. Dropping the future withdraws the question.
-    fn ask(&self, name: &HostName, port: u16) -> BoxFuture<'static, bool>;
+    /// Asks whether this one connection may be made, which comes from the address `from` inside. Dropping the future withdraws the question.
+    fn ask(&self, name: &HostName, port: u16, from: SocketAddr) -> BoxFuture<'static, bool>;
 }
 
 /// Connections of one session that may wait for a decision. Others are refused as if nobody could be asked.

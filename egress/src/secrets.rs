@@ -7,6 +7,7 @@
 //! ```text
 //!  Secret     what the operator wrote: name, value, hosts, where the value may stand
 //!  Vault      the secrets of a server with their placeholders
+//!  Hidden     values that have no placeholder and are only taken out of texts
 //!  requests   placeholders become values               mask   values become placeholders               encoding   spellings of a value
 //! ```
 //!
@@ -227,6 +228,31 @@ impl fmt::Debug for Vault {
     }
 }
 
+/// Values that have no business in texts, such as credentials of other servers. Clones share them.
+#[derive(Clone, Default)]
+pub struct Hidden(Arc<Patterns>);
+
+impl Hidden {
+    /// Hides `values` and writes `instead` in their place. Values that are too short to be told from ordinary text are left out.
+    pub fn new<'a>(values: impl IntoIterator<Item = &'a str>, instead: &str) -> Hidden {
+        let instead: Arc<str> = Arc::from(instead);
+        let long = values.into_iter().filter(|value| value.len() >= SHORTEST_VALUE);
+        Hidden(Arc::new(Patterns::new(long.map(|value| (value, &instead)))))
+    }
+
+    /// Returns `text` without the values, in whatever spelling, or nothing when none is in it.
+    pub fn hide(&self, text: &str) -> Option<String> {
+        let is_possible = self.0.finds_something(text.as_bytes());
+        is_possible.then(|| String::from_utf8_lossy(&self.0.mask(text.as_bytes())).into_owned())
+    }
+}
+
+impl fmt::Debug for Hidden {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("Hidden")
+    }
+}
+
 fn patterns<'a>(entries: impl Iterator<Item = &'a Arc<Entry>>) -> Patterns {
     Patterns::new(entries.map(|entry| (entry.secret.value.as_str(), &entry.placeholder)))
 }
@@ -338,6 +364,18 @@ mod tests {
         let several = secret("TOKEN=env:KEY@API.example.com,b.example.com:Authorization");
         assert_eq!(several.hosts(), [host("api.example.com"), host("b.example.com")]);
         assert_eq!(several.header, Some(header::AUTHORIZATION));
+    }
+
+    #[test]
+    fn hidden_values_are_taken_out_and_texts_without_them_are_left_alone() {
+        let hidden = Hidden::new([VALUE, "short"], "[hidden]");
+        assert_eq!(
+            hidden.hide(&format!("a {VALUE} b, {}", base64_for_tests(VALUE))).unwrap(),
+            "a [hidden] b, [hidden]k="
+        );
+        assert_eq!(hidden.hide("a short text, sk-0123456789-canar"), None);
+        assert_eq!(Hidden::default().hide(VALUE), None);
+        assert!(!format!("{hidden:?}").contains("canary"));
     }
 
     #[test]

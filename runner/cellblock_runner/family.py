@@ -32,11 +32,11 @@ BRANCH_DESCRIPTOR = CHANNEL_DESCRIPTOR - 1
 # What every session can write beside its own folder. `/forks` holds the folders of forks, which enter a landlock of their own.
 SHARED_FOLDERS = ("/tmp", "/dev/shm")
 FORKS = "/forks"
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 
 _LARGEST_ORDER = 1024 * 1024
 # Interpreters go before what serves all of them when memory runs out.
-_OF_INTERPRETERS = 500
+OF_INTERPRETERS = 500
 # Beyond every number that the limit of a container allows.
 _EVERY_DESCRIPTOR = 65536
 
@@ -53,15 +53,15 @@ def warm_up_and_wait(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
     """Is the warm process: imports, says so, and makes sessions until the supervisor is gone."""
     gc.disable()
     if not plan["rehearse"]:
-        from .zygote import import_when_used
+        from .zygote import import_some_later
 
-        import_when_used("asyncio")
+        import_some_later()
     from . import serve  # Imports IPython, which is most of the start.
 
     os.environ.update(plan["environment"])
     shell = serve.prepare(plan["preload"], rehearse=plan["rehearse"])
     gc.enable()
-    orders.send(_write_json({"say": "warm"}).encode())
+    orders.send(_write_json({"say": "warm", "environment": dict(os.environ)}).encode())
     while True:
         message, descriptors, _, _ = _receive(orders, _LARGEST_ORDER, 3)
         if not message:
@@ -71,21 +71,23 @@ def warm_up_and_wait(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
         if between == 0:
             _leave_parent()
             _become_steward(descriptors, None, order["work"])
-            _begin(shell, order)
+            _begin(shell, order, asks=plan.get("programs") == "refused")
         _wait(between, 0)
         for descriptor in descriptors:
             _close(descriptor)
 
 
-def _begin(shell: Any, order: dict[str, Any]) -> NoReturn:
-    """Is a fresh interpreter, from its first to its last instruction."""
-    from . import interrupts, serve
+def _begin(shell: Any, order: dict[str, Any], asks: bool) -> NoReturn:
+    """Is a fresh interpreter, from its first to its last instruction. It `asks` the host for programs where it may start none."""
+    from . import commands, interrupts, serve
     from .channel import Channel
 
     status = 1
     try:
         interrupts.restore_signals()
         branch.copy_by(_make_copy, BRANCH_DESCRIPTOR)
+        if asks:
+            commands.ask_from_now_on()
         if order["gate"] == _PRIMED:
             serve.prime(shell)
         # What is beside the work folder is the whole family's: a copy finds it there, and nothing of it goes along.
@@ -144,9 +146,9 @@ def _become_steward(descriptors: Sequence[int], confined_to: str | None, work: s
     if interpreter == 0:
         _settle(descriptors[:2])
         fences.be_readable()
-        fences.offer_to_die(_OF_INTERPRETERS)
+        fences.offer_to_die(OF_INTERPRETERS)
         own = (confined_to,) if confined_to else (work or "/", FORKS)
-        fences.enter_landlock((*own, *SHARED_FOLDERS), _DEVICES)
+        fences.enter_landlock((*own, *SHARED_FOLDERS), DEVICES)
         return
     try:
         _keep_only(descriptors[2])

@@ -2,12 +2,14 @@
 
 Landlock is a second boundary of the file system that holds even if a mount did not, and on newer kernels one for signals: a session cannot
 end what watches it. A process that is not dumpable cannot be read or changed through /proc by others of the same user, which is how
-the supervisor stays apart from sessions. Both need no right at all.
+the supervisor stays apart from sessions. A filter that refuses to start programs is for containers in which these need an approval; every child
+inherits it. All three need no right at all, and none can be taken back.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
 from collections.abc import Sequence
@@ -25,6 +27,16 @@ _LOOK = 0b1101
 _OF_FILES = 0b111 | _TRUNCATE
 # What stays within a session since the sixth version: names of abstract sockets, and signals.
 _SCOPES = 0b11
+
+# Numbers of the architecture, and of the calls that start programs, that load filters.
+_CALLS = {"x86_64": (0xC000003E, 59, 322, 157), "aarch64": (0xC00000B7, 221, 281, 167)}
+_X32_BIT = 0x40000000
+_SET_SECCOMP, _MODE_FILTER = 22, 2
+# Instructions of a filter: load a word, compare, return. Where it finds the number of a call, the architecture and the first argument.
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_NUMBER, _ARCHITECTURE, _ARGUMENT = 0, 4, 16
+_ALLOW, _NOT_PERMITTED, _END = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+_instruction = struct.Struct("=HBBI")
 
 _library = ctypes.CDLL(None, use_errno=True)
 
@@ -78,6 +90,54 @@ def enter_landlock(folders: Sequence[str], files: Sequence[str]) -> None:
         _check(_library.syscall(_RESTRICT_SELF, ruleset, 0), "landlock")
     finally:
         os.close(ruleset)
+
+
+def refuse_programs() -> None:
+    """Has the kernel refuse to start programs to this process and all its children, and to load further filters. It cannot be undone.
+
+    Raises OSError when the kernel does not, or not yet, refuse.
+    """
+    machine = os.uname().machine
+    if machine not in _CALLS:
+        raise OSError(errno.ENOSYS, f"programs cannot be refused on {machine}")
+    code = filter_of_programs(machine)
+    memory = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("@HP", len(code) // _instruction.size, ctypes.addressof(memory))
+    _check(_library.prctl(_SET_SECCOMP, ctypes.c_ulong(_MODE_FILTER), program, 0, 0), "refuse programs")
+    # A folder is no program, so without a filter the kernel says that this is no way to treat it.
+    _library.execve(b"/", None, None)
+    if ctypes.get_errno() != errno.EPERM:
+        raise OSError(ctypes.get_errno(), "the kernel does not refuse programs")
+
+
+def filter_of_programs(machine: str) -> bytes:
+    """Returns the instructions that refuse to start programs."""
+    architecture, execute, execute_at, control = _CALLS[machine]
+    lines = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 0, 9, architecture),
+        (_LOAD, 0, 0, _NUMBER),
+        (_AT_LEAST, 7, 0, _X32_BIT),
+        (_EQUAL, 5, 0, execute),
+        (_EQUAL, 4, 0, execute_at),
+        (_EQUAL, 0, 2, control),
+        (_LOAD, 0, 0, _ARGUMENT),
+        (_EQUAL, 1, 0, _SET_SECCOMP),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _NOT_PERMITTED),
+        (_RETURN, 0, 0, _END),
+    ]
+    return b"".join(_instruction.pack(*line) for line in lines)
+
+
+def count_of_filters(process: int) -> int:
+    """Returns how many filters of system calls a process has, as the kernel tells it; none where it does not tell."""
+    with open(f"/proc/{process}/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name == "Seccomp_filters":
+                return int(value)
+    return 0
 
 
 def _check(result: int, attempt: str) -> int:

@@ -60,6 +60,11 @@ def encode_pipes(kind: bytes, number: int, out: int, err: int, rest: bytes) -> b
     return encode(kind, number, _two.pack(out, err) + rest)
 
 
+def encode_outlets(kind: bytes, number: int, outlets: int, rest: bytes) -> bytes:
+    """Announces two pipes for a program, under one number, together with the bytes that they came with."""
+    return encode(kind, number, _amount.pack(outlets) + rest)
+
+
 class Decoder:
     """Cuts a stream of bytes into messages, however they arrive."""
 

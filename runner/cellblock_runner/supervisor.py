@@ -10,6 +10,8 @@ The host believes it as little as it can: whether the container lives, what it u
 from __future__ import annotations
 
 import array
+import errno
+import fcntl
 import json
 import os
 import select
@@ -17,16 +19,24 @@ import selectors
 import shutil
 import signal
 import socket
+import stat
 import struct
 import sys
 import time
 from typing import Any, NamedTuple, NoReturn
 
-from . import family, fences, strands
+from . import errands, family, fences, sockets, strands
 
 _IN, _OUT = 0, 1
 _READ = 64 * 1024
 _LARGEST_REPORT = 4096
+# The warm process tells its environment too.
+_LARGEST_GREETING = 1024 * 1024
+# What an approved program may read, and programs that may be given input at a time.
+_LARGEST_INPUT = 1024 * 1024
+_MOST_INPUTS = 64
+# Pairs of pipes that sessions have handed over for programs and that the host has not let go of.
+_MOST_OUTLETS = 64
 
 # How long what an ended interpreter wrote may wait for a host that does not read.
 _LAST_WORDS = 1.0
@@ -73,14 +83,31 @@ class Checkpoint(NamedTuple):
     orders: socket.socket
 
 
+class Program:
+    """A program that the host has started beside a session."""
+
+    def __init__(self, number: int, reports: socket.socket) -> None:
+        self.number, self.reports = number, reports
+        # Itself and its group, from its beginning to its end.
+        self.process: int | None = None
+        # The order that waits to hear how it began.
+        self.ask: int | None = None
+        # Somebody has thought better of it before it began.
+        self.is_unwanted = False
+
+
 class Member:
     """One session of the family: its stewards, its interpreter, its checkpoints."""
 
-    def __init__(self, number: int, folder: str | None) -> None:
+    def __init__(self, number: int, folder: str | None, work: str | None) -> None:
         self.number = number
         # A folder that goes with it.
         self.folder = folder
+        # Where it works.
+        self.work = work
         self.stewards: dict[int, socket.socket] = {}
+        # Programs that the host has started beside it, by their stewards.
+        self.programs: dict[int, Program] = {}
         self.interpreter: Interpreter | None = None
         self.checkpoints: dict[int, Checkpoint] = {}
         # The checkpoint that the host has asked for and the request that asked, until the copy introduces itself.
@@ -97,6 +124,13 @@ class Supervisor:
         self._interpreters: dict[int, Interpreter] = {}
         self._pipes: dict[int, Pipe] = {}
         self._next_pipe = _FIRST_PIPE
+        # Pipes for programs, by the number under which the host knows each pair.
+        self._outlets: dict[int, list[int]] = {}
+        # What programs that are about to be started will read.
+        self._inputs: dict[int, bytearray] = {}
+        # What a fresh session has in its environment.
+        self._environment: dict[str, str] | None = None
+        self._refuses_programs = plan.get("programs") == "refused"
         # Stewards that were asked for and have not reported yet.
         self._unborn = 0
         # Ends that were told before the process was known.
@@ -132,8 +166,8 @@ class Supervisor:
     def _say(self, message: bytes) -> None:
         self._outgoing.append(message)
 
-    def _answer(self, ask: int, why: str | None = None) -> None:
-        self._say(strands.encode_json(b"a", ask, {"ok": why is None, "why": why}))
+    def _answer(self, ask: int, why: str | None = None, kind: str | None = None) -> None:
+        self._say(strands.encode_json(b"a", ask, {"ok": why is None, "why": why, "kind": kind}))
 
     def _flush(self) -> None:
         data = memoryview(b"".join(self._outgoing))
@@ -171,6 +205,10 @@ class Supervisor:
             self._kill(number)
         elif kind == b"h":
             self._hang_up(number)
+        elif kind == b"t":
+            self._take_input(number, rest)
+        elif kind == b"y":
+            self._release_outlets(number)
         else:
             self._carry_out(kind, number, json.loads(rest))
 
@@ -191,6 +229,10 @@ class Supervisor:
             elif kind == b"x":
                 self._end_member(number)
                 self._answer(ask)
+            elif kind == b"g":
+                self._launch(number, order)
+            elif kind == b"v":
+                self._say(strands.encode_json(b"a", ask, {"ok": True, "member": self._owner(order["address"], order["port"])}))
             elif kind == b"n":
                 _knock(order["word"], (order["address"], order["port"]))
                 self._answer(ask)
@@ -216,7 +258,7 @@ class Supervisor:
     def _begin(self, number: int, order: dict[str, Any]) -> None:
         member = self._members.get(number)
         if member is None:
-            member = self._members[number] = Member(number, None)
+            member = self._members[number] = Member(number, None, order["work"])
         self._sweep(member, with_checkpoints=False)
         assert self._orders is not None
         self._make(member, order, self._orders, {"gate": order["gate"], "work": order["work"]})
@@ -227,7 +269,7 @@ class Supervisor:
         if order["folder"]:
             folder = f"{family.FORKS}/{number}"
             os.mkdir(folder, 0o700)
-        member = self._members[number] = Member(number, folder)
+        member = self._members[number] = Member(number, folder, folder or self._members[order["of"]].work)
         self._make(member, order, checkpoint.orders, {"work": folder}, gate=b"f")
 
     def _make(
@@ -295,6 +337,9 @@ class Supervisor:
         for steward, reports in list(member.stewards.items()):
             _kill(steward, signal.SIGKILL)
             self._drop_steward(member, steward, reports)
+        for steward, program in list(member.programs.items()):
+            _kill(steward, signal.SIGKILL)
+            self._lose_program(member, steward, program)
         for interpreter in [each for each in self._interpreters.values() if each.member is member]:
             # Nobody waits for what it wrote.
             interpreter.status = signal.SIGKILL if interpreter.status is None else interpreter.status
@@ -316,8 +361,14 @@ class Supervisor:
 
     def _hear_warm(self) -> None:
         assert self._orders is not None
-        message = self._orders.recv(_LARGEST_REPORT)
+        message = self._orders.recv(_LARGEST_GREETING)
         if message:
+            if self._refuses_programs and fences.count_of_filters(self._warm) <= fences.count_of_filters(os.getpid()):
+                os.write(2, b"the kernel does not show that programs are refused to sessions\n")
+                os._exit(3)
+            if self._environment is None:
+                # Later ones may have read what sessions wrote.
+                self._environment = json.loads(message)["environment"]
             landlock = fences.version_of_landlock()
             self._say(strands.encode_json(b"r", 0, {"python": sys.version.split()[0], "landlock": landlock}))
             return
@@ -407,10 +458,12 @@ class Supervisor:
         self._tell_end(interpreter)
 
     def _tell_end(self, interpreter: Interpreter) -> None:
-        status = interpreter.status or 0
-        how = {"signal": os.WTERMSIG(status)} if os.WIFSIGNALED(status) else {"code": os.WEXITSTATUS(status)}
         self._close(interpreter)
-        self._say(strands.encode_json(b"e", interpreter.number, how))
+        self._tell_status(interpreter.number, interpreter.status or 0)
+
+    def _tell_status(self, number: int, status: int) -> None:
+        how = {"signal": os.WTERMSIG(status)} if os.WIFSIGNALED(status) else {"code": os.WEXITSTATUS(status)}
+        self._say(strands.encode_json(b"e", number, how))
 
     def _close(self, interpreter: Interpreter) -> None:
         self._interpreters.pop(interpreter.number, None)
@@ -444,14 +497,116 @@ class Supervisor:
         reports.close()
         member.stewards.pop(steward, None)
 
+    # Programs.
+
+    def _announce_outlets(self, interpreter: Interpreter, descriptors: list[int], data: bytes) -> None:
+        """Keeps what a program is to write to, until the host has used it or lets go of it."""
+        if len(self._outlets) >= _MOST_OUTLETS:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._say(strands.encode(b"d", interpreter.number, data))
+            return
+        number, self._next_pipe = self._next_pipe, self._next_pipe + 1
+        self._outlets[number] = descriptors
+        self._say(strands.encode_outlets(b"q", interpreter.number, number, data))
+
+    def _release_outlets(self, number: int) -> None:
+        for descriptor in self._outlets.pop(number, ()):
+            os.close(descriptor)
+
+    def _take_input(self, number: int, text: bytes) -> None:
+        if number in self._inputs or len(self._inputs) < _MOST_INPUTS:
+            taken = self._inputs.setdefault(number, bytearray())
+            if len(taken) + len(text) <= _LARGEST_INPUT:
+                taken += text
+
+    def _launch(self, number: int, order: dict[str, Any]) -> None:
+        """Starts a program beside a session. How it began is answered once its steward has told."""
+        given = self._inputs.pop(order["program"], None)
+        member, outlets = self._members[number], self._outlets[order["outlets"]]
+        if not self._refuses_programs or fences.version_of_landlock() < 1:
+            self._answer(order["ask"], "there is no landlock that could keep it apart from the session", "unsupported")
+            return
+        if order["input"] != (None if given is None else len(given)):
+            raise OSError("not all of its input has arrived")
+        environment = {**(self._environment or {})}
+        for name, value in order["environment"]:
+            environment.pop(name, None)
+            if value is not None:
+                environment[name] = value
+        own = (member.folder,) if member.folder else (member.work or "/", family.FORKS)
+        errand = errands.Errand(order["words"], order["folder"], environment, (*own, *family.SHARED_FOLDERS))
+        reports, reporter = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stdin = errands.input_of(None if given is None else bytes(given))
+        try:
+            with reporter:
+                steward = errands.start(errand, stdin, outlets, reporter)
+        finally:
+            os.close(stdin)
+        program = member.programs[steward] = Program(order["program"], reports)
+        program.ask = order["ask"]
+        self._listen(reports.fileno(), lambda: self._hear_program(member, steward, program))
+
+    def _hear_program(self, member: Member, steward: int, program: Program) -> None:
+        message = program.reports.recv(_LARGEST_REPORT)
+        if not message:
+            self._lose_program(member, steward, program)
+            return
+        report = json.loads(message)
+        if "begun" in report:
+            ask, program.ask = program.ask, None
+            if report["fault"] is None:
+                program.process = report["begun"]
+                self._answer(ask or 0)
+                if program.is_unwanted:
+                    self._signal_program(program, signal.SIGKILL)
+            elif report["fault"] == errno.ENOENT:
+                self._answer(ask or 0, "there is no such program", "missing")
+            else:
+                self._answer(ask or 0, os.strerror(report["fault"]), "refused")
+        elif program.process is not None:
+            program.process = None
+            self._tell_status(program.number, report["status"])
+
+    def _lose_program(self, member: Member, steward: int, program: Program) -> None:
+        """A steward has ended, after everything below it or with it."""
+        self._ignore(program.reports.fileno())
+        program.reports.close()
+        member.programs.pop(steward, None)
+        if program.ask is not None:
+            self._answer(program.ask, "its process ended on the way")
+        if program.process is not None:
+            self._tell_status(program.number, signal.SIGKILL)
+            self._end_strays()
+
+    def _program(self, number: int) -> Program | None:
+        every = (program for member in self._members.values() for program in member.programs.values())
+        return next((program for program in every if program.number == number), None)
+
+    def _signal_program(self, program: Program, which: int) -> None:
+        """Signals a program and its group, as long as it has not ended: afterwards its number may be somebody else's."""
+        if program.process is not None:
+            _kill_group(program.process, which)
+        elif program.ask is not None and which == signal.SIGKILL:
+            program.is_unwanted = True
+
     # Signals.
 
     def _signal(self, number: int, which: int) -> None:
+        program = self._program(number)
+        if program is not None:
+            self._signal_program(program, which)
+            return
         interpreter = self._interpreters.get(number)
         if interpreter is not None and interpreter.process is not None and interpreter.status is None:
             _kill(interpreter.process, which)
 
     def _kill(self, number: int) -> None:
+        self._inputs.pop(number, None)
+        program = self._program(number)
+        if program is not None:
+            self._signal_program(program, signal.SIGKILL)
+            return
         interpreter = self._interpreters.get(number)
         if interpreter is not None:
             self._sweep(interpreter.member, with_checkpoints=False)
@@ -469,8 +624,9 @@ class Supervisor:
             for number in list(member.checkpoints):
                 self._forget(member.number, number)
         spared = {checkpoint.process for checkpoint in member.checkpoints.values()}
-        if member.stewards:
-            self._end(lambda process, parents: self._steward_of(process, parents) in member.stewards and process not in spared)
+        if member.stewards or member.programs:
+            own = {*member.stewards, *member.programs}
+            self._end(lambda process, parents: self._steward_of(process, parents) in own and process not in spared)
         for steward, reports in list(member.stewards.items()):
             self._hear_ends(member, reports)
 
@@ -501,6 +657,7 @@ class Supervisor:
         known = {self._warm}
         for member in self._members.values():
             known.update(member.stewards)
+            known.update(member.programs)
             known.update(checkpoint.process for checkpoint in member.checkpoints.values())
 
         def is_stray(process: int, parents: dict[int, int]) -> bool:
@@ -538,9 +695,21 @@ class Supervisor:
         os.write(2, f"{len(stopped)} processes could not be ended\n".encode())
         os._exit(3)  # The container can.
 
+    def _owner(self, address: str, port: int) -> int | None:
+        """Returns the member that a connection was made by, if the kernel tells, and if it is one only."""
+        parents = _parents()
+        holders = sockets.holders(sockets.at(address, port), parents)
+        stewards = {self._steward_of(process, parents) for process in holders}
+        members = {
+            member.number
+            for member in self._members.values()
+            if not stewards.isdisjoint((*member.stewards, *member.programs))
+        }
+        return members.pop() if len(members) == 1 else None
+
     def _steward_of(self, process: int, parents: dict[int, int]) -> int | None:
         """Returns the nearest steward above a process; none for stewards themselves."""
-        stewards = {steward for member in self._members.values() for steward in member.stewards}
+        stewards = {steward for member in self._members.values() for steward in (*member.stewards, *member.programs)}
         if process in stewards:
             return None
         while process > 1:
@@ -610,7 +779,9 @@ class Supervisor:
             for pipe in list(interpreter.pipes):
                 if not pipe.retired:
                     self._pull(pipe)
-            if len(descriptors) == 2:
+            if len(descriptors) == 2 and self._refuses_programs and all(map(_only_takes, descriptors)):
+                self._announce_outlets(interpreter, descriptors, data)
+            elif len(descriptors) == 2:
                 self._announce_pipes(interpreter, descriptors, data)
             else:
                 for descriptor in descriptors:
@@ -687,6 +858,9 @@ def _become_warm(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
             os.dup2(nothing, standard)
         os.dup2(number, 3)
         os.closerange(4, 256)
+        if plan.get("programs") == "refused":
+            # Before anything else: what sessions have written may be read below, and everything that comes of this process inherits it.
+            fences.refuse_programs()
         family.warm_up_and_wait(socket.socket(fileno=3), plan)
     except BaseException as error:  # noqa: BLE001 - the process ends either way
         os.write(2, f"the warm interpreter could not start: {error!r}\n".encode())
@@ -705,6 +879,19 @@ def _kill(process: int, which: int) -> None:
         os.kill(process, which)
     except ProcessLookupError:
         pass  # It has ended already.
+
+
+def _kill_group(leader: int, which: int) -> None:
+    try:
+        os.killpg(leader, which)
+    except ProcessLookupError:
+        pass  # All of it has ended already.
+
+
+def _only_takes(descriptor: int) -> bool:
+    """Tells whether this is the end of a pipe that can be written to and not read."""
+    is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    return is_pipe and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
 
 
 def _offer_to_die(process: int, score: int) -> None:

@@ -37,6 +37,9 @@ from .tool_modules import stamp
 _SENDING = {"cellblock": "sending"}
 # The largest integer that every reader of JSON takes as it is.
 _LARGEST_SAFE = 2**53
+# Readers of JSON have limits of their own; the host's is 128 levels, some of which are the frame's.
+_MOST_LEVELS = 100
+_TOO_DEEP = f"the arguments are nested more than {_MOST_LEVELS} levels deep; send a flatter value, or JSON in a text"
 
 
 class _NullIsSent:
@@ -247,16 +250,25 @@ def arguments(params: BaseModel | dict[str, Any] | None) -> dict[str, Any]:
     """Returns what is sent for `params`: what was set, under the names of the schema, as JSON has it."""
     if params is None:
         return {}
-    if isinstance(params, BaseModel):
-        with warnings.catch_warnings():
-            # Objects that were changed after they were checked are the host's to judge.
-            warnings.filterwarnings("ignore", category=UserWarning, module="pydantic")
-            values = params.model_dump(mode="json", by_alias=True, context=_SENDING)
-    else:
-        values = _untyped().dump_python(params, mode="json", by_alias=True, context=_SENDING)
+    try:
+        values = _dumped(params)
+    except (ValueError, RecursionError) as error:
+        # Pydantic goes 255 levels deep, and then takes what comes for a circle.
+        if isinstance(error, RecursionError) or "depth exceeded" in str(error):
+            raise ValueError(_TOO_DEEP) from None
+        raise
     if not isinstance(values, dict):
         raise TypeError(f"the arguments of a tool are an object, not {type(values).__name__}")
     return cast("dict[str, Any]", _as_json(values))
+
+
+def _dumped(params: BaseModel | dict[str, Any]) -> Any:
+    if not isinstance(params, BaseModel):
+        return _untyped().dump_python(params, mode="json", by_alias=True, context=_SENDING)
+    with warnings.catch_warnings():
+        # Objects that were changed after they were checked are the host's to judge.
+        warnings.filterwarnings("ignore", category=UserWarning, module="pydantic")
+        return params.model_dump(mode="json", by_alias=True, context=_SENDING)
 
 
 @functools.cache
@@ -264,12 +276,14 @@ def _untyped() -> TypeAdapter[dict[str, Any]]:
     return TypeAdapter(dict[str, Any], config=ConfigDict(ser_json_inf_nan="constants"))
 
 
-def _as_json(value: Any) -> Any:
-    """Writes whole numbers as such (`5.0` as `5`, which is the same in JSON), and refuses what JSON does not have."""
+def _as_json(value: Any, levels: int = _MOST_LEVELS) -> Any:
+    """Writes whole numbers as such (`5.0` as `5`, which is the same in JSON), and refuses what JSON does not have and what is too deep."""
+    if isinstance(value, (dict, list)) and not levels:
+        raise ValueError(_TOO_DEEP)
     if isinstance(value, dict):
-        return {key: _as_json(each) for key, each in value.items()}
+        return {key: _as_json(each, levels - 1) for key, each in value.items()}
     if isinstance(value, list):
-        return [_as_json(each) for each in value]
+        return [_as_json(each, levels - 1) for each in value]
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"JSON has no number {value}")

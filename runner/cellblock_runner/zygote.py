@@ -7,6 +7,7 @@ then does the copy go on, in `_become_session`. The zygote has one thread: a cop
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import gc
 import importlib.util
@@ -26,6 +27,9 @@ _PART = 17
 # What a session can write beside its work folder.
 _SCRATCH = ("/tmp", "/dev/shm")
 
+# Modules that IPython and the runner import and few cells use. Most of what they cost is `asyncio`, and OpenSSL, which `hashlib` loads.
+_LATER = ("asyncio", "hashlib", "ipaddress", "pickle")
+
 # What the host sends through the gate of a fresh session.
 _GO = b"g"
 _GO_AND_PRIME = b"p"
@@ -43,7 +47,7 @@ def main() -> NoReturn:
     # Nothing that is imported becomes garbage; looking for some costs a tenth of the start.
     gc.disable()
     if plan["quick"]:
-        import_when_used("asyncio")
+        import_some_later()
     from . import branch, serve  # Imports IPython, which is most of the start.
 
     shell = serve.prepare(plan["preload"], rehearse=not plan["quick"])
@@ -131,21 +135,48 @@ class _Later(types.ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        # `from asyncio import *` asks for this one.
+        if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
-        self.__class__ = types.ModuleType
-        self.__spec__.loader.exec_module(self)
-        return getattr(self, name)
+        _load(self)
+        return types.ModuleType.__getattribute__(self, name)
+
+    def __dir__(self) -> list[str]:
+        _load(self)
+        return list(types.ModuleType.__dir__(self))
 
 
-def import_when_used(name: str) -> None:
-    """Has a module run its code when something of it is first asked for."""
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.loader is not None:
-        module = _Later(name)
-        module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin
-        module.__package__, module.__path__ = name, list(spec.submodule_search_locations or [])
-        sys.modules[name] = module
+# For each module that comes later, what makes threads wait that ask for it at the same time.
+_loading: dict[str, _thread.RLock] = {}
+_begun: set[str] = set()
+
+
+def _load(module: types.ModuleType) -> None:
+    name = module.__name__
+    with _loading[name]:
+        # Its own code may ask it for what it does not have yet.
+        if not isinstance(module, _Later) or name in _begun:
+            return
+        _begun.add(name)
+        try:
+            module.__spec__.loader.exec_module(module)  # type: ignore[union-attr]
+            module.__class__ = types.ModuleType
+        finally:
+            _begun.discard(name)
+
+
+def import_some_later() -> None:
+    """Has modules that few cells use run their code when something of them is first asked for."""
+    for name in _LATER:
+        spec = importlib.util.find_spec(name) if name not in sys.modules else None
+        if spec is not None and spec.loader is not None:
+            module = _Later(name)
+            module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin
+            module.__package__ = spec.parent
+            if spec.submodule_search_locations is not None:
+                module.__path__ = list(spec.submodule_search_locations)
+            _loading[name] = _thread.RLock()
+            sys.modules[name] = module
 
 
 if __name__ == "__main__":

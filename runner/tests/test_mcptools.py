@@ -271,6 +271,20 @@ class Arguments(unittest.TestCase):
             with self.assertRaises(ValueError):
                 arguments({"a": wrong})
 
+    def test_arguments_that_are_nested_too_deeply_are_refused(self) -> None:
+        from cellblock_runner.tool_models import arguments
+
+        def nested(levels: int) -> Any:
+            value: Any = 1
+            for _ in range(levels):
+                value = [value]
+            return {"a": value}
+
+        self.assertEqual(arguments(nested(99)), nested(99))
+        for wrong in (nested(100), nested(254), nested(300), nested(5000)):
+            with self.assertRaisesRegex(ValueError, "nested more than 100 levels deep"):
+                arguments(wrong)
+
     def test_types_of_fields_keep_texts_as_they_were_written(self) -> None:
         from typing import Annotated
 

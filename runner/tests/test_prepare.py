@@ -45,7 +45,30 @@ print(child(False) == child(False), child(True) == child(True))
 """
 
 
+# Every way to ask a module that comes later, each in an interpreter of its own, and what it prints.
+_WAYS_TO_ASK = (
+    ("hashlib.sha256(b'').hexdigest()[:4]", "'e3b0'"),
+    ("exec('from hashlib import *') or sha256(b'').hexdigest()[:4]", "'e3b0'"),
+    ("exec('from hashlib import sha256') or sha256(b'').hexdigest()[:4]", "'e3b0'"),
+    ("'sha256' in dir(hashlib)", "True"),
+    ("(hasattr(hashlib, 'sha255'), hasattr(hashlib, '__path__'), hashlib.__package__)", "(False, False, '')"),
+    ("__import__('asyncio').run(__import__('asyncio.tasks', fromlist=['']).sleep(0, 5))", "5"),
+    ("__import__('pickle').loads(__import__('pickle').dumps([1]))", "[1]"),
+    # All threads get it, also those that ask while another one's question makes its code run.
+    ("set(__import__('concurrent.futures', fromlist=['']).ThreadPoolExecutor(16).map(lambda n: hashlib.sha256(b'').hexdigest()[:4], range(64)))", "{'e3b0'}"),
+)
+
+
 class Preparing(unittest.TestCase):
+    def test_modules_that_come_later_come_when_they_are_asked_for(self) -> None:
+        for question, answer in _WAYS_TO_ASK:
+            told = python(
+                "import sys\nfrom cellblock_runner.zygote import import_some_later\nimport_some_later()\n"
+                "import hashlib\nbefore = '_hashlib' in sys.modules\nsys.setswitchinterval(1e-6)\n"
+                f"print(before, repr({question}))\n"
+            )
+            self.assertEqual(told, f"False {answer}\n", question)
+
     def test_prepare_leaves_one_thread_no_names_and_counter_one(self) -> None:
         preload = [
             name

@@ -4,16 +4,14 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
-use std::sync::Arc;
 
 use anyhow::{Context, ensure};
 use tracing::info;
 use zeroize::Zeroizing;
 
-use crate::approval::Book;
-use crate::config::Settings;
+use crate::config::{self, Settings};
 use crate::mcp::StateKey;
-use crate::session::Approvals;
+use crate::session::{ApprovalSetup, Approvals};
 
 /// Ports that sandboxes have doors for where a person can be asked about names, beside those that are listed.
 pub(super) const PORTS: [u16; 2] = [80, 443];
@@ -23,20 +21,20 @@ const BOOK: &str = "approvals.yaml";
 /// The key of servers that share kept sessions, in the data folder.
 const KEY: &str = "approvals.key";
 
-/// Makes what sessions know of approvals.
+/// Makes what sessions know of approvals at first.
 pub(super) fn approvals(settings: &Settings) -> anyhow::Result<Approvals> {
-    let book = if settings.approvals.remember {
-        let path = settings.data_dir.join(BOOK);
+    let setup = setup(settings);
+    if let Some(path) = &setup.book {
         info!(path = %path.display(), "what people allow for good is written to this file");
-        Book::open(&path)?
-    } else {
-        Book::default()
-    };
-    Ok(Approvals {
-        policy: Arc::new(settings.approvals.policy.clone()),
-        book: Arc::new(book),
-        patience: settings.approvals.timeout,
-    })
+    }
+    Ok(setup.open()?)
+}
+
+/// Returns what the settings say about approvals.
+pub(super) fn setup(settings: &Settings) -> ApprovalSetup {
+    let config::Approvals { policy, remember, timeout } = &settings.approvals;
+    let book = remember.then(|| settings.data_dir.join(BOOK));
+    ApprovalSetup { policy: policy.clone(), book, patience: *timeout }
 }
 
 /// Returns the key with which states are sealed. Where sessions outlive the server, so does the key.

@@ -6,46 +6,77 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use async_trait::async_trait;
+use cellblock_jail::wire::Bind;
 use tokio::sync::watch;
 
-use super::Warmth;
 use super::network::WayOut;
+use super::packages::Packages;
+use super::{Warmth, approvals, programs};
 use crate::config::{Containers, Settings};
 use crate::environment::supplies;
 use crate::sandbox::container::{
-    ContainerBackend, ContainerBind, ContainerNetwork, ContainerSettings, EngineAddress, PoolSettings, Supplies,
-    WORK_FOLDER,
+    ContainerBackend, ContainerBind, ContainerNetwork, ContainerPackages, ContainerSettings, EngineAddress,
+    PoolSettings, Supplies, WORK_FOLDER,
 };
 use crate::sandbox::{Backend, Network, Preparation};
 
 /// Starts the backend that makes containers.
-pub(super) fn backend(settings: &Settings, choice: &Containers, warmth: Warmth) -> anyhow::Result<Arc<dyn Backend>> {
+pub(super) fn backend(
+    settings: &Settings,
+    choice: &Containers,
+    warmth: Warmth,
+    packages: Option<&Packages>,
+) -> anyhow::Result<Arc<dyn Backend>> {
     let preparation =
         watch::Sender::new(Preparation::Working { step: "preparing containers".to_owned(), done: 0, total: None });
     let supplies = Arc::new(OwnSupplies { data_dir: settings.data_dir.clone() });
-    let mut way_out = WayOut::new(settings, BTreeSet::new())?;
+    let asked_ports =
+        if settings.approvals.policy.opens_domains() { BTreeSet::from(approvals::PORTS) } else { BTreeSet::new() };
+    let index_ports = packages.map(|_| Packages::usual_ports()).unwrap_or_default();
+    let mut way_out = WayOut::new(settings, asked_ports.union(&index_ports).copied().collect())?;
     let mut containers = container_settings(settings, choice, warmth);
     containers.variables.append(&mut way_out.variables);
-    containers.network =
-        way_out.network.take().map(|network| container_network(network, way_out, choice)).transpose()?;
-    let started = ContainerBackend::start(containers, supplies, preparation);
-    Ok(Arc::new(started.context("the runtime folder cannot be used")?))
-}
-
-/// Adds what a container needs to a way out. Only an engine of this machine has networks in which doors can be opened.
-fn container_network(network: Network, way_out: WayOut, choice: &Containers) -> anyhow::Result<ContainerNetwork> {
-    if !matches!(choice.address, EngineAddress::Unix(_)) {
+    let is_open = !settings.network.rules.is_empty() || !asked_ports.is_empty();
+    let network = way_out.network.take().map(|network| container_network(network, way_out)).transpose()?;
+    let with_ports = |ports: &BTreeSet<u16>| {
+        let mut network = network.clone()?;
+        network.network.ports = ports.clone();
+        Some(network)
+    };
+    containers.network = with_ports(&asked_ports).filter(|_| is_open);
+    containers.packages = packages.zip(with_ports(&index_ports)).map(|(packages, network)| ContainerPackages {
+        shown: vec![shown(packages.store_to_show())],
+        tools: vec![shown(packages.tools_to_show())],
+        network,
+        ports: packages.ports(),
+    });
+    if containers.network.is_some() && !is_here(choice) {
         bail!(
             "the engine at {} is not on this machine, so nobody could hold its containers to allowed domains and secrets; \
              leave them out, or use an engine of this machine or --backend native",
             choice.address
         );
     }
-    let files = way_out.binds.into_iter();
+    let started = ContainerBackend::start(containers, supplies, preparation);
+    Ok(Arc::new(started.context("the runtime folder cannot be used")?))
+}
+
+/// Whether the engine is on this machine. Only its containers have networks in which doors can be opened, and see folders of the server.
+pub(super) fn is_here(choice: &Containers) -> bool {
+    matches!(choice.address, EngineAddress::Unix(_))
+}
+
+/// Something of the server that containers may look at.
+fn shown(bind: Bind) -> ContainerBind {
+    ContainerBind { host: bind.host, inside: bind.inside, writable: false }
+}
+
+/// Adds what a container needs to a way out.
+fn container_network(network: Network, way_out: WayOut) -> anyhow::Result<ContainerNetwork> {
     Ok(ContainerNetwork {
         network,
         program: std::env::current_exe().context("could not find this program")?,
-        files: files.map(|bind| ContainerBind { host: bind.host, inside: bind.inside, writable: false }).collect(),
+        files: way_out.binds.into_iter().map(shown).collect(),
         held: way_out.certificates.map(Arc::new),
     })
 }
@@ -78,6 +109,8 @@ fn container_settings(settings: &Settings, choice: &Containers, warmth: Warmth) 
             creations: choice.pool_creations,
         },
         network: None,
+        packages: None,
+        programs: programs(settings),
         preload: settings.environment_spec().preload.clone(),
     }
 }

@@ -56,7 +56,7 @@ fn examined<'a>(settings: &Settings, choice: &'a Containers) -> Examined<'a> {
 
 /// Makes a container with a session as servers do, and takes it away again.
 async fn container_trial(settings: &Settings, choice: &Containers) -> anyhow::Result<Result<Isolation, LaunchError>> {
-    let backend = containers::backend(settings, choice, Warmth::OneShot)?;
+    let backend = containers::backend(settings, choice, Warmth::OneShot, None)?;
     let tried = match backend.launch().await {
         Ok((mut sandbox, _)) => {
             sandbox.destroy().await;

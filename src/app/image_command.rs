@@ -162,10 +162,6 @@ fn filling(arguments: &ImageArguments) -> anyhow::Result<Filling> {
     if let Some(misfit) = packages.iter().find(|package| !spec::is_requirement(package)) {
         bail!("\"{misfit}\" cannot be installed: it must be {}", spec::REQUIREMENT_ALLOWED);
     }
-    // What the runner needs: the first always, the second for tools of other servers.
-    for needed in ["ipython", "pydantic"] {
-        spec::add_missing(&mut packages, needed);
-    }
     let files = arguments.requirements.iter().map(|file| existing(file)).collect::<anyhow::Result<Vec<_>>>()?;
     let files = Some(files).filter(|files| !files.is_empty()).map(Input::Requirements);
     Ok(Filling::Packages { packages, files })
@@ -267,11 +263,11 @@ mod tests {
     #[test]
     fn an_image_has_the_science_packages_unless_they_are_not_wanted() {
         let usual = packages(&arguments());
-        assert!(["numpy", "ipython", "pydantic"].iter().all(|name| usual.contains(&(*name).to_owned())), "{usual:?}");
+        assert!(usual.contains(&"numpy".to_owned()), "{usual:?}");
         let more = ImageArguments { packages: vec!["polars>=1".to_owned()], ..arguments() };
         assert_eq!(packages(&more).len(), usual.len() + 1);
         let bare = ImageArguments { no_science: true, packages: vec!["Pydantic==2.11".to_owned()], ..arguments() };
-        assert_eq!(packages(&bare), ["Pydantic==2.11", "ipython"]);
+        assert_eq!(packages(&bare), ["Pydantic==2.11"]);
     }
 
     #[test]

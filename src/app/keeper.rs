@@ -13,10 +13,10 @@ use sha2::{Digest, Sha256};
 use tracing::{error, info};
 
 use super::cli::KeeperCommand;
-use super::{House, Warmth, asked_to_end, house, print, set_up_servers};
+use super::{House, Warmth, approvals, asked_to_end, house, print, set_up_servers};
 use crate::config::{HandOver, Settings};
 use crate::keeper::{self, Client, KeeperName, KeeperSettings, Kept, Post, Status, StopAnswer, Terms};
-use crate::session::SessionAccess;
+use crate::session::{Refused, SessionAccess};
 
 /// A configuration file with all its environments has a few kilobytes.
 const LARGEST_HAND_OVER: u64 = 16 << 20;
@@ -51,7 +51,11 @@ impl Home {
             return Ok(Home::Here(house(settings, Warmth::Full)?));
         }
         let attached = keeper::attach(&keeper_settings(settings, name)?).await;
-        Ok(Home::Kept(attached.context("sessions cannot be kept; --keep-sessions off does without")?))
+        let home = Home::Kept(attached.context("sessions cannot be kept; --keep-sessions off does without")?);
+        home.set_up_approvals(settings).await.context(
+            "the sessions that are kept cannot have these approvals; `cellblock keeper stop` ends them, and the present settings hold from then on",
+        )?;
+        Ok(home)
     }
 
     /// Tells the sessions of the operator's servers.
@@ -64,6 +68,12 @@ impl Home {
             Home::Here(house) => Arc::new(house.sessions.clone()),
             Home::Kept(client) => Arc::new(client.clone()),
         }
+    }
+
+    /// Tells the sessions what needs an approval. Those of this process know it from the start; those that are kept may have been told otherwise, and must know before
+    /// anybody is served.
+    pub(super) async fn set_up_approvals(&self, settings: &Settings) -> Result<(), Refused> {
+        self.sessions().set_up_approvals(approvals::setup(settings)).await
     }
 
     /// Uses these settings for the next keeper, should this one end; the servers of the operator change at once.
@@ -109,7 +119,12 @@ fn digest(settings: &Settings) -> String {
     hash.update(format!("{workspace:?} {environment:?} {:?} {mounts:?}", settings.environment_spec()));
     hash.update(format!("{limits:?} {max_sessions} {idle_timeout:?} {pool} {undo:?} {}", settings.explore_parallel));
     hash.update(format!("{:?} {:?} {:?}", settings.packages, settings.allow_missing, settings.data_dir));
-    hash.update(format!("{:?} {:?} {:?}", settings.network.rules, settings.network.limits, settings.approvals));
+    hash.update(format!(
+        "{:?} {:?} {:?}",
+        settings.network.rules,
+        settings.network.limits,
+        settings.approvals.sandboxes()
+    ));
     for (name, value) in settings.variables.iter() {
         hash.update(format!("{name:?}={value:?}"));
     }
@@ -235,6 +250,7 @@ async fn stop(settings: &Settings, name: &KeeperName, now: bool) -> anyhow::Resu
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::approval;
     use crate::config::Variables;
     use crate::config::tests_support::settings_below;
 
@@ -254,6 +270,10 @@ mod tests {
             variables
         };
         assert!(differs(&|settings| settings.variables = variables("one")));
+        let defaults = approval::Defaults { shell: approval::Effect::Ask, ..approval::Defaults::default() };
+        assert!(differs(&|settings| settings.approvals.policy = approval::Policy::new(defaults)));
+        let defaults = approval::Defaults { tools: approval::Effect::Ask, ..approval::Defaults::default() };
+        assert!(!differs(&|settings| settings.approvals.policy = approval::Policy::new(defaults)));
         assert!(!differs(&|settings| settings.log_filter = Some("debug".to_owned())));
         assert!(!differs(&|settings| settings.timeout = std::time::Duration::from_secs(7)));
     }

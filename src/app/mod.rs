@@ -30,7 +30,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use cellblock_jail::wire::{Bind, OperatorMount};
 use clap::Parser;
 use tokio::sync::watch;
@@ -211,20 +211,18 @@ impl House {
 
 /// Whether sessions may install packages. Their store is a folder of this machine, which containers elsewhere could not see.
 fn can_install(settings: &Settings) -> bool {
-    settings.packages.allowed && settings.backend == BackendChoice::Native
+    let sees_store = match &settings.backend {
+        BackendChoice::Native => true,
+        BackendChoice::Containers(choice) => containers::is_here(choice),
+    };
+    settings.packages.allowed && sees_store
 }
 
 /// Starts the backend that the operator has chosen.
 fn backend(settings: &Settings, warmth: Warmth, packages: Option<Arc<Packages>>) -> anyhow::Result<Arc<dyn Backend>> {
     match &settings.backend {
         BackendChoice::Native => native_backend(settings, warmth, packages),
-        BackendChoice::Containers(_) if !settings.approvals.policy.shell_is_open() => {
-            bail!(
-                "commands cannot be asked about or denied in containers, where nothing keeps code from starting programs; \
-                 remove approve_shell and the rules about commands, or use the native backend"
-            )
-        }
-        BackendChoice::Containers(choice) => containers::backend(settings, choice, warmth),
+        BackendChoice::Containers(choice) => containers::backend(settings, choice, warmth, packages.as_deref()),
     }
 }
 
@@ -252,7 +250,7 @@ fn native_backend(
         };
         let mut warm = warm_environment(built, runner, warmth);
         warm.binds.extend(way_out.binds);
-        warm.binds.extend(packages.iter().flat_map(|packages| packages.binds()));
+        warm.binds.extend(packages.iter().flat_map(|packages| [packages.store_to_show(), packages.tools_to_show()]));
         warm.network = way_out.network.map(|mut network| {
             network.ports.extend(index_ports);
             network
@@ -264,6 +262,11 @@ fn native_backend(
         (native.pool, native.empty) = (0, 0);
     }
     Ok(Arc::new(NativeBackend::start(native, preparation, environment)))
+}
+
+/// Whether sessions may start programs themselves.
+fn programs(settings: &Settings) -> Programs {
+    if settings.approvals.policy.shell_is_open() { Programs::Free } else { Programs::Refused }
 }
 
 fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
@@ -284,7 +287,7 @@ fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
         mounts: workspace.chain(mounts).collect(),
         variables: settings.variables.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         allow_missing: settings.allow_missing.clone(),
-        programs: if settings.approvals.policy.shell_is_open() { Programs::Free } else { Programs::Refused },
+        programs: programs(settings),
         pool: settings.pool,
         empty: EMPTY_SANDBOXES,
         leave_out: Vec::new(),
@@ -380,10 +383,19 @@ fn mcp_settings(settings: &Settings, front: Front, keep: KeepByDefault) -> anyho
         work_folder: work_folder(settings),
         can_undo: settings.undo != config::Undo::Off,
         network: settings.network.rules.clone(),
+        other_hosts: other_hosts(settings),
         can_install: can_install(settings),
         state_key: approvals::state_key(settings, keep.decides(settings))?,
         ..McpSettings::default()
     })
+}
+
+/// Whether hosts that are not listed can be asked about. Containers have no way to ask.
+fn other_hosts(settings: &Settings) -> mcp::OtherHosts {
+    match settings.backend == BackendChoice::Native && settings.approvals.policy.opens_domains() {
+        true => mcp::OtherHosts::AskedAbout,
+        false => mcp::OtherHosts::Closed,
+    }
 }
 
 /// Which tools clients see, with what those need to know.
@@ -453,7 +465,7 @@ fn sessions(
     Ok(Sessions::new(
         backend,
         SessionSettings {
-            approvals,
+            approvals: approvals.into(),
             work_folder: work_folder(settings),
             max_sessions: settings.max_sessions,
             idle_timeout: settings.idle_timeout,

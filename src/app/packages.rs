@@ -14,7 +14,7 @@ use cellblock_egress::rules::Rules;
 use cellblock_jail::wire::Bind;
 use tokio::sync::{OnceCell, watch};
 
-use crate::config::Settings;
+use crate::config::{BackendChoice, Settings};
 use crate::environment::{Environment, InstallerTools};
 use crate::packages::{
     FileHosts, IndexSettings, InstallError, Installer, Limits, PACKAGES_INSIDE, Package, Requirement, Step, Store,
@@ -42,8 +42,9 @@ pub(super) struct Packages {
     limits: Limits,
     /// What sessions may reach, and so where a requirement may come from by address.
     rules: Rules,
-    /// Known once the environment is there.
-    environment: watch::Sender<Option<Facts>>,
+    python: Python,
+    /// Ports of the index, once it is known.
+    ports: Arc<Mutex<BTreeSet<u16>>>,
     /// Which index that is, as uv sees it.
     index: OnceCell<IndexSettings>,
     /// Made at the first installation: the index is asked only when somebody wants something of it.
@@ -72,12 +73,33 @@ struct Ready {
     file_hosts: FileHosts,
 }
 
-/// What the installer must know about the environment of sessions.
+/// The Python of sessions.
+enum Python {
+    /// That of an environment, known once it is there.
+    OfEnvironment(watch::Sender<Option<Facts>>),
+    /// That of an image, known once a container was asked.
+    OfImage(OnceCell<Facts>),
+}
+
+/// What the installer must know about the Python of sessions.
 #[derive(Clone)]
 struct Facts {
+    /// An interpreter of this machine, for uv.
     python: PathBuf,
     present: Vec<Package>,
 }
+
+/// Prints name and version of every package that a session finds, a line each. Of two versions the first is the one that is imported.
+const LIST_PACKAGES: &str = "
+from importlib.metadata import distributions
+found = {}
+for each in distributions():
+    if each.metadata['Name']:
+        found.setdefault(each.metadata['Name'].lower(), each.version)
+print(*(f'{name}=={version}' for name, version in found.items()), sep='\\n')
+";
+/// How long that may take on a slow disk.
+const LISTING_PATIENCE: Duration = Duration::from_secs(60);
 
 impl Packages {
     /// Prepares installing, if the operator wants it and the machine can.
@@ -97,7 +119,11 @@ impl Packages {
                 ..Limits::default()
             },
             rules: settings.network.rules.clone(),
-            environment: watch::Sender::new(None),
+            python: match settings.backend {
+                BackendChoice::Native => Python::OfEnvironment(watch::Sender::new(None)),
+                BackendChoice::Containers(_) => Python::OfImage(OnceCell::new()),
+            },
+            ports: Arc::default(),
             index: OnceCell::new(),
             installer: Mutex::default(),
             sessions: OnceLock::new(),
@@ -109,10 +135,20 @@ impl Packages {
         BTreeSet::from(USUAL_PORTS)
     }
 
-    /// What every sandbox must show.
-    pub(super) fn binds(&self) -> Vec<Bind> {
+    /// The ports of the index, known before anything is fetched from it.
+    pub(super) fn ports(&self) -> Arc<Mutex<BTreeSet<u16>>> {
+        Arc::clone(&self.ports)
+    }
+
+    /// The packages of all sessions, which every sandbox must show.
+    pub(super) fn store_to_show(&self) -> Bind {
+        Bind { host: self.store.trees(), inside: PathBuf::from(PACKAGES_INSIDE) }
+    }
+
+    /// What a sandbox must show in which packages are fetched.
+    pub(super) fn tools_to_show(&self) -> Bind {
         let (host, inside) = self.tools.to_show(&self.data_dir, TOOLS_INSIDE);
-        vec![Bind { host: self.store.trees(), inside: PathBuf::from(PACKAGES_INSIDE) }, Bind { host, inside }]
+        Bind { host, inside }
     }
 
     /// Tells which environment sessions have, and returns the ports at which the index is reached. Asks nobody but uv.
@@ -123,7 +159,9 @@ impl Packages {
             Some(uv) => self.index(uv, &facts).await,
             None => Err("there is no uv yet".to_owned()),
         };
-        self.environment.send_replace(Some(facts));
+        if let Python::OfEnvironment(known) = &self.python {
+            known.send_replace(Some(facts));
+        }
         match settings {
             Ok(settings) => settings.ports(),
             Err(error) => {
@@ -164,6 +202,7 @@ impl Packages {
             let uv = self.tools.uv(&self.data_dir).await.map_err(with_causes)?;
             let mut index = self.index(&uv, facts).await?.clone();
             let variables = &self.tools.variables;
+            self.ports.lock().unwrap_or_else(PoisonError::into_inner).extend(index.ports());
             let file_hosts = index.find_file_hosts(&uv, &facts.python, variables, &self.index_memory()).await;
             Ok(Arc::new(Ready { installer: Installer::new(Arc::clone(&self.store), index, self.limits), file_hosts }))
         };
@@ -219,14 +258,30 @@ impl Packages {
         }
     }
 
+    /// Asks a fresh container what sessions have.
+    async fn look_at_image(&self, sessions: &Sessions) -> Result<Facts, install::InstallError> {
+        let look = async {
+            let mut workshop = HiddenSessions { sessions: sessions.clone() }.open(&[]).await?;
+            workshop.run(LIST_PACKAGES, LISTING_PATIENCE).await
+        };
+        let listed = look.await.map_err(|error| install::InstallError::Failed(with_causes(error)))?;
+        let python = self.tools.python().await.map_err(|error| install::InstallError::Failed(with_causes(error)))?;
+        Ok(Facts { python, present: listed.lines().filter_map(Package::parse).collect() })
+    }
+
     async fn install_now(
         &self,
         request: install::InstallRequest,
         tell: &(dyn Fn(String) + Send + Sync),
     ) -> Result<install::Installed, install::InstallError> {
-        let facts = self.environment.subscribe().wait_for(Option::is_some).await.ok().and_then(|facts| facts.clone());
-        let (Some(facts), Some(sessions)) = (facts, self.sessions.get()) else {
-            return Err(install::InstallError::Failed("the server is ending".to_owned()));
+        let ending = || install::InstallError::Failed("the server is ending".to_owned());
+        let sessions = self.sessions.get().ok_or_else(ending)?;
+        let facts = match &self.python {
+            Python::OfEnvironment(known) => {
+                let known = known.subscribe().wait_for(Option::is_some).await.ok().and_then(|facts| facts.clone());
+                known.ok_or_else(ending)?
+            }
+            Python::OfImage(known) => known.get_or_try_init(|| self.look_at_image(sessions)).await?.clone(),
         };
         let requirements = Requirement::parse_all(&request.requirements, |host, port| self.allows(host, port))
             .map_err(|error| install::InstallError::Refused(error.to_string()))?;

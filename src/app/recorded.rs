@@ -24,10 +24,10 @@ use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
 use crate::session::tools::{CallEnd, NotedCall, ToolReason};
 use crate::session::{
-    self, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed, ExecutionHandle,
-    ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Load, News,
-    Principal, Refused, ResetReport, Ruling, SessionAccess, SessionId, SessionInfo, Slice, Status, UndoReport,
-    UploadPart, Uploaded, Which, Word,
+    self, ApprovalSetup, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed,
+    ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest,
+    InsidePath, Load, News, Principal, Refused, ResetReport, Ruling, SessionAccess, SessionId, SessionInfo, Slice,
+    Status, UndoReport, UploadPart, Uploaded, Which, Word,
 };
 use crate::telemetry::{self, Metrics};
 
@@ -411,6 +411,10 @@ impl SessionAccess for Recorded {
 
     async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
         self.sessions.set_up_servers(setup).await
+    }
+
+    async fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused> {
+        self.sessions.set_up_approvals(setup).await
     }
 
     async fn write_file(

@@ -136,8 +136,8 @@ impl Desk<'_> {
         Ok(Reception { routes: routes.router(), tls })
     }
 
-    /// Takes over what can change while the server runs: who may call, names, origins, certificates and other MCP servers. Settings that make no sense change
-    /// nothing.
+    /// Takes over what can change while the server runs: who may call, names, origins, certificates, other MCP servers and approvals. Settings that make no sense
+    /// change nothing.
     async fn read_again(
         &self,
         before: &Settings,
@@ -155,13 +155,18 @@ impl Desk<'_> {
             Ok((settings, made)) => {
                 reception.send_replace(made);
                 self.home.renew(&settings);
+                let mut changed =
+                    vec!["auth", "allowed_hosts", "allowed_origins", "tls_cert", "tls_key", "mcp_servers"];
+                match self.home.set_up_approvals(&settings).await {
+                    Ok(()) => changed.push("approvals"),
+                    Err(refused) => warn!(error = %refused, "the approvals were not read again; the old ones hold"),
+                }
                 if needs_restart(before, &settings) {
                     warn!(
                         "other settings changed too; they hold after a restart of the server, those of sessions after \"cellblock keeper stop\""
                     );
                 }
                 info!("the settings were read again");
-                let changed = ["auth", "allowed_hosts", "allowed_origins", "tls_cert", "tls_key", "mcp_servers"];
                 self.audit.note(Event::new(ServerReloaded { changed: changed.into_iter().collect() }));
             }
             Err(error) => warn!(error = format!("{error:#}"), "the settings were not read again; the old ones hold"),
@@ -178,8 +183,11 @@ fn needs_restart(before: &Settings, now: &Settings) -> bool {
         rest.service.allowed_origins.clear();
         rest.service.tls = None;
         rest.upstreams = Default::default();
+        // Sandboxes that are there were made without doors, or for programs that start freely.
+        let sandboxes = rest.approvals.sandboxes();
+        rest.approvals = before.approvals.clone();
         rest.hand_over = Default::default();
-        format!("{rest:?}")
+        format!("{rest:?} {sandboxes:?}")
     };
     rest(before) != rest(now)
 }

@@ -19,7 +19,7 @@ use serde_json::Value;
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-use crate::approval::{Policy, registration};
+use crate::approval::{Fingerprint, Policy, registration};
 use crate::config;
 use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
 use crate::session::tools::{Broker, ToolCall, ToolReason, ToolRefused, ToolReply};
@@ -60,8 +60,8 @@ struct Configured {
     written: (Value, BTreeMap<String, String>),
     variables: Variables,
     state: Mutex<(ServerState, Instant)>,
-    /// One attempt at a time.
-    attempt: tokio::sync::Mutex<()>,
+    /// One attempt at a time, also of those that had this name before: the last one must be the one that stays.
+    attempt: Arc<tokio::sync::Mutex<()>>,
 }
 
 impl Upstreams {
@@ -112,8 +112,8 @@ impl Upstreams {
             let state = server.state();
             (state.0 == ServerState::Connected, state.1)
         };
-        // Somebody else's attempt ended while this one waited for it.
-        if is_there || tried > asked {
+        // Somebody else's attempt ended while this one waited for it, or the operator has thought otherwise.
+        if is_there || tried > asked || !self.is_wanted(&server) {
             return;
         }
         let settings = self.with_wrapper(server.variables.clone(), AddressPolicy::Any);
@@ -127,15 +127,21 @@ impl Upstreams {
             Err(error) => {
                 let why = format!("{:#}", anyhow::Error::new(error));
                 warn!(server = name, error = why, "an MCP server of the configuration cannot be used");
+                // What may still be there is what the configuration said before, and says no more.
+                self.0.registry.unregister(&Owner::Everyone, name);
                 ServerState::Failed { why }
             }
         };
         *server.state() = (state, Instant::now());
-        // The operator may have thought otherwise meanwhile. Another server of this name has replaced it, or will.
-        let is_wanted = self.state().configured.contains_key(name);
-        if !is_wanted {
+        // The operator may have thought otherwise meanwhile. Another server of this name comes after this.
+        if !self.is_wanted(&server) {
             self.0.registry.unregister(&Owner::Everyone, name);
         }
+    }
+
+    /// Tells whether a server is the one that the configuration has under its name.
+    fn is_wanted(&self, server: &Arc<Configured>) -> bool {
+        self.state().configured.get(server.name.as_str()).is_some_and(|current| Arc::ptr_eq(current, server))
     }
 
     /// Returns the server that an owner means, after a server of the operator that was not there was tried again.
@@ -212,8 +218,15 @@ impl Broker for Upstreams {
         call: ToolCall,
         tell: &(dyn Fn(String) + Send + Sync),
     ) -> Result<ToolReply, ToolRefused> {
-        let ToolCall { server, tool, arguments } = call;
+        let ToolCall { server, tool, arguments, fingerprint } = call;
         let upstream = self.find(owner, &server).await?;
+        // What was looked at, and perhaps approved, is what is called, although somebody may have registered another server of this name meanwhile.
+        let is_what_it_was = fingerprint.is_none_or(|looked_at| {
+            looked_at == of_params(upstream.params()) || of_tool(&upstream, &tool).is_ok_and(|now| now == looked_at)
+        });
+        if !is_what_it_was {
+            return Err(ToolRefused::another_tool(&server));
+        }
         let (progress, mut told) = watch::channel(None);
         let sink = move |news: Progress| drop(progress.send_replace(Some(news)));
         let options = CallOptions { progress: Some(Arc::new(sink)), ..CallOptions::default() };
@@ -229,6 +242,16 @@ impl Broker for Upstreams {
                 }
             }
         }
+    }
+
+    fn fingerprint(&self, owner: &Principal, server: &str, tool: &str) -> Result<Option<Fingerprint>, ToolRefused> {
+        if let Some(upstream) = self.0.registry.find(&owner.0, server) {
+            return of_tool(&upstream, tool).map(Some).map_err(|error| refusal(&error));
+        }
+        // A server of the operator that was not reached yet. The call connects to it, and to no other.
+        let configured = self.state().configured.get(server).cloned();
+        let params = configured.ok_or_else(|| ToolRefused::no_server(server))?;
+        Ok(Some(of_params(&params.params)))
     }
 
     fn policy(&self, owner: &Principal, server: &str) -> Option<Arc<Policy>> {
@@ -318,8 +341,10 @@ impl Broker for Upstreams {
         for (name, params) in servers {
             let filled = filled_in(&params, &variables);
             let written = (params, filled);
-            let known = before.remove(&name).filter(|known| known.written == written);
-            let server = match (known, configured(&name, written, all.clone())) {
+            let old = before.remove(&name);
+            let attempt = old.as_ref().map(|old| Arc::clone(&old.attempt)).unwrap_or_default();
+            let known = old.filter(|known| known.written == written);
+            let server = match (known, configured(&name, written, all.clone(), attempt)) {
                 (Some(known), _) => known,
                 (None, Some(server)) => {
                     fresh.push(server.clone());
@@ -341,7 +366,12 @@ impl Broker for Upstreams {
 }
 
 /// Makes an entry of what `config` has checked. Another version of this program may have checked otherwise.
-fn configured(name: &str, written: (Value, BTreeMap<String, String>), variables: Variables) -> Option<Arc<Configured>> {
+fn configured(
+    name: &str,
+    written: (Value, BTreeMap<String, String>),
+    variables: Variables,
+    attempt: Arc<tokio::sync::Mutex<()>>,
+) -> Option<Arc<Configured>> {
     let found = registration(name, &written.0).ok();
     let parsed = found.and_then(|(params, policy)| Some((ServerParams::parse(&params).ok()?, policy)));
     let (Ok(server), Some((params, policy))) = (ServerName::new(name), parsed) else {
@@ -355,8 +385,18 @@ fn configured(name: &str, written: (Value, BTreeMap<String, String>), variables:
         written,
         variables,
         state: Mutex::new((ServerState::Connecting, Instant::now())),
-        attempt: tokio::sync::Mutex::default(),
+        attempt,
     }))
+}
+
+/// What a tool is: how it was defined when its server was registered, and how that server is reached.
+fn of_tool(upstream: &Upstream, tool: &str) -> Result<Fingerprint, CallError> {
+    Ok(Fingerprint::of(&[&upstream.params().digest(), &upstream.tool_digest(tool)?]))
+}
+
+/// What is known of the tools of a server that was not reached yet. A permission that is bound to it ends when it is.
+fn of_params(params: &ServerParams) -> Fingerprint {
+    Fingerprint::of(&[&params.digest()])
 }
 
 /// Returns the variables that parameters name, with their values.

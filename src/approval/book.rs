@@ -1,10 +1,14 @@
 //! The book: what people have allowed for good, in a file of the operator's.
 //!
-//! One line per permission, with the name of whoever gave it; it counts for them alone. The operator may read, change and remove lines while the server does not run:
+//! One line per permission, with the name of whoever gave it; it counts for them alone. The operator may read and remove lines while the server does not run:
 //!
 //! ```yaml
-//! - {for: "local", allow: {server: "github", tool: "create_issue"}}
+//! - {for: "local", allow: {package: "numpy"}}
+//! - {for: "local", allow: {server: "github", tool: "create_issue"}, fingerprint: "9f86d081…"}
 //! ```
+//!
+//! A permission for a tool counts for the tool that was looked at: with another definition, or behind another command or address, it is another tool. Lines about tools
+//! that do not say which one was meant count for nothing, and go when the file is written next.
 //!
 //! Nothing is written unless the operator switched it on. The file is replaced as a whole, so that a crash leaves the old one or the new one.
 
@@ -14,9 +18,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use serde_json::Value;
+use tracing::warn;
 
 use super::shown::quoted;
-use super::{BadRule, Effect, Rule, Scope, Subject};
+use super::{BadRule, Effect, Fingerprint, Rule, Scope, Subject};
 
 /// Permissions that are kept at most; beyond them, whoever says "always" is asked again in the next session.
 const MOST_KEPT: usize = 10_000;
@@ -36,6 +41,23 @@ pub struct Book {
 struct Entry {
     owner: String,
     rule: Rule,
+    /// What the tool was, when it is about one.
+    fingerprint: Option<Fingerprint>,
+}
+
+impl Entry {
+    /// Tells whether it says which tool was meant, if it is about tools.
+    fn is_bound(&self) -> bool {
+        !self.rule.is_about_tools() || self.fingerprint.is_some()
+    }
+
+    fn allows(&self, scope: &Scope, subject: &Subject) -> bool {
+        match scope {
+            Scope::Tool { fingerprint, .. } => *fingerprint == self.fingerprint && self.rule.fits(subject),
+            Scope::Package { name } => self.rule.fits_package(name),
+            Scope::Command { .. } | Scope::Domain { .. } => self.rule.fits(subject),
+        }
+    }
 }
 
 /// Why the book could not be read or written.
@@ -68,7 +90,16 @@ impl Book {
             Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
             Err(error) => return Err(failed(error)),
         };
-        Ok(Book { path: Some(path.to_owned()), entries: Mutex::new(parse(path, &text)?) })
+        let mut entries = parse(path, &text)?;
+        let all = entries.len();
+        entries.retain(Entry::is_bound);
+        if entries.len() < all {
+            warn!(
+                ignored = all - entries.len(),
+                "remembered approvals of tools that do not say which tool was meant are not counted; whoever gave them is asked again"
+            );
+        }
+        Ok(Book { path: Some(path.to_owned()), entries: Mutex::new(entries) })
     }
 
     /// Tells whether something can be remembered.
@@ -84,13 +115,9 @@ impl Book {
     /// Tells whether everything about a subject was allowed by this owner for good.
     pub fn covers(&self, owner: &str, subject: &Subject) -> bool {
         let entries = self.entries();
-        let theirs = || entries.iter().filter(|entry| entry.owner == owner).map(|entry| &entry.rule);
+        let theirs = || entries.iter().filter(|entry| entry.owner == owner);
         let needed = Scope::of(subject);
-        !needed.is_empty()
-            && needed.iter().all(|scope| match (scope, subject) {
-                (Scope::Package { name }, _) => theirs().any(|rule| rule.fits_package(name)),
-                (_, subject) => theirs().any(|rule| rule.fits(subject)),
-            })
+        !needed.is_empty() && needed.iter().all(|scope| theirs().any(|entry| entry.allows(scope, subject)))
     }
 
     /// Writes down that an owner allows a subject for good. What cannot be written counts until this process ends.
@@ -98,8 +125,18 @@ impl Book {
         let Some(path) = &self.path else { return Ok(()) };
         let mut entries = self.entries();
         for scope in Scope::of(subject) {
-            let entry = Entry { owner: owner.to_owned(), rule: scope.rule() };
-            if entries.len() < MOST_KEPT && !entries.contains(&entry) {
+            let rule = scope.rule();
+            let fingerprint = match scope {
+                Scope::Tool { fingerprint, .. } => fingerprint,
+                _ => None,
+            };
+            let entry = Entry { owner: owner.to_owned(), rule, fingerprint };
+            if !entry.is_bound() || entries.contains(&entry) {
+                continue;
+            }
+            // What this tool was before is no longer what was allowed last.
+            entries.retain(|other| other.owner != entry.owner || other.rule != entry.rule);
+            if entries.len() < MOST_KEPT {
                 entries.push(entry);
             }
         }
@@ -120,17 +157,23 @@ fn parse(path: &Path, text: &str) -> Result<Vec<Entry>, BookError> {
         let bad = |cause| BookError::Entry { path: path.to_owned(), number, cause };
         let Value::Object(mut members) = value else { return Err(bad(BadRule::Form)) };
         let Some(Value::String(owner)) = members.remove("for") else { return Err(bad(BadRule::Form)) };
+        let fingerprint = match members.remove("fingerprint") {
+            None => None,
+            Some(Value::String(text)) => Some(Fingerprint::parse(&text).ok_or_else(|| bad(BadRule::Fingerprint))?),
+            Some(_) => return Err(bad(BadRule::Fingerprint)),
+        };
         let rule = Rule::parse(&Value::Object(members)).map_err(bad)?;
         // To forbid something is a matter of the configuration, where it cannot be overlooked.
-        if rule.effect == Effect::Allow { Ok(Entry { owner, rule }) } else { Err(bad(BadRule::Form)) }
+        if rule.effect == Effect::Allow { Ok(Entry { owner, rule, fingerprint }) } else { Err(bad(BadRule::Form)) }
     };
     (1..).zip(all.unwrap_or_default()).map(entry).collect()
 }
 
 fn write(path: &Path, entries: &[Entry]) -> io::Result<()> {
     let mut text = "# What was allowed for good, and by whom. Change it while the server does not run.\n".to_owned();
-    for Entry { owner, rule } in entries {
-        let _ = writeln!(text, "- {{for: {}, {rule}}}", quoted(owner));
+    for Entry { owner, rule, fingerprint } in entries {
+        let bound = fingerprint.as_ref().map(|made| format!(", fingerprint: \"{made}\"")).unwrap_or_default();
+        let _ = writeln!(text, "- {{for: {}, {rule}{bound}}}", quoted(owner));
     }
     let folder = path.parent().ok_or(io::ErrorKind::InvalidInput)?;
     // Only the owner of the server can read such a file; `persist` replaces in one step.
@@ -150,7 +193,12 @@ mod tests {
     use super::*;
 
     fn tool(name: &str) -> Subject {
-        Subject::Tool { server: "s".to_owned(), tool: name.to_owned(), arguments: Map::new() }
+        made(name, "as it was")
+    }
+
+    fn made(name: &str, of: &str) -> Subject {
+        let fingerprint = Some(Fingerprint::of(&[of.as_bytes()]));
+        Subject::Tool { server: "s".to_owned(), tool: name.to_owned(), arguments: Map::new(), fingerprint }
     }
 
     fn install(requirements: &[&str]) -> Subject {
@@ -195,12 +243,47 @@ mod tests {
             "- {allow: {tool: t}}",
             "- {for: ann, deny: {tool: t}}",
             "- {for: ann, allow: {tol: t}}",
+            "- {for: ann, allow: {tool: t}, fingerprint: 1}",
+            "- {for: ann, allow: {tool: t}, fingerprint: abc}",
             "- [",
         ] {
             std::fs::write(&path, bad).unwrap();
             assert!(Book::open(&path).is_err(), "{bad}");
         }
-        std::fs::write(&path, "- {for: ann, allow: {server: s, tool: '*'}}").unwrap();
-        assert!(Book::open(&path).unwrap().covers("ann", &tool("anything"))); // Control, and the operator's own words.
+        std::fs::write(&path, "- {for: ann, allow: {package: '*'}}").unwrap();
+        assert!(Book::open(&path).unwrap().covers("ann", &install(&["anything"]))); // Control, and the operator's own words.
+    }
+
+    #[test]
+    fn a_tool_that_is_another_one_is_not_covered_also_after_a_restart() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("approvals.yaml");
+        let book = Book::open(&path).unwrap();
+        book.remember("ann", &made("t", "one")).unwrap();
+        for book in [book, Book::open(&path).unwrap()] {
+            assert!(book.covers("ann", &made("t", "one"))); // Control.
+            assert!(!book.covers("ann", &made("t", "other")));
+        }
+        // What it was before is not allowed any more when another one was, should it come back.
+        let book = Book::open(&path).unwrap();
+        book.remember("ann", &made("t", "other")).unwrap();
+        assert!(book.covers("ann", &made("t", "other")) && !book.covers("ann", &made("t", "one")));
+        assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 2);
+    }
+
+    #[test]
+    fn a_permission_for_a_tool_that_does_not_say_which_is_not_honoured_and_goes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("approvals.yaml");
+        let old = "- {for: ann, allow: {server: s, tool: t}}\n- {for: ann, allow: {package: numpy}}\n";
+        std::fs::write(&path, old).unwrap();
+        let book = Book::open(&path).unwrap();
+        let unknown =
+            Subject::Tool { server: "s".to_owned(), tool: "t".to_owned(), arguments: Map::new(), fingerprint: None };
+        assert!(!book.covers("ann", &tool("t")) && !book.covers("ann", &unknown));
+        assert!(book.covers("ann", &install(&["numpy"]))); // Control.
+        book.remember("ann", &unknown).unwrap();
+        assert!(!book.covers("ann", &unknown), "nor is what nobody can name remembered");
+        assert!(!std::fs::read_to_string(&path).unwrap().contains("tool:"));
     }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::shown::visible;
-use super::{Rule, Subject};
+use super::{Fingerprint, Rule, Subject};
 
 /// Permissions that one session holds at most. Whoever has allowed more is asked again.
 const MOST_HELD: usize = 1000;
@@ -13,8 +13,8 @@ const MOST_HELD: usize = 1000;
 /// What a permission beyond one time covers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Scope {
-    /// Every call of this tool, whatever its arguments.
-    Tool { server: String, tool: String },
+    /// Every call of this tool, whatever its arguments, as long as it is the tool that it was.
+    Tool { server: String, tool: String, fingerprint: Option<Fingerprint> },
     /// Exactly this command, written in this way.
     Command { command: String, kind: String },
     /// Every version of this package.
@@ -27,7 +27,10 @@ impl Scope {
     /// Returns what permission a subject needs; all of them, when there are several.
     pub fn of(subject: &Subject) -> Vec<Scope> {
         match subject {
-            Subject::Tool { server, tool, .. } => vec![Scope::Tool { server: server.clone(), tool: tool.clone() }],
+            Subject::Tool { server, tool, fingerprint, .. } => {
+                let (server, tool, fingerprint) = (server.clone(), tool.clone(), fingerprint.clone());
+                vec![Scope::Tool { server, tool, fingerprint }]
+            }
             Subject::Shell { command, kind } => {
                 vec![Scope::Command { command: command.clone(), kind: kind.clone() }]
             }
@@ -138,8 +141,12 @@ mod tests {
     use super::*;
 
     fn call(tool: &str, arguments: serde_json::Value) -> Subject {
+        call_of(tool, arguments, None)
+    }
+
+    fn call_of(tool: &str, arguments: serde_json::Value, fingerprint: Option<Fingerprint>) -> Subject {
         let arguments = arguments.as_object().cloned().unwrap_or_default();
-        Subject::Tool { server: "s".to_owned(), tool: tool.to_owned(), arguments }
+        Subject::Tool { server: "s".to_owned(), tool: tool.to_owned(), arguments, fingerprint }
     }
 
     fn shell(command: &str) -> Subject {
@@ -169,6 +176,15 @@ mod tests {
     #[test]
     fn nothing_is_covered_by_an_empty_question() {
         assert!(!Memory::default().covers(&install(&[])));
+    }
+
+    #[test]
+    fn a_tool_that_is_another_one_is_asked_about_again() {
+        let made = |text: &str| call_of("t", json!({}), Some(Fingerprint::of(&[text.as_bytes()])));
+        let mut memory = Memory::default();
+        memory.allow(&made("one"));
+        assert!(memory.covers(&made("one"))); // Control.
+        assert!(!memory.covers(&made("other")) && !memory.covers(&call("t", json!({}))));
     }
 
     #[test]

@@ -9,11 +9,12 @@
 //!
 //! A `Subject` is what is about to happen: a call of another server's tool, a shell command, an installation, a connection to a name. `Policy` decides
 //! about it, and the first rule that fits wins. `Memory` holds what a person has allowed for one session, `Book` what they have allowed for good. Both only turn
-//! *ask* into *allow*: nobody can be talked out of a `deny`. `shown` writes the words that the person reads, in which nothing is hidden.
+//! *ask* into *allow*: nobody can be talked out of a `deny`. A permission for a tool counts for what that tool was, its `Fingerprint`, and for no other tool of its name. `shown` writes the words that the person reads, in which nothing is hidden.
 //!
 //! Everything but the file of the book is pure. This room knows nothing of sessions, of MCP, or of how a person is asked.
 
 mod book;
+mod fingerprint;
 mod memory;
 mod pattern;
 mod policy;
@@ -24,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 pub use book::{Book, BookError};
+pub use fingerprint::Fingerprint;
 pub use memory::{Memory, Scope};
 pub use pattern::{BadPattern, Pattern};
 pub use policy::{Defaults, Policy};
@@ -33,8 +35,8 @@ pub use shown::{digest, visible};
 /// What is about to happen.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Subject {
-    /// A call of a tool of another MCP server.
-    Tool { server: String, tool: String, arguments: Map<String, Value> },
+    /// A call of a tool of another MCP server. `fingerprint` is what the tool was when the call was looked at, where that is known.
+    Tool { server: String, tool: String, arguments: Map<String, Value>, fingerprint: Option<Fingerprint> },
     /// A command line, or the body of a cell that a program runs. `kind` is how it was written, such as `!` or `%%bash`.
     Shell { command: String, kind: String },
     /// Packages, as pip takes them.
@@ -66,7 +68,7 @@ impl Subject {
 }
 
 /// What a rule says. The order is from loose to strict.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Effect {
     Allow,
     Ask,

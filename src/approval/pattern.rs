@@ -4,11 +4,14 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 /// The longest pattern in bytes. Nobody writes longer ones by hand, and an exact command line of this length is better asked about again.
 const LONGEST: usize = 4096;
 
 /// A text with stars.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
 pub struct Pattern {
     /// The texts between the stars; one more than there are stars.
     pieces: Vec<String>,
@@ -72,14 +75,38 @@ impl Pattern {
         })
     }
 
+    /// Tells whether it fits everything.
+    pub fn is_anything(&self) -> bool {
+        *self == Pattern::anything()
+    }
+
+    /// Returns the only text that it fits, when it has no star.
+    pub fn text(&self) -> Option<&str> {
+        if let [only] = self.pieces.as_slice() { Some(only) } else { None }
+    }
+
     /// Tells whether it has a star.
-    pub fn is_open(&self) -> bool {
+    pub(super) fn is_open(&self) -> bool {
         self.pieces.len() > 1
     }
 
     /// Tells whether one of its fixed parts holds this text.
     pub(super) fn spells(&self, text: &str) -> bool {
         self.pieces.iter().any(|piece| piece.contains(text))
+    }
+}
+
+impl From<Pattern> for String {
+    fn from(pattern: Pattern) -> String {
+        pattern.to_string()
+    }
+}
+
+impl TryFrom<String> for Pattern {
+    type Error = BadPattern;
+
+    fn try_from(text: String) -> Result<Pattern, BadPattern> {
+        Pattern::parse(&text)
     }
 }
 

@@ -1,10 +1,12 @@
 //! The policy: rules in order, and what is so without one.
 
+use serde::{Deserialize, Serialize};
+
 use super::memory::package_of;
 use super::{Effect, Rule, Subject, Verdict};
 
 /// What decides about subjects.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Policy {
     /// Each with the place where it was written.
     rules: Vec<(Rule, String)>,
@@ -12,7 +14,7 @@ pub struct Policy {
 }
 
 /// What is so when no rule fits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Defaults {
     pub tools: Effect,
     pub shell: Effect,
@@ -114,7 +116,7 @@ mod tests {
     }
 
     fn tool(server: &str, name: &str) -> Subject {
-        Subject::Tool { server: server.to_owned(), tool: name.to_owned(), arguments: Map::new() }
+        Subject::Tool { server: server.to_owned(), tool: name.to_owned(), arguments: Map::new(), fingerprint: None }
     }
 
     fn install(requirements: &[&str]) -> Subject {
@@ -199,6 +201,19 @@ mod tests {
         assert!(!all.may_open("anything.example"));
     }
 
+    #[test]
+    fn a_policy_that_is_handed_on_says_the_same() {
+        let mut policy = policy(&[
+            r#"allow: {server: a, tool: "get\\\\*", arguments: {path: "/tmp/*"}}"#,
+            "deny: {command: 'rm *', kind: '!'}",
+            "ask: {domain: '*.example.com', port: 443}",
+            "ask: {package: Num_Py}",
+        ]);
+        policy.defaults.tools = Effect::Deny;
+        let handed = rmp_serde::to_vec_named(&policy).unwrap();
+        assert_eq!(rmp_serde::from_slice::<Policy>(&handed).unwrap(), policy);
+    }
+
     proptest! {
         #[test]
         fn a_more_specific_rule_that_comes_earlier_wins(
@@ -206,7 +221,7 @@ mod tests {
         ) {
             let (first, second) = (Effect::ALL[first], Effect::ALL[second]);
             let mut policy = Policy::default();
-            let scope = super::super::Scope::Tool { server: server.clone(), tool: name.clone() };
+            let scope = super::super::Scope::Tool { server: server.clone(), tool: name.clone(), fingerprint: None };
             policy.add(Rule::exactly(first, &scope), "one");
             policy.add(Rule::parse(&json!({second.name(): {"tool": "*"}})).unwrap(), "two");
             prop_assert_eq!(policy.verdict(&tool(&server, &name)).effect(), first);

@@ -13,6 +13,7 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::shown::quoted;
@@ -22,13 +23,13 @@ use super::{BadPattern, Effect, Pattern, Policy, Subject};
 const MOST_REGISTERED: usize = 100;
 
 /// What is said about which subjects.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rule {
     pub effect: Effect,
     about: About,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 enum About {
     Tools { server: Pattern, tool: Pattern, arguments: Vec<(String, Pattern)> },
     Shell { command: Pattern, kind: Option<Pattern> },
@@ -61,6 +62,8 @@ pub enum BadRule {
     Pattern { key: String, cause: BadPattern },
     #[error("the rules of a registered server are about its own tools: only `tool` and `arguments` can be named")]
     NotItsTools,
+    #[error("`fingerprint` must be 64 hexadecimal digits")]
+    Fingerprint,
     #[error("{0} rules are too many; a registration may carry {MOST_REGISTERED}")]
     TooMany(usize),
 }
@@ -77,7 +80,7 @@ impl Rule {
     /// A rule for one tool, one command line, one package or one domain, and nothing else.
     pub(super) fn exactly(effect: Effect, scope: &super::Scope) -> Rule {
         let about = match scope {
-            super::Scope::Tool { server, tool } => {
+            super::Scope::Tool { server, tool, .. } => {
                 About::Tools { server: Pattern::exactly(server), tool: Pattern::exactly(tool), arguments: Vec::new() }
             }
             super::Scope::Command { command, kind } => {
@@ -94,7 +97,7 @@ impl Rule {
         match (&self.about, subject) {
             (
                 About::Tools { server, tool, arguments },
-                Subject::Tool { server: of, tool: called, arguments: given },
+                Subject::Tool { server: of, tool: called, arguments: given, .. },
             ) => {
                 server.fits(of)
                     && tool.fits(called)
@@ -113,6 +116,10 @@ impl Rule {
     /// Tells whether it says something about one requirement of an installation.
     pub(super) fn fits_package(&self, package: &str) -> bool {
         matches!(&self.about, About::Packages { name } if name.fits(package))
+    }
+
+    pub(super) fn is_about_tools(&self) -> bool {
+        matches!(self.about, About::Tools { .. })
     }
 
     pub(super) fn is_about_commands(&self) -> bool {
@@ -298,7 +305,7 @@ pub(super) mod tests {
 
     fn tool(server: &str, tool: &str, arguments: Value) -> Subject {
         let arguments = arguments.as_object().cloned().unwrap_or_default();
-        Subject::Tool { server: server.to_owned(), tool: tool.to_owned(), arguments }
+        Subject::Tool { server: server.to_owned(), tool: tool.to_owned(), arguments, fingerprint: None }
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 use std::fmt::Write as _;
 
+use cellblock_typed::is_unseen;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
@@ -18,7 +19,7 @@ impl Subject {
     pub fn shown(&self, most: usize) -> String {
         let most = most.max(SHORTEST);
         match self {
-            Subject::Tool { server, tool, arguments } => {
+            Subject::Tool { server, tool, arguments, .. } => {
                 let pairs = arguments.iter().map(|(key, value)| format!("{}={}", key_word(key), json(value)));
                 let pairs = pairs.collect::<Vec<_>>().join(", ");
                 format!("{}.{}({})", visible(server), visible(tool), cut(&pairs, most))
@@ -39,7 +40,7 @@ impl Subject {
 /// The digest of all that a subject is, for records and for what is too long to be shown.
 pub fn digest(subject: &Subject) -> String {
     let whole = match subject {
-        Subject::Tool { server, tool, arguments } => serde_json::json!(["tool", server, tool, arguments]),
+        Subject::Tool { server, tool, arguments, .. } => serde_json::json!(["tool", server, tool, arguments]),
         Subject::Shell { command, kind } => serde_json::json!(["shell", kind, command]),
         Subject::Install { requirements } => serde_json::json!(["packages", requirements]),
         Subject::Domain { name, port } => serde_json::json!(["domain", name, port]),
@@ -129,42 +130,6 @@ fn cut(text: &str, most: usize) -> String {
     )
 }
 
-/// Tells whether a character cannot be seen for what it is: controls, formats, marks of direction, fillers, separators, tags, and spaces that are none.
-fn is_unseen(letter: char) -> bool {
-    letter.is_control()
-        || (letter.is_whitespace() && letter != ' ')
-        || matches!(
-            u32::from(letter),
-            0xad | 0x34f
-                | 0x600..=0x605
-                | 0x61c
-                | 0x6dd
-                | 0x70f
-                | 0x890..=0x891
-                | 0x8e2
-                | 0x115f..=0x1160
-                | 0x17b4..=0x17b5
-                | 0x180b..=0x180f
-                | 0x200b..=0x200f
-                | 0x2028..=0x202e
-                | 0x2060..=0x206f
-                | 0x2800
-                | 0x3164
-                | 0xe000..=0xf8ff
-                | 0xfe00..=0xfe0f
-                | 0xfeff
-                | 0xffa0
-                | 0xfff0..=0xfffb
-                | 0xfffe..=0xffff
-                | 0x110bd
-                | 0x110cd
-                | 0x13430..=0x1343f
-                | 0x1bca0..=0x1bca3
-                | 0x1d173..=0x1d17a
-                | 0xe0000..=0x10ffff
-        )
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -174,7 +139,7 @@ mod tests {
 
     fn tool(arguments: Value) -> Subject {
         let arguments = arguments.as_object().cloned().unwrap_or_default();
-        Subject::Tool { server: "github".to_owned(), tool: "create_issue".to_owned(), arguments }
+        Subject::Tool { server: "github".to_owned(), tool: "create_issue".to_owned(), arguments, fingerprint: None }
     }
 
     #[test]

@@ -6,6 +6,7 @@
 use std::fmt;
 use std::io;
 
+use cellblock_typed::is_unseen;
 use serde::Serialize;
 use serde::ser::{SerializeSeq, Serializer};
 use sha2::Digest as _;
@@ -105,14 +106,6 @@ impl serde_json::ser::Formatter for Plain {
         }
         writer.write_all(&fragment.as_bytes()[printed..])
     }
-}
-
-/// Tells whether a character ends lines, moves the cursor, turns the direction of writing or cannot be seen.
-fn is_unseen(letter: char) -> bool {
-    letter.is_control()
-        || matches!(letter, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{feff}')
-        || matches!(letter, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}')
-        || matches!(letter, '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e0fff}')
 }
 
 fn written_length(letter: char) -> usize {

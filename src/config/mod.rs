@@ -241,6 +241,13 @@ pub struct Approvals {
     pub remember: bool,
 }
 
+impl Approvals {
+    /// What sandboxes are made for, which the rest of the policy cannot change later: whether commands are looked at, and whether hosts can be asked for.
+    pub fn sandboxes(&self) -> (bool, bool) {
+        (!self.policy.shell_is_open(), self.policy.opens_domains())
+    }
+}
+
 /// Where packages for sessions come from, if not from where uv would take them.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct PackageIndex {

@@ -270,6 +270,15 @@ impl InstallerTools {
         self.place.is_file().then_some(self.place.as_path())
     }
 
+    /// Returns some Python of this machine, which uv asks for where it needs none of ours.
+    pub async fn python(&self) -> Result<PathBuf, EnvironmentError> {
+        let request = PythonRequest::Any;
+        match interpreter::find(&request, &own_variables()).await {
+            Ok(found) => Ok(found.executable),
+            Err(tried) => Err(EnvironmentError::NoPython { request, tried }),
+        }
+    }
+
     /// Returns uv, which is installed below our own folder if there is none.
     pub async fn uv(&self, data_dir: &Path) -> Result<PathBuf, EnvironmentError> {
         let variables = own_variables();

@@ -81,7 +81,7 @@ const SCIENCE: [&str; 13] = [
 ];
 
 /// What the runner needs: IPython to run cells, Pydantic for the modules of MCP servers.
-pub(crate) const RUNNER_NEEDS: [&str; 2] = ["ipython", "pydantic>=2.9"];
+pub(super) const RUNNER_NEEDS: [&str; 2] = ["ipython", "pydantic>=2.9"];
 
 impl EnvironmentSpec {
     /// The environments that exist without any configuration.
@@ -124,7 +124,7 @@ impl EnvironmentSpec {
 }
 
 /// Adds a requirement unless another one is for the same project.
-pub(crate) fn add_missing(requirements: &mut Vec<String>, needed: &str) {
+pub(super) fn add_missing(requirements: &mut Vec<String>, needed: &str) {
     if !requirements.iter().any(|requirement| project_name(requirement) == project_name(needed)) {
         requirements.push(needed.to_owned());
     }

@@ -24,9 +24,9 @@ use crate::sandbox::{LaunchError, Preparation, Rules};
 use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
 use crate::session::{
-    Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId, ExploreReport,
-    ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Load, News, Principal, Refused,
-    ResetReport, SessionAccess, SessionId, SessionInfo, Slice, UndoReport, UploadPart, Uploaded, Which, Word,
+    ApprovalSetup, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId,
+    ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Load, News, Principal,
+    Refused, ResetReport, SessionAccess, SessionId, SessionInfo, Slice, UndoReport, UploadPart, Uploaded, Which, Word,
 };
 
 /// The first wait after a keeper could not be started. Each further failure doubles it.
@@ -378,6 +378,10 @@ impl SessionAccess for Client {
 
     async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
         self.ask_plainly(None, Call::SetUpServers { setup }).await
+    }
+
+    async fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused> {
+        self.ask_plainly(None, Call::SetUpApprovals { setup }).await
     }
 
     async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {

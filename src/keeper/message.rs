@@ -11,12 +11,12 @@ use crate::sandbox::Preparation;
 use crate::session::install::Leave;
 use crate::session::servers::{ServerRequest, ServerSetup};
 use crate::session::{
-    Decision, ExecuteRequest, ExecutionHandle, ExecutionId, ExploreRequest, ForkRequest, InsidePath, Principal,
-    Refused, Resident, SessionId, UploadPart, Which,
+    ApprovalSetup, Decision, ExecuteRequest, ExecutionHandle, ExecutionId, ExploreRequest, ForkRequest, InsidePath,
+    Principal, Refused, Resident, SessionId, UploadPart, Which,
 };
 
 /// Counts changes that an older peer would not understand.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 
 /// What every call is answered with.
 pub(super) type Answer<T> = Result<T, Refused>;
@@ -131,6 +131,7 @@ pub(super) enum Call {
     Install { owner: Principal, id: SessionId, requirements: Vec<String>, leave: Leave },
     RegisterServer { owner: Principal, request: ServerRequest },
     SetUpServers { setup: ServerSetup },
+    SetUpApprovals { setup: ApprovalSetup },
     UnregisterServer { owner: Principal, name: String },
     Servers { owner: Principal },
     WriteFile { owner: Principal, id: SessionId, path: InsidePath, overwrite: bool },
@@ -163,6 +164,7 @@ impl Call {
             Call::Install { .. } => "install",
             Call::RegisterServer { .. } => "register_server",
             Call::SetUpServers { .. } => "set_up_servers",
+            Call::SetUpApprovals { .. } => "set_up_approvals",
             Call::UnregisterServer { .. } => "unregister_server",
             Call::Servers { .. } => "servers",
             Call::WriteFile { .. } => "write_file",

@@ -24,15 +24,16 @@ use super::serve::Ended;
 use super::start::{AttachError, ask_status, ask_to_stop};
 use super::stream::{CHUNK, WINDOW};
 use super::{Client, KeeperSettings, Kept, Post, Terms, attach, keep};
-use crate::approval::Answer as PersonAnswer;
+use crate::approval::{Answer as PersonAnswer, Defaults, Effect, Policy, Rule};
 use crate::sandbox::{Preparation, Rules};
 use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
 use crate::session::{
-    AskId, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed, ExecutionHandle,
-    ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, ForkNames, ForkReport, ForkRequest,
-    InsidePath, Load, News, Outcome, Output, Principal, Refused, ResetReport, Resident, Ruling, SessionAccess,
-    SessionId, SessionInfo, Slice, Status as CellStatus, UndoReport, UploadPart, Uploaded, Variant, Which,
+    ApprovalSetup, AskId, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed,
+    ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, ForkNames, ForkReport,
+    ForkRequest, InsidePath, Load, News, Outcome, Output, Principal, Refused, ResetReport, Resident, Ruling,
+    SessionAccess, SessionId, SessionInfo, Slice, Status as CellStatus, UndoReport, UploadPart, Uploaded, Variant,
+    Which,
 };
 
 // Codec.
@@ -321,6 +322,13 @@ fn server_request(name: &str, params: Value) -> ServerRequest {
     ServerRequest { name: name.to_owned(), params, trust: Trust::Local }
 }
 
+/// Approvals of every kind.
+fn approval_setup() -> ApprovalSetup {
+    let mut policy = Policy::new(Defaults { tools: Effect::Ask, ..Defaults::default() });
+    policy.add(Rule::parse(&json!({"deny": {"server": "files", "tool": "a*\\*"}})).unwrap(), "line 3");
+    ApprovalSetup { policy, book: Some("/data/approvals.yaml".into()), patience: Duration::from_secs(7) }
+}
+
 /// A server with one tool, and one that was left out.
 fn server_report(name: &str) -> ServerReport {
     let tool = ServerTool {
@@ -463,6 +471,10 @@ impl SessionAccess for Puppet {
             true => Err(Refused::NoServers),
             false => Ok(()),
         }
+    }
+
+    async fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused> {
+        if setup == approval_setup() { Ok(()) } else { Err(Refused::Approvals { why: "others".to_owned() }) }
     }
 
     async fn unregister_server(&self, _: &Principal, name: &str) -> Result<(), Refused> {
@@ -715,6 +727,9 @@ async fn every_kind_of_answer_comes_back() {
     assert!(matches!(client.set_up_servers(ServerSetup::default()).await, Err(Refused::NoServers)));
     let servers = [("notes".to_owned(), json!({"command": "x"}))].into();
     client.set_up_servers(ServerSetup { servers, ..ServerSetup::default() }).await.unwrap();
+    client.set_up_approvals(approval_setup()).await.unwrap();
+    let other = ApprovalSetup { book: None, ..approval_setup() };
+    assert!(matches!(client.set_up_approvals(other).await, Err(Refused::Approvals { .. })));
     assert_eq!(client.servers(&owner).await.unwrap(), [server_report("notes")]);
     client.unregister_server(&owner, "notes").await.unwrap();
     assert!(client.unregister_server(&owner, "other").await.is_err());

@@ -277,7 +277,14 @@ pub(super) fn fork_names(source: &SessionId, count: Given, names: Given) -> Resu
 pub(super) fn server_names(given: Given) -> Result<Option<Vec<String>>, BadArgument> {
     let (tool, name) = (given.tool, given.name);
     let Some(value) = given.value else { return Ok(None) };
-    let refuse = |given: String| wrong(tool, name, given, "a list of names of MCP servers".to_owned());
+    let refuse = |given: String| {
+        wrong(
+            tool,
+            name,
+            given,
+            "a list of MCP servers (\"github\") or of some of their tools (\"github.list_*\")".to_owned(),
+        )
+    };
     let Value::Array(items) = &value else { return Err(refuse(shown(&value))) };
     let names: Option<Vec<String>> = items.iter().map(|item| item.as_str().map(str::to_owned)).collect();
     names.map(Some).ok_or_else(|| refuse("a list with something else in it".to_owned()))

@@ -18,7 +18,7 @@ use tracing::Instrument;
 
 use super::asking::Binding;
 use super::resuming::bad_state;
-use super::toolbox::Introduction;
+use super::toolbox::{Introduction, Visit};
 use super::turns::Turn;
 use super::{Server, Shared, custom_request_error, resources};
 use crate::session::Principal;
@@ -93,7 +93,7 @@ impl ServerHandler for Server {
         let call = async {
             match resumption {
                 Some(resumption) => self.resume(owner, resumption, request.input_responses.as_ref(), &context).await,
-                None => toolbox.call(self, owner, tool, arguments, &context).await,
+                None => toolbox.call(Visit { server: self, owner, context: &context }, tool, arguments).await,
             }
         };
         let call = call.instrument(span);

@@ -24,6 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 
+use cellblock_typed::is_unseen;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags};
 use rustix::io::Errno;
 use tokio::io::{AsyncRead, ReadBuf};
@@ -448,20 +449,12 @@ fn refuse_protected(path: &str, rest: &Path, names: &[&str], verb: &'static str)
     }
 }
 
-/// A name as the most forgiving file system would compare it: without case, without invisible characters, without dots
+/// A name as the most forgiving file system would compare it: without case, without characters that nobody sees, without dots
 /// and spaces at the end.
 fn plain_name(name: &OsStr) -> String {
     let text = String::from_utf8_lossy(name.as_bytes());
-    let visible: String = text.chars().filter(|character| !is_invisible(*character)).collect();
+    let visible: String = text.chars().filter(|character| !is_unseen(*character)).collect();
     visible.trim_end_matches(['.', ' ']).to_lowercase()
-}
-
-/// Characters that some file systems skip when they compare names: hyphenation, joiners, direction marks.
-fn is_invisible(character: char) -> bool {
-    matches!(
-        character,
-        '\u{ad}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}'
-    )
 }
 
 fn open_temporary(folder: &OwnedFd) -> rustix::io::Result<(OsString, File)> {

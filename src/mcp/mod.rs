@@ -110,6 +110,8 @@ pub struct McpSettings {
     pub can_undo: bool,
     /// What sessions can reach. Only told to clients here.
     pub network: Rules,
+    /// Whether other hosts can be reached with a person's permission. Only told to clients here.
+    pub other_hosts: OtherHosts,
     /// Whether packages can be installed. Only told to clients here.
     pub can_install: bool,
     /// What states are sealed with that go to clients and come back.
@@ -121,11 +123,16 @@ impl McpSettings {
     fn reach(&self) -> String {
         let (denied, allowed): (Vec<_>, Vec<_>) = self.network.iter().partition(|rule| rule.is_denial());
         let texts = |rules: &[&Rule]| rules.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-        let reached = match allowed.len() {
-            0 => return "without network".to_owned(),
+        let others = match self.other_hosts {
+            OtherHosts::Closed => "",
+            OtherHosts::AskedAbout => " (other hosts need a permission)",
+        };
+        let reached = match (allowed.len(), self.other_hosts) {
+            (0, OtherHosts::Closed) => return "without network".to_owned(),
+            (0, OtherHosts::AskedAbout) => "whose network needs a permission for every host".to_owned(),
             _ if allowed.iter().any(|rule| rule.is_everything()) => "with network".to_owned(),
-            few if few <= MOST_RULES_TOLD => format!("whose network reaches only {}", texts(&allowed)),
-            more => format!("whose network reaches only {more} listed places"),
+            (few, _) if few <= MOST_RULES_TOLD => format!("whose network reaches only {}{others}", texts(&allowed)),
+            (more, _) => format!("whose network reaches only {more} listed places{others}"),
         };
         match denied.len() {
             0 => reached,
@@ -148,6 +155,7 @@ impl Default for McpSettings {
             work_folder: WorkFolder::Private,
             can_undo: true,
             network: Rules::none(),
+            other_hosts: OtherHosts::Closed,
             can_install: true,
             state_key: StateKey::random(),
         }
@@ -179,6 +187,14 @@ struct Shared {
     seals: Seals,
     /// Cancelled when the server is about to end, so that callers who wait for code are answered.
     draining: CancellationToken,
+}
+
+/// What becomes of a connection to a host that no rule lists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OtherHosts {
+    Closed,
+    /// A person may allow it.
+    AskedAbout,
 }
 
 /// How callers are told apart.

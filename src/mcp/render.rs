@@ -378,7 +378,7 @@ fn failed_calls(calls: &ToolCalls) -> Option<String> {
     if calls.failed == 0 {
         return None;
     }
-    let mut kinds: Vec<(String, usize)> = Vec::new();
+    let mut kinds: Vec<(String, u64)> = Vec::new();
     for call in calls.noted.iter().filter(|call| call.ended != CallEnd::Answered) {
         let kind = format!("{}.{} ({})", call.server, call.tool, call.ended.word());
         match kinds.iter_mut().find(|(known, _)| *known == kind) {
@@ -386,13 +386,15 @@ fn failed_calls(calls: &ToolCalls) -> Option<String> {
             None => kinds.push((kind, 1)),
         }
     }
-    let more = if kinds.len() > MOST_FAILURES { ", …" } else { "" };
+    // Those behind the first hundred calls are counted only.
+    let known: u64 = kinds.iter().map(|(_, count)| count).sum();
+    let is_more = kinds.len() > MOST_FAILURES || known < calls.failed;
     let told = kinds.into_iter().take(MOST_FAILURES).map(|(kind, count)| match count {
         1 => kind,
         count => format!("{kind} {count} times"),
     });
-    let told = told.collect::<Vec<_>>().join(", ");
-    Some(format!("[{} of {} calls of MCP tools failed: {told}{more}]", calls.failed, calls.total))
+    let told = told.chain(is_more.then(|| "…".to_owned())).collect::<Vec<_>>().join(", ");
+    Some(format!("[{} of {} calls of MCP tools failed: {told}]", calls.failed, calls.total))
 }
 
 /// Text under way. A line of our own never shares a line with the code's output.

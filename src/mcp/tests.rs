@@ -22,10 +22,11 @@ use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation, Rules};
 use crate::session::install::{InstallError, InstallReport, Leave};
 use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
 use crate::session::{
-    Asking, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId,
-    ExploreReport, ExploreRequest, FileList, FileNote, FileRange, FilesCarried, ForkNames, ForkReport, ForkRequest,
-    InsidePath, Load, News, Outcome, Output, Part, Refused, ResetReport, SessionId, SessionInfo, SessionSettings,
-    Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded, VariantReport, Which,
+    ApprovalSetup, Asking, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle,
+    ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, FilesCarried, ForkNames, ForkReport,
+    ForkRequest, InsidePath, Load, News, Outcome, Output, Part, Refused, ResetReport, SessionId, SessionInfo,
+    SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded, VariantReport,
+    Which,
 };
 
 mod approvals;
@@ -230,6 +231,10 @@ impl SessionAccess for FakeSessions {
             true => Err(Refused::NoServers),
             false => Ok(()),
         }
+    }
+
+    async fn set_up_approvals(&self, _: ApprovalSetup) -> Result<(), Refused> {
+        Ok(())
     }
 
     async fn unregister_server(&self, _: &Principal, name: &str) -> Result<(), Refused> {

@@ -33,6 +33,14 @@ pub(super) struct Introduction {
     pub(super) instructions: Option<&'static str>,
 }
 
+/// One call: who wants it of which server.
+#[derive(Clone, Copy)]
+pub(super) struct Visit<'a> {
+    pub(super) server: &'a Server,
+    pub(super) owner: &'a Principal,
+    pub(super) context: &'a RequestContext<RoleServer>,
+}
+
 #[async_trait]
 pub(super) trait Toolbox: Send + Sync {
     /// All tools, as they are listed.
@@ -41,14 +49,7 @@ pub(super) trait Toolbox: Send + Sync {
     fn find(&self, name: &str) -> Option<Entry>;
 
     /// Carries out a call of a tool that `find` has found.
-    async fn call(
-        &self,
-        server: &Server,
-        owner: &Principal,
-        tool: Entry,
-        arguments: JsonObject,
-        context: &RequestContext<RoleServer>,
-    ) -> CallToolResponse;
+    async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse;
 
     /// Answers a call of a tool that there is not.
     fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
@@ -86,17 +87,10 @@ impl Toolbox for Catalogue {
         Some(Entry { name: tool.as_str(), scope: tool.scope(), extent: tool.extent() })
     }
 
-    async fn call(
-        &self,
-        server: &Server,
-        owner: &Principal,
-        tool: Entry,
-        arguments: JsonObject,
-        context: &RequestContext<RoleServer>,
-    ) -> CallToolResponse {
+    async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse {
         let tool = ToolName::from_name(tool.name).expect("find has found it");
         match self.parse(tool, arguments) {
-            Ok(call) => server.carry_out(owner, call, context).await,
+            Ok(call) => visit.server.carry_out(visit.owner, call, visit.context).await,
             Err(bad) => render::refused(&bad).into(),
         }
     }

@@ -18,7 +18,7 @@ use super::arguments::{
     MOST_OUTPUT_CHARS, Source, Target, Unnamed, nearest, shortened,
 };
 use super::turns::Extent;
-use super::{Front, McpSettings};
+use super::{Front, McpSettings, OtherHosts};
 use crate::auth::Scope;
 use crate::session::{ForkRequest, MOST_FORKS, MOST_VARIANTS, SessionId, WorkFolder};
 
@@ -409,7 +409,7 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                     },
                     "mcp_servers": {
                         "type": "array", "items": {"type": "string"},
-                        "description": "The only MCP servers that the forks may use.",
+                        "description": "All that the forks may use: \"server\" or \"server.tool\", * is any text.",
                     },
                 }),
                 &[],
@@ -614,7 +614,8 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
     };
     // Files and lists stay here; code reaches what the operator has opened.
     let runs_code = matches!(tool, ToolName::Execute | ToolName::Explore);
-    let reaches_out = tool == ToolName::Register || (runs_code && !settings.network.is_empty());
+    let is_open = !settings.network.is_empty() || settings.other_hosts == OtherHosts::AskedAbout;
+    let reaches_out = tool == ToolName::Register || (runs_code && is_open);
     let annotations = annotations.open_world(reaches_out);
     let input = if needs_session(tool, settings.front) { requiring_session(input) } else { input };
     Tool::new(tool.as_str(), description, map(input))
@@ -954,12 +955,17 @@ pub(super) mod tests {
 
     #[test]
     fn only_listing_is_read_only_and_only_code_and_registration_reach_out() {
-        for network in [Rules::none(), Rules::parse(&["example.com"]).unwrap()] {
-            let settings = McpSettings { network: network.clone(), ..McpSettings::default() };
+        let listed = Rules::parse(&["example.com"]).unwrap();
+        for (network, other_hosts, is_open) in [
+            (Rules::none(), OtherHosts::Closed, false),
+            (listed, OtherHosts::Closed, true),
+            (Rules::none(), OtherHosts::AskedAbout, true),
+        ] {
+            let settings = McpSettings { network, other_hosts, ..McpSettings::default() };
             for tool in ToolName::ALL {
                 let annotations = describe(tool, &settings).annotations.unwrap();
                 let runs_code = matches!(tool, ToolName::Execute | ToolName::Explore);
-                let reaches_out = tool == ToolName::Register || (runs_code && !network.is_empty());
+                let reaches_out = tool == ToolName::Register || (runs_code && is_open);
                 assert_eq!(annotations.open_world_hint, Some(reaches_out));
                 let lists = matches!(tool, ToolName::List | ToolName::Checkpoints | ToolName::Servers);
                 assert_eq!(annotations.read_only_hint, lists.then_some(true));
@@ -979,6 +985,21 @@ pub(super) mod tests {
         assert!(few.contains("only example.com, 10.0.0.0/8:5432, but not b.example.com"), "{few}");
         let many: Vec<String> = (0..100).map(|number| format!("host{number}.example.com")).collect();
         assert!(described(Rules::parse(&many).unwrap()).contains("only 100 listed places"));
+    }
+
+    #[test]
+    fn hosts_that_can_be_asked_about_are_not_called_out_of_reach() {
+        let described = |network| {
+            let settings = McpSettings { network, other_hosts: OtherHosts::AskedAbout, ..McpSettings::default() };
+            describe(ToolName::Execute, &settings).description.unwrap_or_default().into_owned()
+        };
+        let nothing = described(Rules::none());
+        assert!(
+            nothing.contains("needs a permission for every host") && !nothing.contains("without network"),
+            "{nothing}"
+        );
+        let some = described(Rules::parse(&["example.com", "!b.example.com"]).unwrap());
+        assert!(some.contains("only example.com (other hosts need a permission), but not b.example.com"), "{some}");
     }
 
     #[test]

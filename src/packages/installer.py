@@ -135,9 +135,14 @@ def uv(request: dict[str, Any], arguments: list[str]) -> str:
         variables |= {"SSL_CERT_FILE": certificates, "GIT_SSL_CAINFO": certificates}
     else:
         variables |= {"UV_SYSTEM_CERTS": "true", "UV_NATIVE_TLS": "true"}
-    done = subprocess.run(
-        [request["uv"], *arguments], env=variables, stdin=subprocess.DEVNULL, capture_output=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            [request["uv"], *arguments], env=variables, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+    except OSError as error:
+        # A program that is there and is said to be missing was made for another C library.
+        needs = "images need the GNU C library, or a uv that needs none"
+        raise Failed(f"the server's uv does not run here ({error.strerror}); {needs}") from None
     if done.returncode != 0:
         said = done.stderr.decode("utf-8", "replace").replace(here + "/", "")
         lines = [line for line in said.splitlines() if not NOISE.match(line)]

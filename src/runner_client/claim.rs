@@ -32,6 +32,8 @@ const MOST_KINDS: usize = 32;
 const MOST_LOSSES: usize = 50;
 /// Bytes kept of each of them, and of the reason why files were left alone.
 const LONGEST_LOSS: usize = 200;
+/// Levels of a frame of which something is kept when it has more than the parser takes. Whatever says what kind of frame it is lies above.
+const MOST_LEVELS: usize = 8;
 
 /// One thing the runner says. Any of it may be a lie.
 #[derive(Debug, Clone, PartialEq)]
@@ -132,6 +134,8 @@ pub enum Question {
     Withdraw {
         of: u64,
     },
+    /// A call with arguments that are nested deeper than anything is read.
+    TooDeep,
     Unknown,
 }
 
@@ -319,6 +323,9 @@ struct Header {
     server: String,
     tool: String,
     arguments: Map<String, Value>,
+    /// The arguments are not all there.
+    #[serde(skip)]
+    is_cut: bool,
     of: Option<u64>,
     command: Option<String>,
     words: Vec<String>,
@@ -438,6 +445,7 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
                     let upgrade = header.options.get("upgrade").and_then(Value::as_bool).unwrap_or(false);
                     Question::Install { requirements: header.requirements, upgrade }
                 }
+                "call_tool" if header.is_cut => Question::TooDeep,
                 "call_tool" => Question::CallTool {
                     server: header.server,
                     tool: header.tool,
@@ -488,8 +496,37 @@ fn parse_header(bytes: &[u8]) -> Result<Header, FrameError> {
     {
         return Ok(header);
     }
+    // Neither is a value that the user has nested deeper than the parser goes.
+    if let Ok(header @ Header { .. }) = serde_json::from_slice(&without_depths(&repaired))
+        && header.what == "call_tool"
+    {
+        return Ok(Header { is_cut: true, ..header });
+    }
     // Only the place is told: the parser's text may quote the header, which is the user's.
     Err(FrameError::Header { why: format!("not readable at byte {}", first.column()) })
+}
+
+/// Leaves out what is inside of lists and objects deeper than any that belong to a frame itself.
+fn without_depths(bytes: &[u8]) -> Vec<u8> {
+    let (mut depth, mut in_string, mut is_escaped) = (0_usize, false, false);
+    let mut kept = Vec::with_capacity(bytes.len());
+    for &byte in bytes {
+        let is_closing = !in_string && matches!(byte, b'}' | b']');
+        if is_closing {
+            depth = depth.saturating_sub(1);
+        }
+        if depth < MOST_LEVELS {
+            kept.push(byte);
+        }
+        match byte {
+            _ if is_escaped => is_escaped = false,
+            b'\\' if in_string => is_escaped = true,
+            b'"' => in_string = !in_string,
+            b'{' | b'[' if !in_string => depth += 1,
+            _ => {}
+        }
+    }
+    kept
 }
 
 /// Replaces each escaped half of a surrogate pair that has no other half.
@@ -744,6 +781,23 @@ mod tests {
         assert!(error.message.len() < 20_000);
         assert!(error.traceback.len() < 1_100_000);
         assert_eq!(error.line, Some(3));
+    }
+
+    #[test]
+    fn a_call_whose_arguments_are_too_deep_is_a_question_and_other_depths_are_a_breach() {
+        let claimed = |levels: usize, what: &str| {
+            let value = format!("{}\"]\\\"{{[\"{}", "[".repeat(levels), "]".repeat(levels));
+            let header = format!(
+                r#"{{"type":"ask","id":1,"ask":2,"what":"{what}","server":"s","arguments":{{"a":{value},"b":1}},"tool":"t"}}"#
+            );
+            read(Frame { header: header.into_bytes(), payload: Vec::new() })
+        };
+        assert!(matches!(claimed(100, "call_tool"), Ok((Claim::Ask { question: Question::CallTool { .. }, .. }, _))));
+        for levels in [127, 1000, 100_000] {
+            let ask = Claim::Ask { id: 1, ask: 2, question: Question::TooDeep };
+            assert_eq!(claimed(levels, "call_tool").map(|(claim, _)| claim), Ok(ask), "{levels}");
+            assert!(claimed(levels, "install").is_err(), "{levels}");
+        }
     }
 
     #[test]

@@ -175,7 +175,7 @@ impl FakeBackend {
         let asker = self.world.asker.lock().expect("nothing panics while it holds the asker").clone();
         let name = HostName::parse(name).expect("a test knows names");
         match asker.filter(|asker| asker.may_allow(&name)) {
-            Some(asker) => asker.ask(&name, port).await,
+            Some(asker) => asker.ask(&name, port, ([127, 0, 0, 1], 1024).into()).await,
             None => false,
         }
     }
@@ -595,6 +595,7 @@ fn start(files: &Path, birth: Birth, used: Arc<Mutex<Duration>>) -> Result<(Inte
         branch_point,
         lost: Vec::new(),
         stands: false,
+        modules: Vec::new(),
         upload: None,
         seq: 0,
         last_pipe: 0,
@@ -654,6 +655,8 @@ struct Script {
     branch_point: mpsc::Sender<Snapshot>,
     lost: Vec<String>,
     stands: bool,
+    /// Modules of the server that is being delivered.
+    modules: Vec<String>,
     upload: Option<(PathBuf, bool, Vec<u8>)>,
     seq: u32,
     last_pipe: usize,
@@ -818,8 +821,18 @@ impl Script {
         let mut rest = payload;
         for file in &files {
             let (bytes, later) = rest.split_at(file["size"].as_u64().unwrap_or(0) as usize);
-            fs::write(folder.join(server).join(file["name"].as_str().unwrap_or_default()), bytes)?;
+            let name = file["name"].as_str().unwrap_or_default();
+            fs::write(folder.join(server).join(name), bytes)?;
+            self.modules.push(name.to_owned());
             rest = later;
+        }
+        if header["last"] == true {
+            let known = std::mem::take(&mut self.modules);
+            for entry in fs::read_dir(folder.join(server))?.flatten() {
+                if !known.iter().any(|name| entry.file_name().to_str() == Some(name)) {
+                    fs::remove_file(entry.path())?;
+                }
+            }
         }
         Ok(())
     }

@@ -15,9 +15,9 @@ use tokio_util::sync::CancellationToken;
 use super::install::{InstallReport, Leave};
 use super::servers::{ServerReport, ServerRequest, ServerSetup};
 use super::{
-    Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId, ExploreReport,
-    ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Principal, Refused, ResetReport,
-    SessionId, SessionInfo, Sessions, UndoReport, UploadPart, Uploaded, Which, Word,
+    ApprovalSetup, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId,
+    ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Principal, Refused,
+    ResetReport, SessionId, SessionInfo, Sessions, UndoReport, UploadPart, Uploaded, Which, Word,
 };
 use crate::sandbox::{Preparation, Rules};
 
@@ -170,6 +170,9 @@ pub trait SessionAccess: Send + Sync {
 
     /// Takes over the servers of the operator, which everybody's sessions may use. Nothing is waited for.
     async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused>;
+
+    /// Takes over other approvals, which hold at once for what is asked from then on.
+    async fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused>;
 
     /// Tells how busy the whole house is. Names nobody.
     async fn load(&self) -> Load;
@@ -337,6 +340,10 @@ impl SessionAccess for Sessions {
 
     async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
         Sessions::set_up_servers(self, setup)
+    }
+
+    async fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused> {
+        Sessions::set_up_approvals(self, setup)
     }
 
     async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {

@@ -36,7 +36,7 @@ fn house_with(settings: SessionSettings) -> (Setting, Arc<FakeBroker>) {
 }
 
 fn house() -> (Setting, Arc<FakeBroker>) {
-    house_with(SessionSettings { approvals: asking(), ..without_undo() })
+    house_with(SessionSettings { approvals: asking().into(), ..without_undo() })
 }
 
 fn nobody() -> News {
@@ -195,7 +195,7 @@ async fn a_permission_for_the_session_answers_the_same_question_of_the_same_mome
 
 #[tokio::test(start_paused = true)]
 async fn a_permission_for_the_session_outlives_interpreters_and_goes_to_forks() {
-    let (setting, _) = house_with(SessionSettings { approvals: asking(), ..SessionSettings::default() });
+    let (setting, _) = house_with(SessionSettings { approvals: asking().into(), ..SessionSettings::default() });
     let underway = setting.asks("a", "call notes echo").await;
     setting.decide(&underway, &[Answer::Session]).await;
     setting.ended(&underway).await;
@@ -330,7 +330,7 @@ async fn too_many_questions_at_once_are_refused() {
 
 #[tokio::test(start_paused = true)]
 async fn a_variant_of_an_exploration_cannot_ask() {
-    let (setting, _) = house_with(SessionSettings { approvals: asking(), ..SessionSettings::default() });
+    let (setting, _) = house_with(SessionSettings { approvals: asking().into(), ..SessionSettings::default() });
     setting.unasked("a", "print ready").await;
     let request = ExploreRequest {
         variants: vec![Variant { name: "one".to_owned(), code: "call notes echo".to_owned() }],
@@ -380,7 +380,7 @@ async fn what_is_always_allowed_is_so_in_every_session_of_the_same_owner() {
     let folder = tempfile::tempdir().unwrap();
     let book = Arc::new(Book::open(&folder.path().join("approvals.yaml")).unwrap());
     let approvals = Approvals { book: book.clone(), ..asking() };
-    let (setting, _) = house_with(SessionSettings { approvals, ..without_undo() });
+    let (setting, broker) = house_with(SessionSettings { approvals: approvals.into(), ..without_undo() });
     let underway = setting.asks("a", "call notes echo").await;
     assert!(underway.asks[0].can_last);
     setting.decide(&underway, &[Answer::Always]).await;
@@ -396,6 +396,96 @@ async fn what_is_always_allowed_is_so_in_every_session_of_the_same_owner() {
     let begun =
         setting.sessions.begin(&other, &session, cell("call notes echo"), wait, CancellationToken::new(), nobody());
     assert!(matches!(begun.await.unwrap(), Executed::Underway(_)), "it counts for its owner alone");
+    broker.edition.send_modify(|edition| *edition += 1);
+    for session in ["a", "c"] {
+        setting.asks(session, "call notes echo").await; // It is another tool of that name.
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tool_that_became_another_one_while_a_person_thought_is_not_called() {
+    let (setting, broker) = house();
+    let underway = setting.asks("a", "call notes echo").await;
+    broker.edition.send_modify(|edition| *edition += 1);
+    setting.decide(&underway, &[Answer::Session]).await;
+    let refused = &answers(&setting.ended(&underway).await)[0];
+    assert_eq!((&refused["ok"], &refused["reason"]), (&json!(false), &json!("unavailable")), "{refused}");
+    assert!(broker.seen.lock().unwrap().is_empty());
+    // What was allowed for the session was the other one.
+    let underway = setting.asks("a", "call notes echo").await;
+    setting.decide(&underway, &[Answer::Once]).await;
+    assert_eq!(answers(&setting.ended(&underway).await)[0]["ok"], true, "the control");
+}
+
+#[tokio::test(start_paused = true)]
+async fn nobody_is_asked_about_a_tool_that_is_not_there() {
+    let (setting, _) = house();
+    let refused = &answers(&setting.unasked("a", "call notes absent").await)[0];
+    assert_eq!(refused["reason"], "unknown", "{refused}");
+}
+
+fn setup(defaults: Defaults) -> ApprovalSetup {
+    ApprovalSetup { policy: Policy::new(defaults), book: None, patience: 600 * SECOND }
+}
+
+#[tokio::test(start_paused = true)]
+async fn other_approvals_hold_at_once_for_what_is_asked_next_and_what_waits_stays_asked() {
+    let (setting, broker) = house();
+    setting.ok("b", "print 1").await;
+    let underway = setting.asks("a", "call notes echo").await;
+    setting.sessions.set_up_approvals(setup(Defaults::default())).unwrap();
+    assert_eq!(
+        answers(&setting.unasked("b", "call notes echo").await)[0]["ok"],
+        true,
+        "also in a session that was there"
+    );
+    let Checked::Underway(still) = setting.check(&underway).await else { panic!("it does not wait any more") };
+    assert_eq!(still.asks[0].id, underway.asks[0].id);
+    setting.decide(&underway, &[Answer::Once]).await;
+    assert_eq!(answers(&setting.ended(&underway).await)[0]["ok"], true);
+    // What is denied meanwhile is denied, whatever the person says.
+    setting.sessions.set_up_approvals(setup(Defaults { tools: Effect::Ask, ..Defaults::default() })).unwrap();
+    let underway = setting.asks("a", "call notes echo").await;
+    setting.sessions.set_up_approvals(setup(Defaults { tools: Effect::Deny, ..Defaults::default() })).unwrap();
+    let rulings = setting.decide(&underway, &[Answer::Always]).await;
+    assert_eq!(rulings[0].by, DecidedBy::Policy);
+    let refused = &answers(&setting.ended(&underway).await)[0];
+    assert!(refused["text"].as_str().unwrap().contains("`approve_tools: deny`"), "{refused}");
+    assert_eq!(broker.seen.lock().unwrap().len(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn approvals_that_cannot_hold_are_refused_as_a_whole() {
+    let (setting, _) = house_with(without_undo());
+    let shell = Defaults { shell: Effect::Ask, tools: Effect::Deny, ..Defaults::default() };
+    let refused = setting.sessions.set_up_approvals(setup(shell));
+    assert!(matches!(&refused, Err(Refused::Approvals { why }) if why.contains("restart")), "{refused:?}");
+    let folder = tempfile::tempdir().unwrap();
+    let book = folder.path().join("approvals.yaml");
+    std::fs::write(&book, "nonsense").unwrap();
+    let deny = Defaults { tools: Effect::Deny, ..Defaults::default() };
+    let unreadable = ApprovalSetup { book: Some(book.clone()), ..setup(deny) };
+    assert!(setting.sessions.set_up_approvals(unreadable.clone()).is_err());
+    assert_eq!(answers(&setting.unasked("a", "call notes echo").await)[0]["ok"], true, "the old ones hold");
+    std::fs::remove_file(&book).unwrap();
+    setting.sessions.set_up_approvals(unreadable).unwrap(); // Control.
+    assert_eq!(answers(&setting.unasked("a", "call notes echo").await)[0]["reason"], "denied");
+    // Commands that were looked at may run freely from now on, and be looked at again.
+    let (closed, _) = house_with(SessionSettings { approvals: with_policy(shell).into(), ..without_undo() });
+    for defaults in [Defaults::default(), shell] {
+        closed.sessions.set_up_approvals(setup(defaults)).unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn approvals_can_be_remembered_from_one_moment_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let (setting, _) = house();
+    assert!(!setting.asks("a", "call notes echo").await.asks[0].can_last); // Control.
+    let ask = Defaults { tools: Effect::Ask, ..Defaults::default() };
+    let book = Some(folder.path().join("approvals.yaml"));
+    setting.sessions.set_up_approvals(ApprovalSetup { book, ..setup(ask) }).unwrap();
+    assert!(setting.asks("b", "call notes echo").await.asks[0].can_last);
 }
 
 /// Has everything already.
@@ -413,13 +503,14 @@ impl install::Installer for Unpacker {
 
 fn echo() -> crate::approval::Subject {
     let (server, tool) = ("notes".to_owned(), "echo".to_owned());
-    crate::approval::Subject::Tool { server, tool, arguments: serde_json::Map::new() }
+    let fingerprint = Some(FakeBroker::fingerprint_of("notes", "echo", 0));
+    crate::approval::Subject::Tool { server, tool, arguments: serde_json::Map::new(), fingerprint }
 }
 
 #[tokio::test(start_paused = true)]
 async fn packages_are_asked_for_in_a_cell_and_in_a_call() {
     let packages = install::Source(Some(Arc::new(Unpacker)));
-    let (setting, _) = house_with(SessionSettings { approvals: asking(), packages, ..without_undo() });
+    let (setting, _) = house_with(SessionSettings { approvals: asking().into(), packages, ..without_undo() });
     let underway = setting.asks("a", r#"ask {"what": "install", "requirements": ["numpy"]}"#).await;
     assert_eq!(underway.asks[0].text, r#"install "numpy""#);
     setting.decide(&underway, &[Answer::Deny]).await;
@@ -457,7 +548,7 @@ fn with_policy(defaults: Defaults) -> Approvals {
 #[tokio::test(start_paused = true)]
 async fn a_command_waits_for_a_person_and_runs_from_the_words_that_were_shown() {
     let approvals = with_policy(Defaults { shell: Effect::Ask, ..Defaults::default() });
-    let (setting, _) = house_with(SessionSettings { approvals, ..without_undo() });
+    let (setting, _) = house_with(SessionSettings { approvals: approvals.into(), ..without_undo() });
     let underway = setting.asks("a", "run echo out").await;
     assert_eq!((underway.asks[0].kind.as_str(), underway.asks[0].text.as_str()), ("shell", "!\n   | echo out"));
     assert_eq!(underway.asks[0].covers, "exactly this command");
@@ -476,7 +567,7 @@ async fn a_command_waits_for_a_person_and_runs_from_the_words_that_were_shown() 
 #[tokio::test(start_paused = true)]
 async fn a_connection_is_held_until_somebody_has_decided() {
     let approvals = with_policy(Defaults { domains: Effect::Ask, ..Defaults::default() });
-    let (setting, _) = house_with(SessionSettings { approvals, ..without_undo() });
+    let (setting, _) = house_with(SessionSettings { approvals: approvals.into(), ..without_undo() });
     setting.unasked("a", "print ready").await;
     let connect = || {
         let backend = setting.backend.clone();

@@ -3,7 +3,8 @@
 //! A question that a person must decide parks the code that asked it; `Underway` and `Checked` tell of it, and `decide` answers it. Ids count for one
 //! execution and are known on this side of the wall only.
 
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -12,7 +13,7 @@ use tokio::time::Instant;
 
 use super::driver::{Command, Shared};
 use super::{ExecutionHandle, Principal, Refused, SessionId, Sessions, Which};
-use crate::approval::{self, Answer, Book, Policy, Scope, Subject, Verdict};
+use crate::approval::{self, Answer, Book, BookError, Policy, Scope, Subject, Verdict};
 
 /// Decisions without a question that an outcome tells of.
 const MOST_RULINGS: usize = 100;
@@ -22,7 +23,7 @@ const MOST_SHOWN_TOGETHER: usize = 24_000;
 /// Installations of one session that wait for somebody's answer.
 const MOST_INSTALLATIONS: usize = 16;
 
-/// What sessions know about approvals.
+/// What decides about what code may do, and for how long somebody is asked.
 #[derive(Debug, Clone)]
 pub struct Approvals {
     pub policy: Arc<Policy>,
@@ -35,6 +36,79 @@ pub struct Approvals {
 impl Default for Approvals {
     fn default() -> Approvals {
         Approvals { policy: Arc::default(), book: Arc::default(), patience: Duration::from_secs(600) }
+    }
+}
+
+/// The approvals that hold now. Clones are the same: what is taken over holds at once in all sessions, for what is asked from then on.
+#[derive(Debug, Clone)]
+pub struct InForce {
+    now: Arc<Mutex<Approvals>>,
+    /// Code in sandboxes can start no programs by itself, so that commands can be asked about.
+    programs_are_refused: bool,
+}
+
+impl Default for InForce {
+    fn default() -> InForce {
+        Approvals::default().into()
+    }
+}
+
+impl From<Approvals> for InForce {
+    /// Sandboxes are made for what holds at first.
+    fn from(approvals: Approvals) -> InForce {
+        let programs_are_refused = !approvals.policy.shell_is_open();
+        InForce { now: Arc::new(Mutex::new(approvals)), programs_are_refused }
+    }
+}
+
+/// Approvals as they are handed on, in the place of those that hold.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ApprovalSetup {
+    pub policy: Policy,
+    /// Where the book is kept, if anywhere.
+    pub book: Option<PathBuf>,
+    pub patience: Duration,
+}
+
+impl ApprovalSetup {
+    /// Opens the book.
+    pub fn open(self) -> Result<Approvals, BookError> {
+        let ApprovalSetup { policy, book, patience } = self;
+        let book = book.map(|path| Book::open(&path)).transpose()?.unwrap_or_default();
+        Ok(Approvals { policy: Arc::new(policy), book: Arc::new(book), patience })
+    }
+}
+
+impl InForce {
+    /// Returns what holds at this moment.
+    pub(super) fn now(&self) -> Approvals {
+        self.lock().clone()
+    }
+
+    /// Takes others over, all of them or none.
+    pub(super) fn replace(&self, setup: ApprovalSetup) -> Result<(), Refused> {
+        let refused = |why: String| Refused::Approvals { why };
+        if !self.programs_are_refused && !setup.policy.shell_is_open() {
+            return Err(refused(
+                "commands cannot be asked about or denied in sandboxes that were made to run them freely; that needs a restart"
+                    .to_owned(),
+            ));
+        }
+        let before = self.now().book;
+        let ApprovalSetup { policy, book, patience } = setup;
+        // One book for one file: two would write over each other.
+        let approvals = if book.as_deref() == before.path() {
+            Approvals { policy: Arc::new(policy), book: before, patience }
+        } else {
+            let setup = ApprovalSetup { policy, book, patience };
+            setup.open().map_err(|error| refused(error.to_string()))?
+        };
+        *self.lock() = approvals;
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Approvals> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -208,6 +282,11 @@ pub(super) struct WaitingInstall {
 }
 
 impl Sessions {
+    /// Takes over other approvals. Questions that wait for an answer go on waiting.
+    pub fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused> {
+        self.settings().approvals.replace(setup)
+    }
+
     /// Answers questions of an execution that runs. Questions that are not open any more are left alone; what was decided comes back.
     pub async fn decide(
         &self,
@@ -233,7 +312,7 @@ impl Sessions {
         asking: Asking,
         answer: Option<Decision>,
     ) -> Result<Option<Ruling>, Refused> {
-        let approvals = &self.settings().approvals;
+        let approvals = self.settings().approvals.now();
         let subject = Subject::Install { requirements: requirements.to_vec() };
         let refuse = |line: &str, why: Why, by: DecidedBy| {
             let text = format!("nothing was installed: {}", refusal(&subject, line, why));
@@ -254,7 +333,7 @@ impl Sessions {
             if answer == Answer::Deny {
                 return refuse(&line, Why::Person, DecidedBy::Person(answer));
             }
-            keep(shared, approvals, owner, &subject, answer);
+            keep(shared, &approvals, owner, &subject, answer);
             return Ok(Some(Ruling::new(&subject, &line, DecidedBy::Person(answer))));
         }
         match asking {
@@ -262,7 +341,7 @@ impl Sessions {
             Asking::Exploration => refuse(&line, Why::Exploration, DecidedBy::NobodyToAsk),
             Asking::Person => {
                 let ask = AskId(self.next_number());
-                let asked = Asked::new(ask, (&subject, &line), 1, approvals, approvals.patience);
+                let asked = Asked::new(ask, (&subject, &line), 1, &approvals, approvals.patience);
                 let (requirements, until) = (requirements.to_vec(), now + approvals.patience);
                 shared.wait_with_install(WaitingInstall { id: ask, requirements, line, until }, now);
                 Err(Refused::Ask { session: id.clone(), asked: Box::new(asked) })

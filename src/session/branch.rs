@@ -42,7 +42,7 @@ pub enum ForkNames {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ForkRequest {
     pub names: ForkNames,
-    /// The MCP servers that the forks may use, of those that the source may; `None` is all of them.
+    /// What the forks may use of what the source may: MCP servers by name, or some of their tools (`server.tool`, with `*` for any text); `None` is all of it.
     pub servers: Option<Vec<String>>,
 }
 

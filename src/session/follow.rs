@@ -20,8 +20,10 @@ use super::{
     Which, most_undone,
 };
 
-/// How long further questions are waited for when there is one: those of a loop or of several threads are then asked together.
+/// How long it must be quiet after a question: those of several threads or tasks are then asked together.
 const TOGETHER: Duration = Duration::from_millis(50);
+/// However many questions follow each other, the first of them is shown after so long.
+const LONGEST_TOGETHER: Duration = Duration::from_millis(500);
 
 impl Sessions {
     /// Runs code to its end, creating the session if its id is new. A cancelled token interrupts the code.
@@ -186,7 +188,11 @@ async fn asked(execution: &Execution) {
     loop {
         // The execution holds the sender, and the caller holds the execution.
         let _ = questions.wait_for(|asks| !asks.is_empty()).await;
-        tokio::time::sleep(TOGETHER).await;
+        let latest = Instant::now() + LONGEST_TOGETHER;
+        let mut is_quiet = false;
+        while !is_quiet && Instant::now() < latest {
+            is_quiet = tokio::time::timeout(TOGETHER, questions.changed()).await.is_err();
+        }
         if !questions.borrow_and_update().is_empty() {
             return;
         }

@@ -20,6 +20,7 @@ use super::driver::{
     Shared,
 };
 use super::install::Source;
+use super::tools::Grant;
 use super::turns::Turns;
 use super::uploads::{UploadPart, Uploaded, Uploads};
 use super::{
@@ -149,9 +150,7 @@ impl Sessions {
     ) -> Result<ForkReport, Refused> {
         let ForkRequest { names, servers } = request.into();
         let source = self.find(owner, id)?;
-        if let Some(server) = servers.iter().flatten().find(|server| !self.may_use(owner, &source, server)) {
-            return Err(Refused::NoServer { name: server.clone() });
-        }
+        let granted = servers.map(|entries| self.grants_named(owner, id, &source, &entries)).transpose()?;
         let count = match &names {
             ForkNames::Count(count) => *count as usize,
             ForkNames::Named(names) => names.len(),
@@ -172,17 +171,43 @@ impl Sessions {
             }
         };
         let mut forked = forked;
-        if let Some(servers) = &servers {
-            forked.forks.iter_mut().for_each(|fork| fork.grant_only(servers));
+        if let Some(granted) = &granted {
+            forked.forks.iter_mut().for_each(|fork| fork.grant_only(granted));
         }
         let forks = seats.into_iter().zip(forked.forks).map(|(seat, fork)| seat.take(Box::new(fork))).collect();
         Ok(ForkReport { forks, lost: forked.lost, files: forked.files, notes: Vec::new() })
     }
 
-    /// Tells whether a session may use a server, and there is one of that name.
-    fn may_use(&self, owner: &Principal, entry: &Entry, server: &str) -> bool {
+    /// Reads which tools forks may use, each entry a server or some of its tools. What the source may not use looks like what is not there.
+    fn grants_named(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        source: &Entry,
+        entries: &[String],
+    ) -> Result<Vec<Grant>, Refused> {
         let packages = self.house.settings.tools.0.as_ref().map(|broker| broker.packages(owner)).unwrap_or_default();
-        entry.shared.facts().grants.allow(server) && packages.iter().any(|package| package.server.as_str() == server)
+        let held = source.shared.facts().grants.clone();
+        let has = |server: &str, fits: &dyn Fn(&str) -> bool| {
+            let package = packages.iter().find(|package| package.server.as_str() == server);
+            package.is_some_and(|package| {
+                package.tools.iter().any(|tool| fits(&tool.original) && held.allow(server, &tool.original))
+            })
+        };
+        let read = |entry: &String| {
+            let known = packages.iter().map(|package| package.server.as_str());
+            let known = known.filter(|server| has(server, &|_| true) || held.allow_all_of(server));
+            let grant = Grant::parse(entry, known);
+            let grant =
+                grant.filter(|grant| grant.tool.is_anything() || has(&grant.server, &|tool| grant.tool.fits(tool)));
+            grant.ok_or_else(|| Refused::NoServer { name: entry.clone() })
+        };
+        let list = entries.iter().map(read).collect::<Result<Vec<Grant>, Refused>>()?;
+        if held.narrowed(&list).is_none() {
+            let why = "its tools were narrowed too many times already; name them without stars".to_owned();
+            return Err(Refused::CannotCopy { id: id.clone(), why });
+        }
+        Ok(list)
     }
 
     /// Brings back the state before the last `cells` cells, also after the interpreter has ended.

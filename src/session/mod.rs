@@ -71,7 +71,7 @@ use crate::runner_client::Trouble;
 use crate::sandbox::{LaunchError, Rules};
 pub use access::{Load, News, SessionAccess, Slice};
 pub use accounts::{Quota, Quotas, Usage};
-pub use approvals::{Approvals, AskId, Asked, Asking, Decided, DecidedBy, Decision, Ruling};
+pub use approvals::{ApprovalSetup, Approvals, AskId, Asked, Asking, Decided, DecidedBy, Decision, InForce, Ruling};
 pub use branch::*;
 pub use hidden::Hidden;
 pub use manager::Sessions;
@@ -238,7 +238,7 @@ pub struct SessionSettings {
     /// Bytes of memory a sandbox may hold, where that is limited. Old copies are given up before it is reached.
     pub memory_limit: Option<u64>,
     pub packages: install::Source,
-    pub approvals: Approvals,
+    pub approvals: InForce,
     pub tools: tools::Tools,
     /// What one principal may use.
     pub quotas: Quotas,
@@ -257,7 +257,7 @@ impl Default for SessionSettings {
             explore_parallel: 4,
             memory_limit: None,
             packages: install::Source::default(),
-            approvals: Approvals::default(),
+            approvals: InForce::default(),
             tools: tools::Tools::default(),
             quotas: Quotas::default(),
             max_running: 0,
@@ -430,8 +430,10 @@ pub enum Refused {
     NoServers,
     #[error("{why}")]
     Server { why: String },
+    #[error("the approvals were not taken over: {why}")]
+    Approvals { why: String },
     #[error(
-        "the session has no MCP server `{name}`, so no fork of it can have it; `list_mcp_servers` names those that are registered"
+        "the session has no MCP server or tool `{name}`, so no fork of it can have it; `list_mcp_servers` names those that are registered"
     )]
     NoServer { name: String },
     #[error(

@@ -18,7 +18,7 @@ fn allowing() -> Setting {
 
 fn denying() -> Setting {
     let policy = Policy::new(Defaults { shell: Effect::Deny, ..Defaults::default() });
-    let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() };
+    let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() }.into();
     setting_with(FakeBackend::new(), SessionSettings { approvals, ..without_undo() })
 }
 

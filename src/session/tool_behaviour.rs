@@ -14,7 +14,7 @@ use super::behaviour::{Setting, id, owner, request, setting_with, text, without_
 use super::servers::{ServerReport, ServerRequest, ServerSetup};
 use super::tools::{Broker, CallEnd, ToolCall, ToolReason, ToolRefused, ToolReply, Tools};
 use super::*;
-use crate::approval::Policy;
+use crate::approval::{Fingerprint, Policy};
 use crate::sandbox::fake::FakeBackend;
 
 /// Knows the servers `notes`, of everybody, and `private`, of `ann`. Tools: `echo`, `fail`, `wait`, `large`, `panic`.
@@ -26,6 +26,8 @@ pub(super) struct FakeBroker {
     /// Calls of `wait` that go on.
     pub(super) go: Semaphore,
     pub(super) seen: Mutex<Vec<(String, String)>>,
+    /// Counts how often tools have become others.
+    pub(super) edition: watch::Sender<u64>,
     under_way: watch::Sender<usize>,
     given_up: watch::Sender<usize>,
 }
@@ -38,24 +40,25 @@ impl FakeBroker {
             policies: Mutex::default(),
             go: Semaphore::new(0),
             seen: Mutex::default(),
+            edition: watch::Sender::new(0),
             under_way: watch::Sender::new(0),
             given_up: watch::Sender::new(0),
         })
     }
 
+    /// What a tool of this edition is.
+    pub(super) fn fingerprint_of(server: &str, tool: &str, edition: u64) -> Fingerprint {
+        Fingerprint::of(&[server.as_bytes(), tool.as_bytes(), &edition.to_le_bytes()])
+    }
+
     /// Registers servers for an owner in the place of those that it had, each with a tool whose description is given.
     fn offer(&self, owner: &str, servers: &[(&str, &str)]) {
-        let package = |(server, description): &(&str, &str)| {
-            let tool = ToolSchema {
-                name: "echo".to_owned(),
-                title: None,
-                description: Some((*description).to_owned()),
-                input: json!({"type": "object"}),
-                output: None,
-            };
-            Arc::new(cellblock_typed::generate(&ServerName::new(server).unwrap(), &[tool]).unwrap())
-        };
-        self.packages.lock().unwrap().insert(owner.to_owned(), servers.iter().map(package).collect());
+        let package = |(server, description): &(&str, &str)| package(server, &[("echo", description)]);
+        self.hold(owner, servers.iter().map(package).collect());
+    }
+
+    fn hold(&self, owner: &str, packages: Vec<Arc<Package>>) {
+        self.packages.lock().unwrap().insert(owner.to_owned(), packages);
         self.version.send_modify(|version| *version += 1);
     }
 
@@ -66,6 +69,19 @@ impl FakeBroker {
     async fn until_given_up(&self, count: usize) {
         self.given_up.subscribe().wait_for(|now| *now == count).await.unwrap();
     }
+}
+
+/// The package of a server with these tools and their descriptions.
+fn package(server: &str, tools: &[(&str, &str)]) -> Arc<Package> {
+    let tool = |(name, description): &(&str, &str)| ToolSchema {
+        name: (*name).to_owned(),
+        title: None,
+        description: Some((*description).to_owned()),
+        input: json!({"type": "object"}),
+        output: None,
+    };
+    let tools = tools.iter().map(tool).collect::<Vec<_>>();
+    Arc::new(cellblock_typed::generate(&ServerName::new(server).unwrap(), &tools).unwrap())
 }
 
 /// Notices whether a call came to its end.
@@ -92,6 +108,9 @@ impl Broker for FakeBroker {
         call: ToolCall,
         tell: &(dyn Fn(String) + Send + Sync),
     ) -> Result<ToolReply, ToolRefused> {
+        if call.fingerprint != Some(FakeBroker::fingerprint_of(&call.server, &call.tool, *self.edition.borrow())) {
+            return Err(ToolRefused::another_tool(&call.server));
+        }
         self.seen.lock().unwrap().push((owner.0.clone(), session.as_str().to_owned()));
         let is_there = call.server == "notes" || (call.server == "private" && owner.0 == "ann");
         if !is_there {
@@ -114,6 +133,13 @@ impl Broker for FakeBroker {
         };
         under_way.over = true;
         result
+    }
+
+    fn fingerprint(&self, _: &Principal, server: &str, tool: &str) -> Result<Option<Fingerprint>, ToolRefused> {
+        if tool == "absent" {
+            return Err(ToolRefused::new(ToolReason::Unknown, "there is no such tool; did you mean \"echo\"?"));
+        }
+        Ok(Some(FakeBroker::fingerprint_of(server, tool, *self.edition.borrow())))
     }
 
     fn policy(&self, _owner: &Principal, server: &str) -> Option<Arc<Policy>> {
@@ -386,4 +412,55 @@ async fn a_fork_keeps_its_grants_and_can_be_given_fewer_and_never_more() {
     fork("a", "none", Some(&[])).await.unwrap();
     assert_eq!(answer(&setting.ok("none", "call notes echo").await)["reason"], "unknown");
     assert!(matches!(fork("a", "wrong", Some(&["absent"])).await, Err(Refused::NoServer { .. })));
+}
+
+#[tokio::test]
+async fn a_fork_can_be_given_some_tools_of_a_server_and_the_others_are_not_there() {
+    let (setting, broker) = with_tools();
+    let tools = [("echo", "Says it."), ("fail", "Breaks."), ("wait", "Waits.")];
+    broker.hold("local", vec![package("more", &tools), package("notes", &tools)]);
+    setting.ok("a", "print 1").await;
+    let fork = async |source: &str, name: &str, servers: &[&str]| {
+        let servers = Some(servers.iter().map(|name| (*name).to_owned()).collect());
+        let request = ForkRequest { names: ForkNames::Named(vec![id(name)]), servers };
+        setting.sessions.fork(&owner(), &id(source), request).await
+    };
+    let file = async |session: &str, path: &str| text(&setting.ok(session, &format!("file mcptools/{path}")).await);
+    assert!(file("a", "notes/fail.py").await.contains("Breaks."), "the control");
+    fork("a", "some", &["notes.e*", "notes.fa*"]).await.unwrap();
+    fork("some", "one", &["notes.echo"]).await.unwrap();
+    for session in ["some", "one"] {
+        assert_eq!(answer(&setting.ok(session, "call notes echo").await)["ok"], true, "{session}");
+        assert!(file(session, "notes/echo.py").await.contains("Says it."));
+        assert!(!file(session, "notes/__init__.py").await.contains("Waits."));
+        assert!(!file(session, "notes/wait.py").await.contains("Waits."));
+        assert!(!file(session, "__init__.py").await.contains("wait"));
+        assert!(!file(session, "more/echo.py").await.contains("Says it."));
+    }
+    // What was not granted and what is not there are the same to the letter, and nothing else is named.
+    let refused = async |session: &str, tool: &str| {
+        let refused = answer(&setting.ok(session, &format!("call notes {tool}")).await);
+        (refused["reason"].clone(), refused["text"].as_str().unwrap_or_default().replace(tool, "?"))
+    };
+    assert_eq!(refused("one", "fail").await, refused("one", "absent").await);
+    assert_eq!(refused("some", "wait").await, refused("some", "absent").await);
+    assert_eq!(refused("some", "fail").await.0, Value::Null, "the control: it may call this one");
+    let server = answer(&setting.ok("one", "call more echo").await)["text"].as_str().unwrap().replace("more", "?");
+    assert_eq!(
+        server,
+        answer(&setting.ok("one", "call none echo").await)["text"].as_str().unwrap().replace("none", "?")
+    );
+    // A fork of it never gets more, and a reset brings nothing back.
+    for wrong in ["notes.wait", "notes.w*", "more", "more.echo", "notes.absent", "absent"] {
+        assert!(
+            matches!(fork("some", "wrong", &[wrong]).await, Err(Refused::NoServer { name }) if name == wrong),
+            "{wrong}"
+        );
+    }
+    fork("one", "whole", &["notes"]).await.unwrap();
+    setting.sessions.reset(&owner(), &id("one")).await.unwrap();
+    for session in ["one", "whole"] {
+        assert_eq!(refused(session, "fail").await.0, "unknown", "{session}");
+        assert!(!file(session, "notes/fail.py").await.contains("Breaks."));
+    }
 }

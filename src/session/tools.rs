@@ -3,7 +3,6 @@
 //! A session knows servers and tools by name. Connections, credentials and schemas are the broker's, on the host. Whose rights a call has is
 //! decided by the session's owner as the host knows it, never by anything that the code says.
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,20 +17,22 @@ use tokio::time::Instant;
 
 use super::servers::{ServerReport, ServerRequest, ServerSetup};
 use super::{Principal, SessionId};
-use crate::approval::Policy;
+use crate::approval::{Fingerprint, Pattern, Policy};
 
 /// Calls of one cell of which an outcome tells. The rest is counted.
 const MOST_NOTED: usize = 100;
 /// Bytes kept of a name that code has chosen.
 const LONGEST_NAME: usize = 128;
 
-/// A call that code in a session wants to make. All of it is the code's own words.
+/// A call that code in a session wants to make. All of it is the code's own words, but for the fingerprint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ToolCall {
     pub server: String,
     /// As the server knows it.
     pub tool: String,
     pub arguments: Map<String, Value>,
+    /// What the tool was when the call was looked at. Nothing else is called.
+    pub fingerprint: Option<Fingerprint>,
 }
 
 /// What a tool answered. With `is_error` that is an error of its own.
@@ -66,6 +67,23 @@ impl ToolRefused {
                 "there is no MCP server {name:?} for this session; `list_mcp_servers` names those that are registered"
             ),
         )
+    }
+}
+
+impl ToolRefused {
+    /// The answer for a tool that is not there and for one that the session was not granted. They must be the same to the letter.
+    pub fn no_tool(server: &str, tool: &str) -> ToolRefused {
+        let (server, tool) = (shortened(server), shortened(tool));
+        ToolRefused::new(ToolReason::Unknown, format!("the server {server} has no tool {tool:?}"))
+    }
+
+    /// The answer for a tool that is not any more what it was when the call was looked at.
+    pub fn another_tool(server: &str) -> ToolRefused {
+        let server = shortened(server);
+        let text = format!(
+            "the server {server} was registered anew while this call waited, so nothing was called; call it again"
+        );
+        ToolRefused::new(ToolReason::Unavailable, text)
     }
 }
 
@@ -114,6 +132,11 @@ pub trait Broker: Send + Sync {
         tell: &(dyn Fn(String) + Send + Sync),
     ) -> Result<ToolReply, ToolRefused>;
 
+    /// Returns what a tool is at this moment, if that can be told; permissions are bound to it. Refuses what is not there, about which nobody is asked.
+    fn fingerprint(&self, _owner: &Principal, _server: &str, _tool: &str) -> Result<Option<Fingerprint>, ToolRefused> {
+        Ok(None)
+    }
+
     /// Returns what the registration of a server says about calls of its tools, if it says something. It can only make things stricter.
     fn policy(&self, _owner: &Principal, _server: &str) -> Option<Arc<Policy>> {
         None
@@ -138,28 +161,66 @@ pub trait Broker: Send + Sync {
     fn set_up(&self, setup: ServerSetup);
 }
 
-/// Which servers a session may use.
+/// Which tools a session may use: those that every one of these lists has. Without a list, all that its owner has, also those that are registered later.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Grants {
-    /// All that its owner has, also those that are registered later.
-    #[default]
-    All,
-    /// Those of these names that its owner has.
-    Only(BTreeSet<String>),
+pub struct Grants(Vec<Vec<Grant>>);
+
+/// A server, or some of its tools.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Grant {
+    pub server: String,
+    pub tool: Pattern,
+}
+
+/// A list within a list within a list: forks of forks that were each given fewer tools by other patterns.
+const MOST_LISTS: usize = 16;
+
+impl Grant {
+    /// Reads `server`, `server.tool` or `server.pattern`. Names of servers may have dots, so the longest of `known` is meant.
+    pub fn parse<'a>(text: &str, known: impl Iterator<Item = &'a str>) -> Option<Grant> {
+        let rest_of = |server: &'a str| {
+            let rest = text.strip_prefix(server)?;
+            let pattern =
+                if rest.is_empty() { Some(Pattern::anything()) } else { Pattern::parse(rest.strip_prefix('.')?).ok() };
+            pattern.map(|tool| Grant { server: server.to_owned(), tool })
+        };
+        known.filter_map(rest_of).max_by_key(|grant| grant.server.len())
+    }
+
+    pub fn allows(&self, server: &str, tool: &str) -> bool {
+        self.server == server && self.tool.fits(tool)
+    }
 }
 
 impl Grants {
-    pub fn allow(&self, server: &str) -> bool {
-        match self {
-            Grants::All => true,
-            Grants::Only(names) => names.contains(server),
-        }
+    /// No tool of any server.
+    pub fn nothing() -> Grants {
+        Grants(vec![Vec::new()])
     }
 
-    /// Returns what is left of these grants for somebody who is to have no more than `names`.
-    #[must_use]
-    pub fn narrowed(&self, names: &[String]) -> Grants {
-        Grants::Only(names.iter().filter(|name| self.allow(name)).cloned().collect())
+    pub fn allow(&self, server: &str, tool: &str) -> bool {
+        self.0.iter().all(|list| list.iter().any(|grant| grant.allows(server, tool)))
+    }
+
+    /// Tells whether every tool of a server is granted, whichever it has.
+    pub fn allow_all_of(&self, server: &str) -> bool {
+        self.0.iter().all(|list| list.iter().any(|grant| grant.server == server && grant.tool.is_anything()))
+    }
+
+    /// Returns what is left of these grants for somebody who is to have no more than `list`. `None` when that cannot be held any more.
+    pub fn narrowed(&self, list: &[Grant]) -> Option<Grants> {
+        let is_settled = |grant: &Grant| match grant.tool.text() {
+            Some(tool) => self.allow(&grant.server, tool),
+            None => self.allow_all_of(&grant.server),
+        };
+        if list.iter().all(is_settled) {
+            return Some(Grants(vec![list.to_vec()]));
+        }
+        let mut lists = self.0.clone();
+        if !lists.iter().any(|other| other == list) {
+            lists.push(list.to_vec());
+        }
+        (lists.len() <= MOST_LISTS).then_some(Grants(lists))
     }
 }
 
@@ -257,4 +318,62 @@ impl ToolCalls {
 fn shortened(name: &str) -> String {
     let name = &name[..name.floor_char_boundary(LONGEST_NAME)];
     name.replace(char::is_control, " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn grants(texts: &[&str]) -> Vec<Grant> {
+        let known = ["git", "git.hub", "files"];
+        texts.iter().map(|text| Grant::parse(text, known.into_iter()).unwrap()).collect()
+    }
+
+    #[test]
+    fn a_grant_names_a_server_or_some_of_its_tools() {
+        let known = || ["git", "git.hub"].into_iter();
+        let parsed = |text: &str| Grant::parse(text, known()).map(|grant| (grant.server, grant.tool.to_string()));
+        let pair = |server: &str, tool: &str| Some((server.to_owned(), tool.to_owned()));
+        assert_eq!(parsed("git"), pair("git", "*"));
+        assert_eq!(parsed("git.list_*"), pair("git", "list_*"));
+        assert_eq!(parsed("git.hub"), pair("git.hub", "*"));
+        assert_eq!(parsed("git.hub.list_*"), pair("git.hub", "list_*"));
+        for unknown in ["gi", "gith", "other.x", "", "git.\\x"] {
+            assert_eq!(parsed(unknown), None, "{unknown}");
+        }
+    }
+
+    #[test]
+    fn whoever_is_given_fewer_never_gets_more() {
+        let all = Grants::default();
+        assert!(all.allow("files", "read") && all.allow_all_of("files")); // Control.
+        let some = all.narrowed(&grants(&["git.list_*", "files"])).unwrap();
+        assert!(some.allow("git", "list_issues") && some.allow("files", "read"));
+        assert!(!some.allow("git", "create_issue") && !some.allow("git.hub", "list_issues"));
+        assert!(!some.allow_all_of("git") && some.allow_all_of("files"));
+        for wider in [&["git"][..], &["git.*", "git.hub"], &["git.create_*", "git.list_*"]] {
+            let again = some.narrowed(&grants(wider)).unwrap();
+            assert!(again.allow("git", "list_issues") && !again.allow("git", "create_issue"), "{wider:?}");
+            assert!(!again.allow("files", "read") && !again.allow("git.hub", "x"), "{wider:?}");
+        }
+        assert!(!some.narrowed(&grants(&["git.create_issue"])).unwrap().allow("git", "create_issue"));
+        assert!(!some.narrowed(&[]).unwrap().allow("git", "list_issues"));
+    }
+
+    #[test]
+    fn lists_that_say_less_and_less_are_bounded_and_plain_ones_replace_all_others() {
+        let mut narrower = Grants::default().narrowed(&grants(&["git.*a*"])).unwrap();
+        for number in 2..=MOST_LISTS {
+            narrower = narrower.narrowed(&grants(&[&format!("git.*a{number}*")])).unwrap();
+        }
+        assert_eq!(narrower.narrowed(&grants(&["git.b*"])), None);
+        assert_eq!(
+            narrower.narrowed(&grants(&["git.*a2*"])),
+            Some(narrower.clone()),
+            "what is there already costs nothing"
+        );
+        let name = (0..=MOST_LISTS).map(|number| format!("a{number}")).collect::<String>();
+        let exact = narrower.narrowed(&grants(&[&format!("git.{name}")])).unwrap();
+        assert!(exact.allow("git", &name) && exact.0.len() == 1);
+    }
 }

@@ -3,11 +3,12 @@
 //! A test here tries the forbidden operation and looks at the exact answer; none carries an exploit. Controls run outside of any sandbox
 //! (`native::outside`), or in one with a single layer left out.
 
+mod answers;
 mod branching;
 mod lies;
 mod limits;
 mod neighbours;
-mod programs;
+pub(crate) mod programs;
 mod system_calls;
 mod walls;
 mod warm_interpreter;

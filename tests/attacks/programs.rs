@@ -27,7 +27,7 @@ fn closed() -> &'static Native {
 fn denying() -> &'static Native {
     static BACKEND: OnceLock<Native> = OnceLock::new();
     let policy = Policy::new(Defaults { shell: Effect::Deny, ..Defaults::default() });
-    let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() };
+    let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() }.into();
     BACKEND.get_or_init(|| {
         Builder::new("minimal").refuse_programs().sessions(|sessions| sessions.approvals = approvals).start()
     })
@@ -98,13 +98,13 @@ def results():
     return {name: result_of(attempt) for name, attempt in globals().items() if name.startswith("by_")}
 "#;
 
-async fn attempts(session: &Session) -> Value {
+pub(crate) async fn attempts(session: &Session) -> Value {
     session.ok(ATTEMPTS).await;
     session.json("print(json.dumps(results()))").await
 }
 
 /// All attempts with this status; the C library's `system` tells a refusal by 127.
-fn all(status: i32, of_system: i32) -> Value {
+pub(crate) fn all(status: i32, of_system: i32) -> Value {
     let names = [
         "by_python",
         "by_path",
@@ -151,7 +151,7 @@ fn the_kernel_refuses_to_start_programs_on_every_road_and_in_every_copy() {
     });
 }
 
-fn libc_eperm() -> i32 {
+pub(crate) fn libc_eperm() -> i32 {
     rustix::io::Errno::PERM.raw_os_error()
 }
 
@@ -257,7 +257,7 @@ fn a_denied_command_does_not_run_and_says_why() {
 }
 
 /// Puts a question about a command on the channel by hand, as code can that shares a process with the runner.
-const FORGE: &str = r#"
+pub(crate) const FORGE: &str = r#"
 import json, os, socket, struct
 from cellblock_runner import asking, commands
 
@@ -333,7 +333,7 @@ for words, more in (
 }
 
 /// Waits in a cell until a program of this name is there, and knows its number as `found`.
-const FIND: &str = r#"
+pub(crate) const FIND: &str = r#"
 import os
 def find(name):
     while True:

@@ -79,6 +79,20 @@ impl Raw {
         serde_json::from_str::<Value>(&answer.body).expect("an answer is JSON")["result"].take()
     }
 
+    /// Calls a tool for a person who can be shown forms, and returns the result. `more` is what a call has that goes on.
+    pub(crate) async fn result_with_a_person(&mut self, tool: &str, arguments: Value, more: Value) -> Value {
+        let session = arguments["session_id"].as_str().map(|id| format!("mcp-param-session-id: {id}\r\n"));
+        let mut params = json!({"name": tool, "arguments": arguments, "_meta": meta()});
+        params["_meta"]["io.modelcontextprotocol/clientCapabilities"] = json!({"elicitation": {"form": {}}});
+        params.as_object_mut().unwrap().extend(more.as_object().cloned().unwrap_or_default());
+        let body = json!({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}).to_string();
+        let lines = format!("content-length: {}\r\n{}", body.len(), self.authorization) + &session.unwrap_or_default();
+        self.write(head(tool, &lines) + &body).await;
+        let answer = self.answer().await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+        serde_json::from_str::<Value>(&answer.body).expect("an answer is JSON")["result"].take()
+    }
+
     /// Sends a message of any kind and returns its result.
     pub(super) async fn rpc(&mut self, method: &str, mut params: Value) -> Value {
         let name = params["uri"].as_str().map(|uri| format!("mcp-name: {uri}\r\n")).unwrap_or_default();

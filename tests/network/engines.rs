@@ -1,14 +1,20 @@
 //! What sessions in containers of a real engine reach. The rules are those of `reach` and the rest; these cases show that they hold here too.
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
+use cellblock::approval::{Answer, Defaults, Effect, Policy};
 use cellblock::sandbox::container::ContainerBind;
 use cellblock::sandbox::{Backend, LaunchError, LayerKind};
-use cellblock::session::Principal;
+use cellblock::session::{
+    Approvals, Asking, Checked, Decision, ExecuteRequest, Executed, News, Outcome, Principal, Which,
+};
+use tokio_util::sync::CancellationToken;
 
 use super::{CONNECT, HERE, Web, blocked, listed, names, network};
 use crate::support::containers::{Containers, TestEngine, docker, podman};
-use crate::support::native::{printed, run};
+use crate::support::native::{Session, printed, run};
 use crate::support::server::{finished, program};
 use crate::support::{PROGRAM, skipped};
 
@@ -157,6 +163,64 @@ fn a_session_reaches_no_more_than_each_fork_that_shares_its_container_may() {
         fork.close().await;
         assert_eq!(session.ok(&to_other).await, "HTTP/1.1 200 OK\n");
         backend.end().await;
+    });
+}
+
+/// Runs a cell about which a person is asked; returns what they were asked, and how the cell ended after this answer.
+async fn answered(backend: &Containers, session: &Session, code: &str, answer: Answer) -> (Vec<String>, Outcome) {
+    let (sessions, owner, long) = (&backend.sessions, Principal::local(), Duration::from_secs(60));
+    let request =
+        ExecuteRequest { code: code.to_owned(), timeout: long, max_output_chars: 1000, asking: Asking::Person };
+    let news = || News::new(String::new());
+    let begun = sessions.begin(&owner, &session.id, request, Some(long), CancellationToken::new(), news()).await;
+    let underway = match begun.unwrap() {
+        Executed::Underway(underway) => underway,
+        Executed::Finished(outcome) => return (Vec::new(), *outcome),
+    };
+    let decisions = underway.asks.iter().map(|asked| Decision { id: asked.id, answer }).collect();
+    sessions.decide(&owner, &underway.handle, decisions).await.unwrap();
+    match sessions.check(&owner, &Which::This(underway.handle), long, 1000, news()).await.unwrap() {
+        Checked::Finished { outcome, .. } => (underway.asks.into_iter().map(|asked| asked.text).collect(), *outcome),
+        other => panic!("it has not finished: {other:?}"),
+    }
+}
+
+#[test]
+fn a_person_is_asked_about_a_name_in_the_session_that_wants_it() {
+    run(async {
+        for engine in engines() {
+            let web = Web::start();
+            let policy = Policy::new(Defaults { domains: Effect::Ask, ..Defaults::default() });
+            let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() };
+            let rules = listed(&[format!("{HERE}:{}", web.port())]);
+            let backend = engine.build().network(network(rules, names()), &[]).approvals(approvals).start();
+            let session = backend.session();
+            session.ok(CONNECT).await;
+            let connect = format!("print(connect('web.test', {}))", web.port());
+            let question = format!("connect to web.test at port {}", web.port());
+            assert!(!session.ok(&connect).await.contains("200"), "nobody can be asked"); // control
+            let (asked, outcome) = answered(&backend, &session, &connect, Answer::Once).await;
+            assert_eq!((asked, printed(&outcome)), (vec![question.clone()], "HTTP/1.1 200 OK\n".to_owned()));
+
+            // While its source runs a cell too, in which nobody can be asked.
+            let fork = session.fork().await;
+            let waits = "import os\nwhile not os.path.exists('/tmp/over'):\n    os.sched_yield()";
+            let waiting = {
+                let session = session.clone();
+                tokio::spawn(async move { session.execute(waits).await })
+            };
+            session.runs().await;
+            let (asked, outcome) = answered(&backend, &fork, &connect, Answer::Once).await;
+            assert_eq!((asked, printed(&outcome)), (vec![question.clone()], "HTTP/1.1 200 OK\n".to_owned()));
+            let (asked, outcome) = answered(&backend, &fork, &connect, Answer::Deny).await;
+            assert_eq!(asked, [question]);
+            assert!(!printed(&outcome).contains("200"));
+            assert!(blocked(&outcome).concat().contains("web.test"), "{:?}", blocked(&outcome));
+            fork.ok("open('/tmp/over', 'w').close()").await;
+            let outcome = waiting.await.unwrap().unwrap();
+            assert!(blocked(&outcome).concat().contains("shares its container"), "{:?}", blocked(&outcome));
+            backend.end().await;
+        }
     });
 }
 

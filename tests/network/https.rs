@@ -32,7 +32,7 @@ impl Signer {
     }
 
     /// The server's side of TLS under these names.
-    fn server(&self, names: &[&str]) -> ServerConfig {
+    pub(crate) fn server(&self, names: &[&str]) -> ServerConfig {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(names).unwrap();
@@ -150,7 +150,8 @@ fn exchange(
     let _ = stream.flush();
 }
 
-fn read_request(stream: &mut impl BufRead) -> Option<Heard> {
+/// Reads one request, if all of it comes.
+pub(crate) fn read_request(stream: &mut impl BufRead) -> Option<Heard> {
     let mut request = Heard::default();
     while !request.head.ends_with("\r\n\r\n") {
         if stream.read_line(&mut request.head).ok()? == 0 {

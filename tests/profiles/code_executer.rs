@@ -38,13 +38,17 @@ fn the_tools_have_their_names_and_arguments() {
 
 #[test]
 fn a_service_is_started_used_stopped_kept_and_used_again() {
-    let server = start("code-executer", MINIMAL);
-    go_through(&server, vec![no_service()]);
-    let name = started(&server, json!({}));
+    life_of_a_service(&start("code-executer", MINIMAL));
+}
+
+/// Goes through the life of a service, on any backend.
+pub(super) fn life_of_a_service(server: &Server) {
+    go_through(server, vec![no_service()]);
+    let name = started(server, json!({}));
     let digits = name.strip_prefix("code_executer-").unwrap();
     assert!(digits.len() == 14 && digits.chars().all(|digit| digit.is_ascii_digit()), "{name}");
     go_through(
-        &server,
+        server,
         vec![
             exactly(EXECUTE, code("a = 5"), &[""]),
             exactly(EXECUTE, code("a + 1"), &["6"]),

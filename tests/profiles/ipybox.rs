@@ -35,15 +35,19 @@ fn the_tools_have_their_names_and_arguments() {
 
 #[test]
 fn cells_answer_as_documented() {
+    cells(&start("ipybox", MINIMAL));
+}
+
+/// Goes through cells and a reset, on any backend.
+pub(super) fn cells(server: &Server) {
     let long = "x".repeat(5000) + "\n\n[Output truncated: exceeded 5000 character limit]";
-    let server = start("ipybox", MINIMAL);
     let with = |code: &str, name: &str, value: Value| {
         let mut arguments = cell(code);
         arguments[name] = value;
         arguments
     };
     go_through(
-        &server,
+        server,
         vec![
             exactly(EXECUTE, cell("print('Hello, world!')"), &["Hello, world!"]),
             exactly(EXECUTE, cell("1 + 1"), &["2"]),
@@ -91,9 +95,12 @@ fn cells_answer_as_documented() {
 
 #[test]
 fn a_dead_python_says_so_until_it_is_reset() {
-    let server = start("ipybox", MINIMAL);
+    death_and_reset(&start("ipybox", MINIMAL));
+}
+
+pub(super) fn death_and_reset(server: &Server) {
     go_through(
-        &server,
+        server,
         vec![
             fails(EXECUTE, cell("import os; os._exit(3)"), &["exit code 3", "gone", "Call `reset`"]),
             fails(EXECUTE, cell("1"), &["ended because", "Call `reset`"]),
@@ -105,21 +112,29 @@ fn a_dead_python_says_so_until_it_is_reset() {
 
 #[test]
 fn a_reset_works_while_a_cell_runs_and_before_anything_has() {
-    let server = start("ipybox", MINIMAL);
-    assert_eq!(call(&server, "reset", json!({})), (vec![], false));
+    reset_at_any_time(&start("ipybox", MINIMAL));
+}
+
+pub(super) fn reset_at_any_time(server: &Server) {
+    assert_eq!(call(server, "reset", json!({})), (vec![], false));
     let running = server.begin(EXECUTE, cell("print('begun', flush=True)\nwhile True: pass"));
     server.notification(|message| message["params"]["message"].as_str().is_some_and(|text| text.contains("begun")));
-    assert_eq!(call(&server, "reset", json!({})), (vec![], false));
+    assert_eq!(call(server, "reset", json!({})), (vec![], false));
     running.result().assert_refused(&["Error executing tool execute_ipython_cell: ", "reset"]);
 }
 
 #[test]
 fn files_cross_between_allowed_directories_and_the_working_folder() {
+    files_cross(|arguments| start("ipybox", &[MINIMAL, arguments].concat()));
+}
+
+/// Moves files between this machine and a session, on the backend of a server that is started with these arguments.
+pub(super) fn files_cross(start: impl Fn(&[&str]) -> Server) {
     let (folder, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     fs::write(folder.path().join("data.bin"), (0..=255).collect::<Vec<u8>>()).unwrap();
     fs::write(other.path().join("secret"), "hush").unwrap();
     std::os::unix::fs::symlink(other.path().join("secret"), folder.path().join("link")).unwrap();
-    let server = start("ipybox", &[MINIMAL, &["--allowed-dir", folder.path().to_str().unwrap()]].concat());
+    let server = start(&["--allowed-dir", folder.path().to_str().unwrap()]);
     let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     let outside = other.path().join("secret").to_str().unwrap().to_owned();
     let pair = |relpath: &str, local_path: &str| json!({"relpath": relpath, "local_path": local_path});

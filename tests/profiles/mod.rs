@@ -1,11 +1,14 @@
 //! Profiles: each is taken through the calls that the documents of its server show, with the built program.
 //!
 //! A case is a call and what must come back. The tables are read from top to bottom: later cases rely on earlier ones. `beside` lets the
-//! Python client of the protocol call the server that a profile stands in for, and ours, and compares.
+//! Python client of the protocol call the server that a profile stands in for, and ours, and compares. `in_containers` goes through the
+//! same tables on Docker and on Podman; `promises` looks at the edges.
 
 mod beside;
 mod code_executer;
+mod in_containers;
 mod ipybox;
+mod promises;
 mod pyexec;
 mod python_docker;
 

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::{call, exactly, fails, go_through, listed, start, words};
 use crate::http::client::Raw;
-use crate::support::server::MINIMAL;
+use crate::support::server::{MINIMAL, Server};
 use crate::support::service::Service;
 
 const EXECUTE: &str = "execute_python";
@@ -23,9 +23,13 @@ fn the_tool_has_its_name_and_arguments() {
 
 #[test]
 fn calls_answer_as_documented() {
-    let server = start("pyexec", &[MINIMAL, &["--timeout", "2s"]].concat());
+    calls(&start("pyexec", &[MINIMAL, &["--timeout", "2s"]].concat()));
+}
+
+/// Goes through the calls that the documents show, on any backend, with a time-out of two seconds.
+pub(super) fn calls(server: &Server) {
     go_through(
-        &server,
+        server,
         vec![
             exactly(EXECUTE, code("2 + 2"), &["4"]),
             exactly(EXECUTE, code("x = 1"), &["✓ Execution successful (no output)"]),

@@ -40,10 +40,14 @@ fn the_tools_have_their_names_and_arguments() {
 
 #[test]
 fn calls_answer_as_documented() {
-    let server = start("python-docker-mcp", MINIMAL);
+    calls(&start("python-docker-mcp", MINIMAL));
+}
+
+/// Goes through the calls that the documents show, on any backend.
+pub(super) fn calls(server: &Server) {
     let empty = r#"State: {"__error__":null,"__stderr__":"","__stdout__":""#;
     go_through(
-        &server,
+        server,
         vec![
             exactly(TRANSIENT, code("print('hi')"), &[&format!("Execution Result:\n\nhi\n\n{empty}hi\\n\"}}")]),
             // A script shows no values.
@@ -97,9 +101,12 @@ fn a_session_without_a_name_gets_one_that_the_reply_tells() {
 
 #[test]
 fn state_goes_in_and_comes_out_as_json() {
-    let server = start("python-docker-mcp", MINIMAL);
+    state_in_and_out(&start("python-docker-mcp", MINIMAL));
+}
+
+pub(super) fn state_in_and_out(server: &Server) {
     let lines = "import math\nstate['seen'] = True\nx = state['a'] + 1\nlist_ = [1, {'b': None}]\nnan = float('nan')\n_one = 1\n__two = 2\ndef f(): pass\nprint('out')";
-    let state = state_after(&server, json!({"code": lines, "state": {"a": 1, "deep": {"b": [1, 2]}}}));
+    let state = state_after(server, json!({"code": lines, "state": {"a": 1, "deep": {"b": [1, 2]}}}));
     for (name, value) in [
         ("a", json!(1)),
         ("deep", json!({"b": [1, 2]})),
@@ -119,9 +126,9 @@ fn state_goes_in_and_comes_out_as_json() {
         assert!(state.get(hidden).is_none(), "{hidden}: {state}");
     }
     // What came out goes in again.
-    let again = state_after(&server, json!({"code": "y = state['x'] * 21", "state": state}));
+    let again = state_after(server, json!({"code": "y = state['x'] * 21", "state": state}));
     assert_eq!((&again["y"], &again["x"]), (&json!(42), &json!(2)));
-    let failed = state_after(&server, json!({"code": "z = 1\nraise ValueError('bad')"}));
+    let failed = state_after(server, json!({"code": "z = 1\nraise ValueError('bad')"}));
     assert_eq!((&failed["z"], &failed["__error__"]), (&json!(1), &json!("Python execution error: ValueError: bad")));
 }
 
@@ -138,11 +145,14 @@ fn what_does_not_fit_into_a_state_is_named() {
 
 #[test]
 fn nothing_passes_from_one_transient_run_to_the_next() {
-    let server = start("python-docker-mcp", &[MINIMAL, &["--timeout", "20s"]].concat());
+    nothing_passes(&start("python-docker-mcp", &[MINIMAL, &["--timeout", "20s"]].concat()));
+}
+
+pub(super) fn nothing_passes(server: &Server) {
     let leave = "open('left', 'w').write('x'); open('/tmp/left', 'w').write('x'); name = 1\nprint(open('left').read())";
-    assert!(text(&server, TRANSIENT, code(leave)).contains("\n\nx\n\n")); // control
+    assert!(text(server, TRANSIENT, code(leave)).contains("\n\nx\n\n")); // control
     let look = "for path in ('left', '/tmp/left'):\n    try: open(path); print('found', path)\n    except OSError: pass\nprint('name' in globals())";
-    assert!(text(&server, TRANSIENT, code(look)).starts_with("Execution Result:\n\nFalse\n"));
+    assert!(text(server, TRANSIENT, code(look)).starts_with("Execution Result:\n\nFalse\n"));
 }
 
 #[test]
@@ -258,7 +268,11 @@ fn packages_are_installed_into_sessions_from_the_index_of_the_file() {
             words("install-package", package("pure>=2", "s"), &["Package installation result:\n\n"]),
             words(PERSISTENT, within("s", "import pure\nprint(pure.value)"), &["\n\n2\n\n"]),
             fails(PERSISTENT, within("t", "import pure"), &["Import 'pure' is not in the allowed list"]),
-            fails("install-package", package("no-such-package", "s"), &["Error executing install-package: "]),
+            fails(
+                "install-package",
+                package("no-such-package", "s"),
+                &["Error executing install-package: Error installing package: "],
+            ),
             words(
                 "install-package",
                 json!({"package_name": "leaf"}),

@@ -13,7 +13,8 @@ use cellblock::sandbox::container::{
     ContainerBackend, ContainerBind, ContainerNetwork, ContainerSettings, EngineAddress, EngineKind, PoolSettings,
 };
 use cellblock::sandbox::{Backend, Network, Preparation, SandboxLimits};
-use cellblock::session::{SessionSettings, Sessions};
+use cellblock::session::{Approvals, SessionSettings, Sessions};
+use cellblock_jail::wire::Programs;
 use rustix::fs::FlockOperation;
 use serde_json::json;
 use sha2::{Digest, Sha256};
@@ -94,6 +95,7 @@ impl TestEngine {
         self.try_command(arguments).unwrap_or_else(|| panic!("{arguments:?} failed"))
     }
 
+    /// The same, for what may be gone by now.
     pub(crate) fn try_command(&self, arguments: &[&str]) -> Option<String> {
         let output = Command::new("docker").arg("-H").arg(self.address.to_string()).args(arguments).output();
         let output = output.expect("the engine's command line runs");
@@ -195,6 +197,8 @@ impl TestEngine {
                 variables: vec![("GIVEN".to_owned(), "by the operator".to_owned())],
                 pool: PoolSettings { size: 0, max_age: Duration::from_secs(600), creations: 2 },
                 network: None,
+                packages: None,
+                programs: Programs::Free,
                 preload: Vec::new(),
             },
             sessions: SessionSettings { max_sessions: 500, ..SessionSettings::default() },
@@ -240,6 +244,17 @@ impl Builder {
     /// Registers the server in another place than all others.
     pub(crate) fn runtime_dir(mut self, folder: &Path) -> Builder {
         self.settings.runtime_dir = folder.to_owned();
+        self
+    }
+
+    /// Has the kernel refuse programs to sessions, and these approvals decide about those that they ask for.
+    pub(crate) fn refuse_programs(mut self, approvals: Approvals) -> Builder {
+        self.settings.programs = Programs::Refused;
+        self.approvals(approvals)
+    }
+
+    pub(crate) fn approvals(mut self, approvals: Approvals) -> Builder {
+        self.sessions.approvals = approvals.into();
         self
     }
 

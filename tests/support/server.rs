@@ -175,10 +175,20 @@ impl Server {
 
     /// Does what a client of this era does first, and returns what the server said about itself.
     pub(crate) fn greet(&self) -> Value {
+        self.greet_with(json!({}))
+    }
+
+    /// The same with a person behind the client, who can be shown forms.
+    pub(crate) fn greet_with_a_person(&self) -> Value {
+        self.greet_with(json!({"elicitation": {}}))
+    }
+
+    fn greet_with(&self, capabilities: Value) -> Value {
         let info = match self.era {
             Era::Initialize => {
                 let client = json!({"name": "tests", "version": "1"});
-                let parameters = json!({"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": client});
+                let parameters =
+                    json!({"protocolVersion": "2025-11-25", "capabilities": capabilities, "clientInfo": client});
                 let info = self.request("initialize", parameters);
                 self.notify("notifications/initialized", json!({}));
                 info
@@ -255,6 +265,33 @@ impl Server {
     #[track_caller]
     pub(crate) fn notification(&self, wanted: impl Fn(&Value) -> bool) -> Value {
         self.wait("a notification", |heard| heard.notifications.iter().find(|message| wanted(message)).cloned())
+    }
+
+    /// Waits for a form that a person is to fill in.
+    #[track_caller]
+    pub(crate) fn form(&self) -> Form<'_> {
+        let is_form = |message: &Value| message["method"] == "elicitation/create";
+        let message = self.wait("a form", |heard| {
+            let place = heard.notifications.iter().position(is_form)?;
+            Some(heard.notifications.remove(place))
+        });
+        Form { server: self, message }
+    }
+
+    /// Waits for a form, or for the answer to a request without one.
+    #[track_caller]
+    pub(crate) fn form_unless(&self, pending: &Pending<'_>) -> Option<Form<'_>> {
+        let is_form = |message: &Value| message["method"] == "elicitation/create";
+        let message = self.wait("a form or an answer", |heard| match heard.notifications.iter().position(is_form) {
+            Some(place) => Some(Some(heard.notifications.remove(place))),
+            None => heard.replies.contains_key(&pending.id).then_some(None),
+        });
+        message.map(|message| Form { server: self, message })
+    }
+
+    /// Counts the forms that nobody has looked at.
+    pub(crate) fn forms(&self) -> usize {
+        lock(&self.heard.0).notifications.iter().filter(|message| message["method"] == "elicitation/create").count()
     }
 
     /// Waits for the answer to a request that was sent as a line.
@@ -407,6 +444,35 @@ impl Pending<'_> {
     /// Tells the server that the answer is no longer wanted.
     pub(crate) fn cancel(&self) {
         self.server.notify("notifications/cancelled", json!({"requestId": self.id, "reason": "a test"}));
+    }
+}
+
+/// A form that was shown.
+pub(crate) struct Form<'a> {
+    server: &'a Server,
+    message: Value,
+}
+
+impl Form<'_> {
+    pub(crate) fn text(&self) -> &str {
+        self.message["params"]["message"].as_str().expect("a form has words")
+    }
+
+    /// The names of its fields.
+    pub(crate) fn fields(&self) -> Vec<String> {
+        let fields = self.message["params"]["requestedSchema"]["properties"].as_object().expect("a form has fields");
+        fields.keys().cloned().collect()
+    }
+
+    /// Answers with one decision for everything.
+    pub(crate) fn decide(self, decision: &str) {
+        self.fill_in(json!({"decision": decision}));
+    }
+
+    pub(crate) fn fill_in(self, content: Value) {
+        let result = json!({"action": "accept", "content": content});
+        let answer = json!({"jsonrpc": "2.0", "id": self.message["id"], "result": result});
+        self.server.send_line(&answer.to_string());
     }
 }
 

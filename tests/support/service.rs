@@ -14,7 +14,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::server::{PATIENCE, finished, program};
 
 /// What is waited for in the log.
-const NEWS: [&str; 3] = ["serving MCP over HTTP", "development mode, with a token", "the settings were"];
+const NEWS: [&str; 4] =
+    ["serving MCP over HTTP", "development mode, with a token", "the settings were", "the approvals were not"];
 
 /// A running service. Dropping it asks it to end and waits.
 pub(crate) struct Service {

@@ -41,6 +41,13 @@ TOOLS = [
 ]
 if EDITION == "second":
     TOOLS.append(tool("newer", "Is only in the second edition.", {}))
+if EDITION == "hostile":
+    TOOLS += [
+        tool("huge", "Answers with more than anybody wants.", {"bytes": {"type": "integer"}}),
+        tool("half", "Ends in the middle of its answer.", {}),
+        tool("change", "Changes what `echo` takes.", {}),
+        tool("nested", "Takes anything.", {"value": {}}),
+    ]
 
 
 def log(*words: str) -> None:
@@ -72,7 +79,21 @@ def call(number: Any, params: dict[str, Any]) -> dict[str, Any] | None:
         return text("the disk is full", isError=True)
     if name == "crash":
         os._exit(3)
+    if name == "huge":
+        return text("x" * arguments["bytes"])
+    if name == "half":
+        sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": number, "result": text("half of it")})[:-20])
+        sys.stdout.flush()
+        os._exit(3)
+    if name == "change":
+        echo = next(each for each in TOOLS if each["name"] == "echo")
+        echo["inputSchema"] = {"type": "object", "properties": {"text": {"type": "string"}, "also": {"type": "string"}}}
+        say({"method": "notifications/tools/list_changed"})
+        return text("changed")
+    if name == "nested":
+        return text(f"{len(json.dumps(arguments))} characters")
     if name == "variable":
+        log("variable", os.environ.get(arguments["name"], "(not set)"))
         return text(os.environ.get(arguments["name"], "(not set)"))
     if name == "newer":
         return text("new")
@@ -99,7 +120,7 @@ def main() -> None:
         if method == "initialize":
             version = params.get("protocolVersion", "2025-06-18")
             known = version if version in ("2025-06-18", "2025-03-26", "2024-11-05") else "2025-06-18"
-            capabilities = {"tools": {}}
+            capabilities = {"tools": {"listChanged": True}}
             information = {"name": "notes", "version": "1"}
             say({"id": number, "result": {"protocolVersion": known, "capabilities": capabilities, "serverInfo": information}})
         elif method == "tools/list":

@@ -8,6 +8,7 @@
 //!     schema    JSON Schema → shapes
 //!     classes   shapes → classes and their names
 //!     literal   text and values → literals, in which they are only ever data
+//!     unseen    characters that nobody sees
 //!     layout    expressions over lines
 //!     module, package   the text of the files
 //!
@@ -26,6 +27,7 @@ mod name;
 mod package;
 mod schema;
 mod shape;
+mod unseen;
 
 use std::collections::HashSet;
 use std::fmt;
@@ -34,6 +36,7 @@ use serde_json::Value;
 
 pub use name::{ServerName, ServerNameError};
 pub use schema::SchemaError;
+pub use unseen::is_unseen;
 
 use classes::{Plan, ResultKind};
 use module::Subject;
@@ -69,6 +72,27 @@ pub struct Package {
     pub tools: Vec<GeneratedTool>,
     /// What is not as the server said it, and why.
     pub notes: Vec<Note>,
+}
+
+impl Package {
+    /// Returns what is left when only these tools may be known, by the names that the server knows. `None` when nothing is.
+    pub fn only(&self, is_known: impl Fn(&str) -> bool) -> Option<Package> {
+        let (index, modules) = self.files.split_first()?;
+        let kept = self.tools.iter().zip(modules).filter(|(tool, _)| is_known(&tool.original));
+        let (tools, modules): (Vec<GeneratedTool>, Vec<GeneratedFile>) =
+            kept.map(|(tool, file)| (tool.clone(), file.clone())).unzip();
+        if tools.is_empty() {
+            return None;
+        }
+        let index = GeneratedFile { path: index.path.clone(), text: server_index(&self.server, &tools) };
+        let files = std::iter::once(index).chain(modules).collect();
+        let named = |note: &&Note| {
+            let (Note::LeftOut { tool, .. } | Note::Untyped { tool, .. }) = note;
+            is_known(tool)
+        };
+        let notes = self.notes.iter().filter(named).cloned().collect();
+        Some(Package { server: self.server.clone(), files, tools, notes })
+    }
 }
 
 /// A file to be written.
@@ -161,11 +185,15 @@ pub fn generate(server: &ServerName, tools: &[ToolSchema]) -> Result<Package, Ge
     }
     made.sort_by(|(first, _), (second, _)| first.python.cmp(&second.python));
     let (tools, mut files): (Vec<GeneratedTool>, Vec<GeneratedFile>) = made.into_iter().unzip();
-    let entries: Vec<Entry<'_>> =
-        tools.iter().map(|tool| Entry { name: &tool.python, description: &tool.summary }).collect();
-    let text = package::server(server.as_str(), server.python(), &entries);
+    let text = server_index(server, &tools);
     files.insert(0, GeneratedFile { path: format!("mcptools/{}/__init__.py", server.python()), text });
     Ok(Package { server: server.clone(), files, tools, notes })
+}
+
+fn server_index(server: &ServerName, tools: &[GeneratedTool]) -> String {
+    let entries: Vec<Entry<'_>> =
+        tools.iter().map(|tool| Entry { name: &tool.python, description: &tool.summary }).collect();
+    package::server(server.as_str(), server.python(), &entries)
 }
 
 /// Makes the index of all servers, `mcptools/__init__.py`.
@@ -255,5 +283,29 @@ fn is_wrapped(schema: &Schema) -> bool {
             matches!(record.members.as_slice(), [member] if member.name == WRAPPER && member.is_required)
         }
         _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_package_of_some_tools_is_the_one_that_a_server_with_only_these_would_have() {
+        let tool = |name: &str| ToolSchema {
+            name: name.to_owned(),
+            title: None,
+            description: Some(format!("Does {name}.")),
+            input: json!({"type": "object"}),
+            output: None,
+        };
+        let server = ServerName::new("notes").unwrap();
+        let all = generate(&server, &[tool("read-note"), tool("write"), tool("list")]).unwrap();
+        let some = all.only(|name| name != "write").unwrap();
+        assert_eq!(some, generate(&server, &[tool("read-note"), tool("list")]).unwrap());
+        assert_eq!(all.only(|_| true), Some(all.clone()));
+        assert_eq!(all.only(|_| false), None);
     }
 }

@@ -1,11 +1,11 @@
 //! Literals: text from a schema as Python source, in which it is only ever data.
 //!
-//! Whatever is not plainly visible is written as an escape: control characters, marks that change the direction of text, and characters of no
-//! width. So the source reads as it runs.
+//! Whatever is not plainly visible is written as an escape (`unseen` has the list). So the source reads as it runs.
 
 use serde_json::Value;
 
 use crate::layout::Code;
+use crate::unseen::is_unseen;
 
 /// So many characters of a description are kept. What follows is cut, because an agent reads it.
 const LONGEST_DESCRIPTION: usize = 8 * 1024;
@@ -148,7 +148,7 @@ fn push_escaped(text: &mut String, character: char) {
     match character {
         '\\' => text.push_str("\\\\"),
         '\r' => text.push_str("\\r"),
-        _ if !is_invisible(character) => text.push(character),
+        _ if !is_unseen(character) => text.push(character),
         _ => {
             let number = u32::from(character);
             text.push_str(&match number {
@@ -158,36 +158,6 @@ fn push_escaped(text: &mut String, character: char) {
             });
         }
     }
-}
-
-/// Tells whether a character does something to a text without being seen: controls, formats, marks of direction, separators, tags.
-fn is_invisible(character: char) -> bool {
-    character.is_control()
-        || matches!(
-            u32::from(character),
-            0xad | 0x34f
-                | 0x600..=0x605
-                | 0x61c
-                | 0x6dd
-                | 0x70f
-                | 0x8e2
-                | 0x115f..=0x1160
-                | 0x17b4..=0x17b5
-                | 0x180b..=0x180f
-                | 0x200b..=0x200f
-                | 0x2028..=0x202e
-                | 0x2060..=0x206f
-                | 0x3164
-                | 0xfeff
-                | 0xffa0
-                | 0xfff0..=0xfffb
-                | 0x110bd
-                | 0x110cd
-                | 0x13430..=0x1343f
-                | 0x1bca0..=0x1bca3
-                | 0x1d173..=0x1d17a
-                | 0xe0000..=0xe0fff
-        )
 }
 
 #[cfg(test)]

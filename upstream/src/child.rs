@@ -27,7 +27,7 @@ use tokio_util::sync::CancellationToken;
 use crate::variables::{Mask, Variables};
 
 /// What MCP clients pass on to the servers they start.
-const INHERITED: [&str; 7] = ["HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG"];
+pub(crate) const INHERITED: [&str; 7] = ["HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG"];
 /// Where programs are looked for when nobody says.
 const USUAL_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 /// How long a server has to end by itself once its input has ended. Interpreters take that long on a busy machine.

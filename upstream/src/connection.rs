@@ -182,7 +182,9 @@ impl Connection {
         let no_list = || ConnectError::List { why: "is none" };
         match self.ask(request, &CallOptions::default(), None).await {
             Ok(Value::Object(mut page)) => {
-                let Some(Value::Array(tools)) = page.remove("tools") else { return Err(no_list()) };
+                let Some(Value::Array(mut tools)) = page.remove("tools") else { return Err(no_list()) };
+                // Sessions read descriptions as they read results.
+                tools.iter_mut().for_each(|tool| self.mask.hide_within(tool));
                 let next = page.remove("nextCursor").filter(|next| !next.is_null());
                 let next = next.map(|next| next.as_str().map(str::to_owned).ok_or_else(no_list)).transpose()?;
                 Ok(Some((tools, next)))
@@ -207,7 +209,9 @@ impl Connection {
     ) -> Result<Value, Failure> {
         let params = CallToolRequestParams::new(tool.to_owned()).with_arguments(arguments);
         let request = CallToolRequest::new(params);
-        self.ask(ClientRequest::CallToolRequest(request), options, Some(time)).await
+        let mut result = self.ask(ClientRequest::CallToolRequest(request), options, Some(time)).await?;
+        self.mask.hide_within(&mut result);
+        Ok(result)
     }
 
     async fn ask(
@@ -273,6 +277,9 @@ impl Connection {
             Ok(ServerResult::CustomResult(result)) => Ok(result.0),
             Ok(result) => serde_json::to_value(result).map_err(|_| Failure::NotAResult("it cannot be read")),
             Err(ServiceError::McpError(error)) if wire::is_too_large(&error) => Err(Failure::TooLarge),
+            Err(ServiceError::McpError(error)) if wire::is_unreadable(&error) => {
+                Err(Failure::NotAResult("it is no JSON, or nested too deeply"))
+            }
             Err(ServiceError::McpError(error)) => {
                 Err(Failure::Refused { code: error.code.0, message: said(&error.message, &self.mask) })
             }

@@ -1,6 +1,7 @@
 //! Server-sent events, within bounds.
 //!
-//! An event that is too large is thrown away while it is read. If it answers a request, an error of ours takes its place.
+//! An event that is too large is thrown away while it is read. If it answers a request, an error of ours takes its place; so it does when nobody could read it,
+//! because rmcp would drop it without a word.
 
 use std::collections::VecDeque;
 
@@ -94,6 +95,9 @@ impl Decoder {
             tracing::warn!(largest = self.largest, "an MCP server sent a message that is too large");
             let message = finder.found().and_then(|id| serde_json::to_string(&wire::too_large(id, self.largest)).ok());
             ready.extend(message.map(|message| Sse::default().data(message)));
+        } else if let Some(data) = event.data.as_ref().filter(|data| wire::is_too_deep(data.as_bytes())) {
+            let message = wire::unreadable(data.as_bytes()).and_then(|message| serde_json::to_string(&message).ok());
+            ready.extend(message.map(|message| Sse::default().data(message)));
         } else if event.data.is_some() || event.event.is_some() || event.id.is_some() || event.retry.is_some() {
             ready.push_back(event);
         }
@@ -175,6 +179,11 @@ mod tests {
         assert_eq!(events[1].data.as_deref(), Some("next"));
         // The control.
         assert_eq!(decode(&text, 1000)[0].data.as_ref(), Some(&data));
+        // Depth is as bad as size.
+        let deep = |levels: usize| format!("{{\"id\":3,\"result\":{}1{}}}", "[".repeat(levels), "]".repeat(levels));
+        let deep_event = decode(&format!("data: {}\n\n", deep(127)), 1000);
+        assert!(deep_event[0].data.as_ref().unwrap().contains("cannot be read"), "{deep_event:?}");
+        assert_eq!(decode(&format!("data: {}\n\n", deep(126)), 1000)[0].data, Some(deep(126)));
         // Many small lines of one event are as large as one large line.
         assert_eq!(decode(&format!("{}\n", "data: x\n".repeat(100)), 100).len(), 0);
     }

@@ -127,6 +127,8 @@ impl Script {
             "pid",
             "input",
             "notes",
+            "leaks",
+            "deep",
         ];
         tools.extend(names.iter().filter(|name| !(is_changed && **name == "pid")).map(|name| tool(name, &object)));
         let more = self.settings["more"].as_u64().unwrap_or(0);
@@ -149,7 +151,7 @@ impl Script {
                 Vec::new()
             }
             "die" => {
-                eprintln!("fatal: the key {} is wrong", std::env::var("KEY").unwrap_or_default());
+                eprintln!("fatal: the key {} is wrong", key());
                 std::process::exit(3);
             }
             "big" => {
@@ -160,18 +162,28 @@ impl Script {
                 let token = &message["params"]["_meta"]["progressToken"];
                 let mut messages: Vec<Value> = [1, 3, 2, 4].map(|step| json!({
                     "jsonrpc": "2.0", "method": "notifications/progress",
-                    "params": {"progressToken": token, "progress": step, "total": 4, "message": format!("step\n{step}")},
+                    "params": {"progressToken": token, "progress": step, "total": 4, "message": format!("step\n{step}{}", key())},
                 })).to_vec();
                 if arguments["end"] == true {
                     messages.extend(reply(json!({"content": []})));
                 }
                 messages
             }
+            "deep" => {
+                let levels = usize::try_from(arguments["levels"].as_u64().unwrap()).unwrap();
+                let value = (0..levels).fold(json!(1), |inner, _| json!([inner]));
+                structured(value)
+            }
             "wrong" => reply(json!({"content": "not a list"})),
             "fails" => reply(json!({"content": [{"type": "text", "text": "no such file"}], "isError": true})),
-            "refuses" => {
-                refuse(-32000, &format!("the key {} is wrong\nreally", std::env::var("KEY").unwrap_or_default()))
-            }
+            "refuses" => refuse(-32000, &format!("the key {} is wrong\nreally", key())),
+            "leaks" => reply(json!({
+                "content": [
+                    {"type": "text", "text": format!("the key is {} of {} letters", key(), key().len())},
+                    {"type": "resource", "resource": {"uri": "x://y", "text": format!("{{\"key\":\"{}\"}}", key())}},
+                ],
+                "structuredContent": {"headers": [key()]}, "isError": true,
+            })),
             "environment" => structured(json!(std::env::vars().collect::<std::collections::BTreeMap<_, _>>())),
             "change" => {
                 self.is_changed = true;
@@ -211,8 +223,13 @@ impl Script {
     }
 }
 
+/// The credential of the server, if a test gave it one.
+fn key() -> String {
+    std::env::var("KEY").unwrap_or_default()
+}
+
 fn tool(name: &str, input: &Value) -> Value {
-    json!({"name": name, "description": format!("Does {name}."), "inputSchema": input})
+    json!({"name": name, "description": format!("Does {name}.{}", key()), "inputSchema": input})
 }
 
 /// Parameters that start this program as a server with a script.

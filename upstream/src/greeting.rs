@@ -144,17 +144,17 @@ impl Opening<'_> {
             child::start(program, &self.settings.variables, self.settings.wrapper.as_ref(), self.mask.clone()).await?;
         let lines =
             Lines::new(started.output, started.input, self.settings.limits.largest_message).with_child(started.child);
-        Ok((lines, started.last_words, Watch::default()))
+        Ok((lines, started.last_words, Watch::new(&self.mask)))
     }
 
     async fn streamable(&self, web: Web, url: &str, known: Option<Era>) -> Result<Connection, ConnectError> {
         let first = known.map_or_else(either, lifecycle);
-        let opened = self.greet(streamable_transport(web.clone(), url), first, None, Watch::default()).await;
+        let opened = self.greet(streamable_transport(web.clone(), url), first, None, Watch::new(&self.mask)).await;
         match opened {
             // The answer to the first question came late, or was none. What is left of the time is for the other era.
             Err(ConnectError::Greeting { .. } | ConnectError::Ended { .. }) if known.is_none() => {
                 let legacy = ClientLifecycleMode::Initialize;
-                self.greet(streamable_transport(web, url), legacy, None, Watch::default()).await
+                self.greet(streamable_transport(web, url), legacy, None, Watch::new(&self.mask)).await
             }
             opened => opened,
         }
@@ -164,7 +164,7 @@ impl Opening<'_> {
         let opened = timeout_at(self.deadline, SseTransport::open(web, url)).await;
         let transport = opened.map_err(|_| ConnectError::Timeout { limit: self.limit, last_words: None })??;
         // This transport is older than the newer era.
-        self.greet(transport, ClientLifecycleMode::Initialize, None, Watch::default()).await
+        self.greet(transport, ClientLifecycleMode::Initialize, None, Watch::new(&self.mask)).await
     }
 
     async fn greet<T: Transport<RoleClient> + 'static>(

@@ -63,7 +63,10 @@ impl Changed {
 
 /// Who wants to know about which call.
 #[derive(Default)]
-pub(crate) struct ProgressTokens(Mutex<Followed>);
+pub(crate) struct ProgressTokens {
+    mask: Mask,
+    followed: Mutex<Followed>,
+}
 
 #[derive(Default)]
 struct Followed {
@@ -79,6 +82,10 @@ pub(crate) struct Follower {
 }
 
 impl ProgressTokens {
+    pub(crate) fn new(mask: Mask) -> ProgressTokens {
+        ProgressTokens { mask, ..ProgressTokens::default() }
+    }
+
     pub(crate) fn follow(self: &Arc<Self>, token: &ProgressToken) -> Follower {
         let (sender, receiver) = mpsc::channel(MOST_EARLY);
         let mut followed = self.lock();
@@ -94,7 +101,7 @@ impl ProgressTokens {
     }
 
     pub(crate) fn hear(&self, params: ProgressNotificationParam) {
-        let message = params.message.map(|message| said(&message, &Mask::default()));
+        let message = params.message.map(|message| said(&message, &self.mask));
         let (token, progress) =
             (params.progress_token, Progress { progress: params.progress, total: params.total, message });
         let mut followed = self.lock();
@@ -110,7 +117,7 @@ impl ProgressTokens {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Followed> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.followed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -15,7 +15,7 @@
 //!
 //! Everything that a server says is hostile: bounded, checked, and never more than data. A tool is what it was when it was registered; one that
 //! changed is not called until it is registered again. Values of variables, headers and environments are sent to the server they are for, and are
-//! in no error, no log and no `Debug`.
+//! in no error, no log and no `Debug`; values of variables are taken out of results, too.
 //!
 //! This crate knows nothing of sessions, of sandboxes or of our own MCP server. Nothing here decides who may call what.
 

@@ -12,7 +12,9 @@ use std::time::Duration;
 
 use reqwest::Url;
 use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
 
+use crate::tools::hash_value;
 use crate::variables::{self, Filled, MissingVariables, Variables};
 
 /// All of the parameters together. Those of real servers have some hundred bytes.
@@ -115,6 +117,25 @@ impl ServerParams {
             Target::Command { .. } => ServerKind::Command,
             Target::Url { .. } => ServerKind::Url,
         }
+    }
+
+    /// Returns the digest of what was written, with its `${VAR}` as they are: two servers that are reached differently have two. How long is waited does not count.
+    pub fn digest(&self) -> [u8; 32] {
+        let written = match &self.target {
+            Target::Command { command, arguments, environment, folder } => {
+                serde_json::json!(["command", command, arguments, environment, folder])
+            }
+            Target::Url { url, headers, transport } => {
+                let transport = transport.map(|transport| match transport {
+                    HttpTransport::Streamable => "streamable_http",
+                    HttpTransport::Sse => "sse",
+                });
+                serde_json::json!(["url", url, headers, transport])
+            }
+        };
+        let mut hash = Sha256::new();
+        hash_value(&written, &mut hash);
+        hash.finalize().into()
     }
 
     /// Says how the server is reached, without anything that could be a secret: the program as it was written, or the host.
@@ -319,6 +340,26 @@ mod tests {
         assert_eq!((command.as_str(), folder.as_deref()), ("uvx", Some("/srv")));
         assert_eq!(arguments, ["a", "b"]);
         assert_eq!(environment["K"], "v");
+    }
+
+    #[test]
+    fn servers_that_are_reached_differently_have_digests_that_differ() {
+        let digest = |value: Value| parse(value).unwrap().digest();
+        let one = digest(json!({"command": "uvx", "args": ["a", "b"], "env": {"K": "${T}"}}));
+        for other in [
+            json!({"command": "uv", "args": ["a", "b"], "env": {"K": "${T}"}}),
+            json!({"command": "uvx", "args": ["a b"], "env": {"K": "${T}"}}),
+            json!({"command": "uvx", "args": ["a", "b"], "env": {"K": "${U}"}}),
+            json!({"command": "uvx", "args": ["a", "b"], "env": {"K": "${T}"}, "cwd": "/"}),
+            json!({"url": "https://a.example/mcp"}),
+            json!({"url": "https://b.example/mcp"}),
+            json!({"url": "https://b.example/mcp", "headers": {"X": "y"}}),
+            json!({"url": "https://b.example/mcp", "type": "sse"}),
+        ] {
+            assert_ne!(digest(other.clone()), one, "{other}");
+        }
+        let patient = json!({"command": "uvx", "args": ["a", "b"], "env": {"K": "${T}"}, "call_timeout": 5});
+        assert_eq!(digest(patient), one);
     }
 
     #[test]

@@ -155,6 +155,11 @@ impl PinnedTools {
         self.0.contains_key(name)
     }
 
+    /// Returns the digest of what a tool was when it was registered.
+    pub(crate) fn digest(&self, name: &str) -> Option<[u8; 32]> {
+        self.0.get(name).map(|tool| tool.digest)
+    }
+
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.0.keys().map(String::as_str)
     }
@@ -223,7 +228,7 @@ fn digest(tool: &ToolSchema) -> [u8; 32] {
 }
 
 /// Feeds a value so that no two different values feed the same bytes: every part says its kind and its length first.
-fn hash_value(value: &Value, hash: &mut Sha256) {
+pub(crate) fn hash_value(value: &Value, hash: &mut Sha256) {
     let mut part = |kind: u8, bytes: &[u8]| {
         hash.update([kind]);
         hash.update((bytes.len() as u64).to_le_bytes());

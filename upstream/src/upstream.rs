@@ -214,6 +214,11 @@ impl Upstream {
         }
     }
 
+    /// Returns the digest of what a tool was when it was registered, and says so when it is not there.
+    pub fn tool_digest(&self, tool: &str) -> Result<[u8; 32], CallError> {
+        self.0.pinned.digest(tool).ok_or_else(|| self.unknown(tool))
+    }
+
     /// Calls a tool. Any number of calls may run at a time.
     ///
     /// Dropping the future cancels the call, as `options.cancel` does.
@@ -262,11 +267,7 @@ impl Upstream {
 
     async fn checked(&self, tool: &str, arguments: Map<String, Value>) -> Result<Map<String, Value>, CallError> {
         if !self.0.pinned.has(tool) {
-            let likeness = |name: &&str| strsim::jaro_winkler(tool, name);
-            let nearest = self.0.pinned.names().max_by(|one, other| likeness(one).total_cmp(&likeness(other)));
-            let nearest = nearest.filter(|name| likeness(name) > 0.75).map(str::to_owned);
-            let tool = tool.chars().take(128).collect();
-            return Err(CallError::Unknown { server: self.0.name.to_string(), tool, nearest });
+            return Err(self.unknown(tool));
         }
         self.is_what_it_was(tool)?;
         let arguments = Value::Object(arguments);
@@ -282,6 +283,13 @@ impl Upstream {
             (None, Value::Object(arguments)) => Ok(arguments),
             (why, _) => Err(CallError::Invalid { tool: tool.to_owned(), why: why.unwrap_or_default() }),
         }
+    }
+
+    fn unknown(&self, tool: &str) -> CallError {
+        let likeness = |name: &&str| strsim::jaro_winkler(tool, name);
+        let nearest = self.0.pinned.names().max_by(|one, other| likeness(one).total_cmp(&likeness(other)));
+        let nearest = nearest.filter(|name| likeness(name) > 0.75).map(str::to_owned);
+        CallError::Unknown { server: self.0.name.to_string(), tool: tool.chars().take(128).collect(), nearest }
     }
 
     fn is_what_it_was(&self, tool: &str) -> Result<(), CallError> {

@@ -13,6 +13,7 @@ use tokio::time::{Instant, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::handler::{Changed, ProgressTokens};
+use crate::variables::Mask;
 
 /// How long it may take until it is clear whether a request was sent on a connection that is lost.
 const LONGEST_DOUBT: Duration = Duration::from_secs(1);
@@ -30,6 +31,13 @@ pub(crate) struct Watch {
     pub(crate) broken: CancellationToken,
     /// It has been closed, and whatever was behind it is gone.
     pub(crate) ended: CancellationToken,
+}
+
+impl Watch {
+    /// Watches a transport on which a server may say what `mask` hides.
+    pub(crate) fn new(mask: &Mask) -> Watch {
+        Watch { progress: Arc::new(ProgressTokens::new(mask.clone())), ..Watch::default() }
+    }
 }
 
 /// Which requests have been sent. A connection that is lost leaves open whether rmcp had come to send a request, and so whether it may be repeated.

@@ -14,6 +14,11 @@ pub(crate) type Message = RxJsonRpcMessage<RoleClient>;
 
 /// The code of an error of our own, in place of an answer that was too large.
 const TOO_LARGE: ErrorCode = ErrorCode(-31_950);
+/// The code of an error of our own, in place of an answer that cannot be read.
+const UNREADABLE: ErrorCode = ErrorCode(-31_951);
+
+/// The parser of JSON refuses what has so many levels.
+const LEVELS_OF_THE_PARSER: usize = 128;
 
 /// Notifications that somebody here reads.
 const WANTED: [&str; 4] = [
@@ -24,8 +29,10 @@ const WANTED: [&str; 4] = [
 ];
 
 /// Reads a message. `None` if it is none, or nobody here has a use for it.
+///
+/// An answer that is no JSON, or nested deeper than the 128 levels that the parser takes, becomes an error: whoever waits for it would wait in vain.
 pub(crate) fn read(bytes: &[u8]) -> Option<Message> {
-    let mut value: Value = serde_json::from_slice(bytes).ok()?;
+    let Ok(mut value) = serde_json::from_slice::<Value>(bytes) else { return unreadable(bytes) };
     let object = value.as_object_mut()?;
     if let Some(method) = object.get("method").and_then(Value::as_str) {
         let is_request = object.contains_key("id");
@@ -60,6 +67,34 @@ pub(crate) fn too_large(id: RequestId, largest: usize) -> Message {
 
 pub(crate) fn is_too_large(error: &ErrorData) -> bool {
     error.code == TOO_LARGE
+}
+
+/// Returns what stands for an answer that nobody could read.
+pub(crate) fn unreadable(bytes: &[u8]) -> Option<Message> {
+    let mut finder = IdFinder::default();
+    finder.feed(bytes);
+    let error = ErrorData::new(UNREADABLE, "the answer cannot be read", None);
+    finder.found().map(|id| JsonRpcMessage::error(error, Some(id)))
+}
+
+pub(crate) fn is_unreadable(error: &ErrorData) -> bool {
+    error.code == UNREADABLE
+}
+
+/// Tells whether a message is nested deeper than the parser goes.
+pub(crate) fn is_too_deep(bytes: &[u8]) -> bool {
+    let (mut depth, mut in_string, mut is_escaped) = (0_usize, false, false);
+    bytes.iter().any(|byte| {
+        match byte {
+            _ if is_escaped => is_escaped = false,
+            b'\\' if in_string => is_escaped = true,
+            b'"' => in_string = !in_string,
+            b'{' | b'[' if !in_string => depth += 1,
+            b'}' | b']' if !in_string => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        depth >= LEVELS_OF_THE_PARSER
+    })
 }
 
 fn id_of(id: &Value) -> Option<RequestId> {
@@ -174,6 +209,22 @@ mod tests {
     use rmcp::model::{ServerNotification, ServerRequest};
 
     use super::*;
+
+    #[test]
+    fn an_answer_that_nobody_can_read_is_an_error_and_the_depth_is_that_of_the_parser() {
+        let deep = |levels: usize| {
+            format!(r#"{{"text":"]\"[","result":{}1{},"id":"a"}}"#, "[".repeat(levels), "]".repeat(levels))
+        };
+        for (levels, is_too_deep) in [(1, false), (126, false), (127, true), (100_000, true)] {
+            let text = deep(levels);
+            assert_eq!(serde_json::from_str::<Value>(&text).is_err(), is_too_deep, "{levels}");
+            assert_eq!(super::is_too_deep(text.as_bytes()), is_too_deep, "{levels}");
+            let is_error =
+                matches!(read(text.as_bytes()), Some(JsonRpcMessage::Error(error)) if is_unreadable(&error.error));
+            assert_eq!(is_error, is_too_deep, "{levels}");
+        }
+        assert!(read(b"no JSON at all").is_none());
+    }
 
     #[test]
     fn results_of_tools_are_handed_on_as_they_are() {

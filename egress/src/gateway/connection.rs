@@ -40,7 +40,7 @@ use crate::{http, terminate};
 
 /// Serves a connection that was made to `target`, until it ends.
 pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream, target: SocketAddr) {
-    let peer = Arc::new(Peer::of(shared, target));
+    let peer = Arc::new(Peer::of(shared, target, stream.peer_addr().ok()));
     let fate = Fate::default();
     // From before the first decision on, so that no change is missed.
     let cut_off = pin!(peer.cut_off());
@@ -74,6 +74,8 @@ struct Peer {
     shared: Arc<Shared>,
     host: Host,
     port: u16,
+    /// Where it comes from, inside. Unknown when whoever made it has gone already.
+    from: Option<SocketAddr>,
     /// Whether its bytes pass without a look only because there were no restrictions when it began.
     is_unseen: bool,
     /// Whether somebody has allowed it although no rule does.
@@ -85,13 +87,13 @@ struct Peer {
 }
 
 impl Peer {
-    fn of(shared: Arc<Shared>, target: SocketAddr) -> Peer {
+    fn of(shared: Arc<Shared>, target: SocketAddr, from: Option<SocketAddr>) -> Peer {
         let address = target.ip().to_canonical();
         let name = shared.names.name_at(address);
         let host = name.as_ref().map_or(Host::Address(address), |name| Host::Name(name.name().clone()));
         let is_unseen = matches!((target.port(), &name), (HTTP | HTTPS, Some(_))) && shared.rules().is_everything();
         let (is_granted, dialled) = (AtomicBool::new(false), Mutex::default());
-        Peer { shared, host, port: target.port(), is_unseen, is_granted, dialled, _name: name }
+        Peer { shared, host, port: target.port(), from, is_unseen, is_granted, dialled, _name: name }
     }
 
     /// The rules of this moment, with what was allowed for this connection alone.
@@ -106,9 +108,10 @@ impl Peer {
     /// Holds the connection until somebody has decided about it, if anybody can be asked.
     async fn is_granted(&self) -> bool {
         let (Host::Name(name), Some(asker)) = (&self.host, self.shared.asker()) else { return false };
+        let Some(from) = self.from else { return false };
         let could_be = self.shared.rules().with_name(name, self.port).allows_name(name, self.port);
         let Ok(_held) = self.shared.held.try_acquire() else { return false };
-        if !could_be || !asker.may_allow(name) || !asker.ask(name, self.port).await {
+        if !could_be || !asker.may_allow(name) || !asker.ask(name, self.port, from).await {
             return false;
         }
         self.is_granted.store(true, Ordering::Relaxed);

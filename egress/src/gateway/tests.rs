@@ -804,7 +804,7 @@ impl Asker for Person {
         name.to_string().ends_with("example.org")
     }
 
-    fn ask(&self, name: &HostName, port: u16) -> BoxFuture<'static, bool> {
+    fn ask(&self, name: &HostName, port: u16, _from: SocketAddr) -> BoxFuture<'static, bool> {
         let (reply, answer) = tokio::sync::oneshot::channel();
         let _ = self.asked.send((name.to_string(), port, reply));
         Box::pin(async { answer.await.unwrap_or(false) })

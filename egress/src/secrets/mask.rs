@@ -48,6 +48,18 @@ impl Patterns {
         Patterns { patterns, beginnings }
     }
 
+    /// Tells whether a value is in `text`.
+    pub(super) fn finds_something(&self, text: &[u8]) -> bool {
+        let mut at = self.beginnings.next(text, 0);
+        while at < text.len() {
+            if let Found::Value(..) = find_at(&self.patterns, text, at, true) {
+                return true;
+            }
+            at = self.beginnings.next(text, at + 1);
+        }
+        false
+    }
+
     /// Returns `text` with every value in it replaced.
     pub(super) fn mask(self: &Arc<Self>, text: &[u8]) -> Vec<u8> {
         let mut masker = Masker::new(self.clone());

@@ -103,7 +103,7 @@ mod tests {
     use crate::approval::{Subject, Verdict};
 
     fn tool(server: &str, name: &str) -> Subject {
-        Subject::Tool { server: server.to_owned(), tool: name.to_owned(), arguments: Map::new() }
+        Subject::Tool { server: server.to_owned(), tool: name.to_owned(), arguments: Map::new(), fingerprint: None }
     }
 
     #[test]

@@ -10,19 +10,17 @@ use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use chrono::{DateTime, Utc};
-use rmcp::RoleServer;
 use rmcp::model::{
     CallToolResponse, CallToolResult, ErrorData, GetPromptResult, JsonObject, Prompt, PromptArgument, PromptMessage,
     Role, Tool,
 };
-use rmcp::service::RequestContext;
 use serde_json::{Value, json};
 
 use super::super::arguments::{self, LARGEST_CODE};
-use super::super::toolbox::{Entry, Introduction, Toolbox};
+use super::super::toolbox::{Entry, Introduction, Toolbox, Visit};
 use super::super::turns::Extent;
-use super::super::{McpSettings, Server, render};
-use super::{Modules, Ran, Visit, Written, failed, said, schema, telling};
+use super::super::{McpSettings, render};
+use super::{Modules, Ran, Written, failed, said, schema, telling, unknown_tool};
 use crate::auth::Scope;
 use crate::session::{Outcome, Principal, Refused, SessionId, SessionInfo, Status, Stream};
 
@@ -238,20 +236,12 @@ impl Toolbox for CodeExecuter {
         [START, EXECUTE, STOP, REUSE].into_iter().find(|entry| entry.name == name)
     }
 
-    async fn call(
-        &self,
-        server: &Server,
-        owner: &Principal,
-        tool: Entry,
-        arguments: JsonObject,
-        context: &RequestContext<RoleServer>,
-    ) -> CallToolResponse {
-        self.carry_out(Visit { server, owner, context }, tool, arguments).await.unwrap_or_else(failed).into()
+    async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse {
+        self.carry_out(visit, tool, arguments).await.unwrap_or_else(failed).into()
     }
 
     fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
-        let name: String = name.chars().take(128).collect();
-        Ok(failed(format!("Unknown tool: {name}")).into())
+        Ok(unknown_tool(name))
     }
 
     fn introduction(&self) -> Option<Introduction> {

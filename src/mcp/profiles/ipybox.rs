@@ -9,22 +9,20 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use rmcp::RoleServer;
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, JsonObject, Tool};
-use rmcp::service::RequestContext;
 use serde_json::{Value, json};
 
 use super::super::arguments::{LARGEST_CODE, LONGEST_PATH, LONGEST_SERVER_NAME, MOST_OUTPUT_CHARS, Source};
 use super::super::calls::or_cancelled;
 use super::super::host_files::{HostFileError, Overwrite};
-use super::super::toolbox::{Entry, Introduction, Toolbox};
+use super::super::toolbox::{Entry, Introduction, Toolbox, Visit};
 use super::super::turns::Extent;
-use super::super::{Front, McpSettings, Server, render};
-use super::{Visit, Written, failed, said, schema, telling};
+use super::super::{Front, McpSettings, render};
+use super::{Written, failed, said, schema, telling, unknown_tool};
 use crate::auth::Scope;
 use crate::runner_client::Trouble;
 use crate::session::servers::ServerRequest;
-use crate::session::{InsidePath, Outcome, Principal, Refused, SessionId, Status};
+use crate::session::{InsidePath, Outcome, Refused, SessionId, Status};
 
 const WAY_BACK: &str = "Call `reset` to start Python anew.";
 
@@ -140,21 +138,13 @@ impl Toolbox for Ipybox {
         [REGISTER, INSTALL, EXECUTE, RESET, UPLOAD, DOWNLOAD].into_iter().find(|entry| listed && entry.name == name)
     }
 
-    async fn call(
-        &self,
-        server: &Server,
-        owner: &Principal,
-        tool: Entry,
-        arguments: JsonObject,
-        context: &RequestContext<RoleServer>,
-    ) -> CallToolResponse {
-        let done = self.carry_out(Visit { server, owner, context }, tool, arguments).await;
+    async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse {
+        let done = self.carry_out(visit, tool, arguments).await;
         done.unwrap_or_else(|Failure(why)| failed(format!("Error executing tool {}: {why}", tool.name))).into()
     }
 
     fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
-        let name: String = name.chars().take(128).collect();
-        Ok(failed(format!("Unknown tool: {name}")).into())
+        Ok(unknown_tool(name))
     }
 
     fn introduction(&self) -> Option<Introduction> {

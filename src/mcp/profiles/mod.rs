@@ -26,17 +26,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rmcp::RoleServer;
-use rmcp::model::{CallToolResult, ContentBlock, JsonObject, Tool};
-use rmcp::service::RequestContext;
+use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, JsonObject, Tool};
 use serde_json::Value;
 
+use super::McpSettings;
 use super::arguments::{BadArgument, Given, nearest, shortened};
 use super::asking::Way;
-use super::toolbox::Toolbox;
+use super::toolbox::{Toolbox, Visit};
 use super::tools::Catalogue;
-use super::{McpSettings, Server};
-use crate::session::{ExecuteRequest, InsidePath, Outcome, Principal, Refused, SessionId};
+use crate::session::{ExecuteRequest, InsidePath, Outcome, Refused, SessionId};
 
 pub use modules::Modules;
 
@@ -72,6 +70,9 @@ pub(super) fn toolbox(settings: &McpSettings) -> Arc<dyn Toolbox> {
         Profile::Pyexec => Arc::new(pyexec::Pyexec::new(settings)),
     }
 }
+
+/// Characters that are shown of the name of a tool that there is not.
+const LONGEST_NAME: usize = 128;
 
 /// The arguments of one call, whose names are known to be those of its schema.
 struct Written {
@@ -109,14 +110,6 @@ impl Written {
         }
         given
     }
-}
-
-/// One call: who wants it of which server.
-#[derive(Clone, Copy)]
-struct Visit<'a> {
-    server: &'a Server,
-    owner: &'a Principal,
-    context: &'a RequestContext<RoleServer>,
 }
 
 /// How a cell went, and what its reader must know before.
@@ -173,6 +166,11 @@ fn said(text: impl Into<String>) -> CallToolResult {
 /// A result of one text that tells of a failure.
 fn failed(text: impl Into<String>) -> CallToolResult {
     CallToolResult::error(vec![ContentBlock::text(text)])
+}
+
+/// Answers a call of a tool that there is not, as most of these servers do.
+fn unknown_tool(name: &str) -> CallToolResponse {
+    failed(format!("Unknown tool: {}", telling::head(name, LONGEST_NAME).0)).into()
 }
 
 /// A table of arguments as JSON Schema.

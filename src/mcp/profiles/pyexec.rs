@@ -6,18 +6,16 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use rmcp::RoleServer;
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, JsonObject, Tool};
-use rmcp::service::RequestContext;
 use serde_json::json;
 
 use super::super::arguments::{LARGEST_CODE, Unnamed};
-use super::super::toolbox::{Entry, Introduction, Toolbox};
+use super::super::toolbox::{Entry, Introduction, Toolbox, Visit};
 use super::super::turns::Extent;
-use super::super::{McpSettings, Server, render};
-use super::{Ran, Visit, Written, failed, schema, telling};
+use super::super::{McpSettings, render};
+use super::{Ran, Written, failed, schema, telling, unknown_tool};
 use crate::auth::Scope;
-use crate::session::{Outcome, Part, Principal, SessionId, Status, Stream};
+use crate::session::{Outcome, Part, SessionId, Status, Stream};
 
 /// Characters of output. Above that, that server gave nothing at all; here the middle is cut.
 const MOST_OUTPUT: usize = 1_000_000;
@@ -62,20 +60,12 @@ impl Toolbox for Pyexec {
         Some(EXECUTE).filter(|entry| entry.name == name)
     }
 
-    async fn call(
-        &self,
-        server: &Server,
-        owner: &Principal,
-        _tool: Entry,
-        arguments: JsonObject,
-        context: &RequestContext<RoleServer>,
-    ) -> CallToolResponse {
-        self.execute(Visit { server, owner, context }, arguments).await.unwrap_or_else(failed).into()
+    async fn call(&self, visit: Visit<'_>, _tool: Entry, arguments: JsonObject) -> CallToolResponse {
+        self.execute(visit, arguments).await.unwrap_or_else(failed).into()
     }
 
     fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
-        let name: String = name.chars().take(128).collect();
-        Ok(failed(format!("Unknown tool: {name}")).into())
+        Ok(unknown_tool(name))
     }
 
     fn introduction(&self) -> Option<Introduction> {

@@ -13,17 +13,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use rmcp::RoleServer;
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, JsonObject, Tool};
-use rmcp::service::RequestContext;
 use serde_json::{Value, json};
 
 use super::super::arguments::{LARGEST_CODE, LONGEST_PATH};
-use super::super::toolbox::{Entry, Introduction, Toolbox};
+use super::super::toolbox::{Entry, Introduction, Toolbox, Visit};
 use super::super::turns::Extent;
-use super::super::{McpSettings, Server, render};
+use super::super::{McpSettings, render};
 use super::modules::{Modules, Problem, answer, runners_own};
-use super::{Ran, Visit, Written, failed, said, schema, started_anew, telling};
+use super::{LONGEST_NAME, Ran, Written, failed, said, schema, started_anew, telling};
 use crate::auth::Scope;
 use crate::session::{Outcome, Principal, Refused, SessionAccess, SessionId, StateAfter, Status, Stream};
 
@@ -133,7 +131,7 @@ impl PythonDocker {
         let Visit { server, owner, context } = visit;
         let Some(session) = session else {
             let fresh = Fresh::new(visit);
-            let report = server.install_to_end(owner, &fresh.id, vec![name], context).await?;
+            let report = server.install_to_end(owner, &fresh.id, vec![name], context).await.map_err(not_installed)?;
             return Ok(said(format!(
                 "Package installation result:\n\n{}\n\nNo session was named, so that nothing lasts; give the session_id in which \
                  the package is needed.",
@@ -141,9 +139,10 @@ impl PythonDocker {
             )));
         };
         if !server.shared.sessions.list(owner).await.iter().any(|known| known.id == session) {
-            return Err(Failure(format!("Session {session} not found; execute-persistent makes one")));
+            let why = format!("Error installing package: Session {session} not found; execute-persistent makes one");
+            return Err(Failure(why));
         }
-        let report = server.install_to_end(owner, &session, vec![name], context).await?;
+        let report = server.install_to_end(owner, &session, vec![name], context).await.map_err(not_installed)?;
         Ok(said(format!("Package installation result:\n\n{}", report.text.trim_end())))
     }
 
@@ -204,20 +203,13 @@ impl Toolbox for PythonDocker {
         [TRANSIENT, PERSISTENT, INSTALL, CLEANUP].into_iter().find(|entry| entry.name == name)
     }
 
-    async fn call(
-        &self,
-        server: &Server,
-        owner: &Principal,
-        tool: Entry,
-        arguments: JsonObject,
-        context: &RequestContext<RoleServer>,
-    ) -> CallToolResponse {
-        let done = self.carry_out(Visit { server, owner, context }, tool, arguments).await;
+    async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse {
+        let done = self.carry_out(visit, tool, arguments).await;
         done.unwrap_or_else(|Failure(why)| failed(format!("Error executing {}: {why}", tool.name))).into()
     }
 
     fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
-        let name: String = name.chars().take(128).collect();
+        let name = telling::head(name, LONGEST_NAME).0;
         Ok(failed(format!("Error executing {name}: Unknown tool: {name}")).into())
     }
 
@@ -266,6 +258,10 @@ impl From<Refused> for Failure {
             other => telling::refusal(other, ""),
         })
     }
+}
+
+fn not_installed(refused: Refused) -> Failure {
+    Failure(format!("Error installing package: {}", Failure::from(refused).0))
 }
 
 fn needed(written: &mut Written, name: &'static str, missing: &str) -> Result<String, Failure> {

@@ -27,7 +27,7 @@ const ASK: &str = r#"ask {"what": "install", "requirements": ["numpy"]}"#;
 
 fn connected() -> Client {
     let policy = Policy::new(Defaults { packages: Effect::Ask, ..Defaults::default() });
-    let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() };
+    let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() }.into();
     let packages = Packages(Some(Arc::new(Unpacker)));
     let settings = SessionSettings { approvals, packages, ..SessionSettings::default() };
     let sessions = Sessions::new(Arc::new(FakeBackend::new()), settings);

@@ -370,7 +370,7 @@ mod tests {
     fn the_packages_of_the_image_come_before_ours() {
         let command =
             |ipython| supervisor_command("python3", &Found { version: (3, 12), ipython, ready: true }).concat();
-        assert!(command(false).contains("sys.path.append('/opt/cellblock/ready/ipython')"));
+        assert!(command(false).contains("sys.path.append('/opt/cellblock/runner/ready/ipython')"));
         assert!(!command(true).contains("ipython"));
     }
 }

@@ -39,12 +39,13 @@ const COMPLAINTS: usize = 4 * 1024;
 const MOST_OUTGOING: usize = 4096;
 
 /// The line to one container.
+#[derive(Clone)]
 pub(super) struct Line {
     shared: Arc<Shared>,
-    next_number: AtomicU32,
 }
 
 struct Shared {
+    next_number: AtomicU32,
     outgoing: mpsc::Sender<Vec<u8>>,
     state: Mutex<State>,
     /// What the supervisor said when everything was ready.
@@ -56,9 +57,45 @@ struct Shared {
 struct State {
     interpreters: HashMap<u32, Pump>,
     pipes: HashMap<u32, Strand<Vec<u8>>>,
-    answers: HashMap<u32, oneshot::Sender<Result<(), String>>>,
+    answers: HashMap<u32, oneshot::Sender<Result<Value, Fault>>>,
+    /// How programs end that were started beside sessions.
+    programs: HashMap<u32, watch::Sender<Option<Exit>>>,
+    /// Pipes inside, by what stands for each of them here.
+    outlets: HashMap<PipeId, u32>,
     lost_checkpoints: HashSet<(u32, u32)>,
     complaints: String,
+}
+
+/// Which pipe of this machine a descriptor leads to.
+type PipeId = (u64, u64);
+
+/// Why an order was not carried out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Fault {
+    pub(super) why: String,
+    pub(super) kind: FaultKind,
+}
+
+/// What kind of failure the supervisor says it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum FaultKind {
+    /// There is no such program.
+    Missing,
+    /// The kernel does not start the program.
+    Refused,
+    Unsupported,
+    Other,
+}
+
+impl FaultKind {
+    fn of(word: &str) -> FaultKind {
+        match word {
+            "missing" => FaultKind::Missing,
+            "refused" => FaultKind::Refused,
+            "unsupported" => FaultKind::Unsupported,
+            _ => FaultKind::Other,
+        }
+    }
 }
 
 /// What the supervisor tells of itself.
@@ -104,6 +141,7 @@ impl Line {
     pub(super) fn open(attached: Attached, plan: &Value) -> Line {
         let (outgoing, to_send) = mpsc::channel(MOST_OUTGOING);
         let shared = Arc::new(Shared {
+            next_number: AtomicU32::new(1),
             outgoing,
             state: Mutex::default(),
             ready: watch::Sender::new(None),
@@ -114,7 +152,7 @@ impl Line {
         let _ = shared.outgoing.try_send(format!("{plan}\n").into_bytes());
         tokio::spawn(write(input, to_send, shared.ended.subscribe()));
         tokio::spawn(read(output, shared.clone()));
-        Line { shared, next_number: AtomicU32::new(1) }
+        Line { shared }
     }
 
     /// Waits until sessions can be made. None when the container has ended instead.
@@ -141,7 +179,7 @@ impl Line {
 
     /// Makes the two ends of an interpreter that is about to be made.
     pub(super) fn interpreter(&self) -> io::Result<Ends> {
-        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
+        let number = self.shared.next_number.fetch_add(1, Ordering::Relaxed);
         let (near, channel) = UnixStream::pair()?;
         let (from_session, to_session) = near.into_split();
         let (strand, to_write, credit) = Strand::new(number, CHANNEL_CREDIT);
@@ -164,17 +202,52 @@ impl Line {
     }
 
     /// Sends an order and waits for its answer.
-    pub(super) async fn ask(&self, kind: u8, number: u32, mut order: Value) -> Result<(), String> {
-        let ask = self.next_number.fetch_add(1, Ordering::Relaxed);
+    pub(super) async fn ask(&self, kind: u8, number: u32, order: Value) -> Result<(), String> {
+        self.carry_out(kind, number, order).await.map(drop).map_err(|fault| fault.why)
+    }
+
+    /// Sends an order and waits for what is answered, or for the kind of its failure.
+    pub(super) async fn carry_out(&self, kind: u8, number: u32, mut order: Value) -> Result<Value, Fault> {
+        let ended = || Fault { why: "the container has ended".to_owned(), kind: FaultKind::Other };
+        let ask = self.shared.next_number.fetch_add(1, Ordering::Relaxed);
         let (tell, told) = oneshot::channel();
         order["ask"] = json!(ask);
         self.shared.state().answers.insert(ask, tell);
         // After the answer has a place to go: a line that ends now drops it.
         if self.has_ended() {
-            return Err("the container has ended".to_owned());
+            return Err(ended());
         }
         self.say(kind, number, order.to_string().as_bytes());
-        told.await.unwrap_or_else(|_| Err("the container has ended".to_owned()))
+        told.await.unwrap_or_else(|_| Err(ended()))
+    }
+
+    /// Gives a program that is about to be started its number.
+    pub(super) fn program(&self) -> (u32, watch::Receiver<Option<Exit>>) {
+        let number = self.shared.next_number.fetch_add(1, Ordering::Relaxed);
+        let exit = watch::Sender::new(None);
+        let receiver = exit.subscribe();
+        self.shared.state().programs.insert(number, exit);
+        (number, receiver)
+    }
+
+    /// Says what a program will read that is about to be started.
+    pub(super) async fn feed(&self, program: u32, input: &[u8]) {
+        // An empty input is one too.
+        for piece in std::iter::once(&input[..0]).chain(input.chunks(PIECE)) {
+            let _ = self.shared.outgoing.send(strands::encode(b't', program, piece)).await;
+        }
+    }
+
+    /// Gives up a program that was not started.
+    pub(super) fn abandon_program(&self, number: u32) {
+        self.shared.state().programs.remove(&number);
+    }
+
+    /// Returns the number of the pipes inside that these two descriptors stand for.
+    pub(super) fn outlets(&self, output: &OwnedFd, errors: &OwnedFd) -> Option<u32> {
+        let state = self.shared.state();
+        let number = |end: &OwnedFd| state.outlets.get(&pipe_id(end)?).copied();
+        number(output).filter(|_| number(output) == number(errors))
     }
 
     /// Sends an order that has no answer. A line on which so much waits that it does not fit is dead; whoever must be sure asks the engine then.
@@ -196,6 +269,7 @@ impl Shared {
         match kind {
             b'd' => self.receive_bytes(number, rest),
             b'p' => self.receive_pipes(number, &rest),
+            b'q' => self.receive_outlets(number, &rest),
             b'w' => {
                 if let (Some(pump), Some(amount)) =
                     (self.state().interpreters.get(&number), strands::number_at(&rest, 0))
@@ -223,7 +297,8 @@ impl Shared {
             b'a' => {
                 if let Some(answer) = self.state().answers.remove(&number) {
                     let why = words["why"].as_str().unwrap_or("it did not say why").to_owned();
-                    let _ = answer.send(if words["ok"] == true { Ok(()) } else { Err(why) });
+                    let kind = FaultKind::of(words["kind"].as_str().unwrap_or_default());
+                    let _ = answer.send(if words["ok"] == true { Ok(words) } else { Err(Fault { why, kind }) });
                 }
             }
             b'e' => {
@@ -280,9 +355,59 @@ impl Shared {
         pump.channel.pass_on(Piece::WithPipes(bytes, read_ends))
     }
 
+    /// Takes note of two pipes inside that a program is to write to. What stands for them here can do nothing but be held: when nobody holds it any more, they are let
+    /// go of inside.
+    fn receive_outlets(self: &Arc<Shared>, number: u32, rest: &[u8]) -> Result<(), String> {
+        let Some(outlets) = strands::number_at(rest, 0) else {
+            return Err("it announced pipes of a program without a number".to_owned());
+        };
+        let bytes = rest[4..].to_vec();
+        let mut state = self.state();
+        let State { interpreters, outlets: known, .. } = &mut *state;
+        let Some(pump) = interpreters.get(&number) else {
+            drop(state);
+            self.release(outlets);
+            return Ok(());
+        };
+        pump.channel.credit.take(bytes.len())?;
+        let failed = |error: io::Error| format!("a pipe could not be made: {error}");
+        let (mut ids, mut held, mut ends) = (Vec::new(), Vec::new(), Vec::new());
+        for _ in 0..2 {
+            let (ours, theirs) =
+                rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).map_err(|error| failed(error.into()))?;
+            rustix::io::ioctl_fionbio(&ours, true).map_err(|error| failed(error.into()))?;
+            ids.extend(pipe_id(&theirs));
+            held.push(pipe::Receiver::from_owned_fd(ours).map_err(failed)?);
+            ends.push(theirs);
+        }
+        known.extend(ids.iter().map(|id| (*id, outlets)));
+        let ends: [OwnedFd; 2] = ends.try_into().expect("two pipes were made");
+        pump.channel.pass_on(Piece::WithPipes(bytes, ends))?;
+        let shared = Arc::clone(self);
+        tokio::spawn(async move {
+            for mut end in held {
+                // Nobody writes to them.
+                let _ = end.read(&mut [0]).await;
+            }
+            shared.state().outlets.retain(|id, _| !ids.contains(id));
+            shared.release(outlets);
+        });
+        Ok(())
+    }
+
+    fn release(&self, outlets: u32) {
+        if let Err(TrySendError::Full(_)) = self.outgoing.try_send(strands::encode(b'y', outlets, b"")) {
+            self.end("it takes no orders any more");
+        }
+    }
+
     /// Ends an interpreter: what has arrived is passed on, then its end is told.
     fn finish(&self, number: u32, how: Exit) {
         let mut state = self.state();
+        if let Some(program) = state.programs.remove(&number) {
+            program.send_replace(Some(how));
+            return;
+        }
         let Some(Pump { tasks, reader, exit, .. }) = state.interpreters.remove(&number) else { return };
         // With their last sender gone, the pumps end as soon as they have passed everything on.
         state.pipes.retain(|_, strand| strand.owner != number);
@@ -305,7 +430,7 @@ impl Shared {
         let numbers: Vec<u32> = {
             let mut state = self.state();
             state.answers.clear();
-            state.interpreters.keys().copied().collect()
+            state.interpreters.keys().chain(state.programs.keys()).copied().collect()
         };
         self.ended.send_replace(true);
         for number in numbers {
@@ -422,6 +547,10 @@ async fn fill_channel(
         credit.give(size);
         let _ = outgoing.send(strands::encode_credit(number, size)).await;
     }
+}
+
+fn pipe_id(end: &OwnedFd) -> Option<PipeId> {
+    rustix::fs::fstat(end).ok().map(|found| (found.st_dev, found.st_ino))
 }
 
 /// A pipe whose writing end is ours.

@@ -11,8 +11,8 @@
 //! our runner beside it. `line` carries everything between here and the supervisor over one stream (`strands`); `sandbox` is one container and its
 //! sessions; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left; `check` is what `doctor` tells; `way_out` opens a container's network to what an operator lists.
 //!
-//! No container ever has a network that leads anywhere, a capability, a device, the engine's socket, or a folder that the operator did not name. The engine's copying of files into and out of
-//! containers is not used.
+//! No container ever has a network that leads anywhere, a capability, a device, the engine's socket, or a folder of the host that the operator did not name, but for those of packages, which cannot be
+//! written to. The engine's copying of files into and out of containers is not used.
 
 mod check;
 mod engine;
@@ -27,7 +27,7 @@ mod strands;
 mod tenancy;
 mod way_out;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock, Weak};
@@ -35,6 +35,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bollard::models::ContainerCreateBody;
+use cellblock_jail::wire::Programs;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use serde_json::json;
@@ -93,8 +94,33 @@ pub struct ContainerSettings {
     pub pool: PoolSettings,
     /// What sessions may reach; nothing without.
     pub network: Option<ContainerNetwork>,
+    /// How packages come into containers; none do without.
+    pub packages: Option<ContainerPackages>,
+    /// Whether sessions may start programs, or have to ask for each.
+    pub programs: Programs,
     /// Modules that containers which wait have imported, as far as the image has them.
     pub preload: Vec<String>,
+}
+
+/// What containers have because packages can be installed into sessions.
+#[derive(Debug, Clone)]
+pub struct ContainerPackages {
+    /// Folders of the server that every container shows, read-only.
+    pub shown: Vec<ContainerBind>,
+    /// What a container shows beside them that is made for an installation.
+    pub tools: Vec<ContainerBind>,
+    /// What such a container may reach.
+    pub network: ContainerNetwork,
+    /// Ports of the package index, as far as they are known when a container is made.
+    pub ports: Arc<Mutex<BTreeSet<u16>>>,
+}
+
+/// Whom a container is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    Sessions,
+    /// Work of the server's own: nothing of the operator's is shown, and packages can be fetched.
+    OwnWork,
 }
 
 /// Sandboxes made of containers.
@@ -144,6 +170,8 @@ struct Standing {
     house: Arc<House>,
     /// The list of system calls as this engine takes it.
     seccomp: String,
+    /// Why the engine cannot show folders of the server, if it cannot.
+    blind: Option<String>,
 }
 
 impl ContainerBackend {
@@ -188,16 +216,17 @@ impl Backend for ContainerBackend {
         self.inner.prepared().await?;
         let (sandbox, interpreter) = match self.inner.pool.take(&self.inner.settings.pool) {
             Some(member) => member,
-            None => self.inner.made(&self.inner.settings.binds).await?,
+            None => self.inner.made(Purpose::Sessions).await?,
         };
         Ok((Box::new(sandbox), interpreter))
     }
 
     async fn launch_apart(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
-        if self.inner.settings.binds.is_empty() {
-            return self.launch().await;
+        let standing = self.inner.prepared().await?;
+        if let (Some(_), Some(why)) = (&self.inner.settings.packages, &standing.blind) {
+            return Err(LaunchError::Start { why: why.clone() });
         }
-        let (sandbox, interpreter) = self.inner.made(&[]).await?;
+        let (sandbox, interpreter) = self.inner.made(Purpose::OwnWork).await?;
         Ok((Box::new(sandbox), interpreter))
     }
 
@@ -224,7 +253,7 @@ impl Backend for ContainerBackend {
 /// Makes another container like the one that it is for.
 struct Again {
     inner: Weak<Inner>,
-    binds: Vec<ContainerBind>,
+    purpose: Purpose,
 }
 
 #[async_trait]
@@ -232,7 +261,7 @@ impl Maker for Again {
     async fn another(&self) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
         let ending = || LaunchError::Start { why: "the server is ending".to_owned() };
         let inner = self.inner.upgrade().ok_or_else(ending)?;
-        inner.made(&self.binds).await
+        inner.made(self.purpose).await
     }
 }
 
@@ -276,11 +305,11 @@ impl Inner {
     }
 
     /// Makes a container with a session in it for somebody who waits.
-    async fn made(&self, binds: &[ContainerBind]) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
+    async fn made(&self, purpose: Purpose) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
         let standing = self.prepared().await?;
-        match self.make(&standing, Fresh::AtOnce, binds).await {
+        match self.make(&standing, Fresh::AtOnce, purpose).await {
             Err(first @ LaunchError::Start { .. }) => match self.prepare_again(&standing).await {
-                Some(standing) => self.make(&standing, Fresh::AtOnce, binds).await,
+                Some(standing) => self.make(&standing, Fresh::AtOnce, purpose).await,
                 None => Err(first),
             },
             made => made,
@@ -318,6 +347,7 @@ impl Inner {
         };
         let image = image::prepare(&look, &settings.image).await?;
         self.tenancy.sweep_volumes(&engine, &image.runner).await;
+        let blind = self.look_for_folders(&engine, &image, &seccomp).await;
         let house = House {
             limits: settings.limits.clone(),
             has_user_namespace,
@@ -325,7 +355,30 @@ impl Inner {
             owns_work_folder: !settings.binds.iter().any(|bind| bind.inside == Path::new(WORK_FOLDER)),
             network: settings.network.clone(),
         };
-        Ok(Standing { engine, image, house: Arc::new(house), seccomp })
+        Ok(Standing { engine, image, house: Arc::new(house), seccomp, blind })
+    }
+
+    /// Finds out whether the engine sees the folders that containers are to show: a server that is in a container itself, or an engine in a virtual machine, has others. Returns
+    /// why not. Sessions do without packages then.
+    async fn look_for_folders(&self, engine: &Engine, image: &Prepared, seccomp: &str) -> Option<String> {
+        let packages = self.settings.packages.as_ref()?;
+        let command = image.command.clone();
+        let mut body = spec::helper(&image.image, &image.volume, command, self.labels("helper"), seccomp);
+        body.host_config.get_or_insert_default().mounts.get_or_insert_default().extend(spec::mounts(&packages.shown));
+        let name = format!("cellblock-helper-{:016x}", fresh_number());
+        match engine.create(&name, &body).await {
+            Ok(id) => {
+                engine.remove(&id).await;
+                None
+            }
+            Err(error) => {
+                warn!(%error, "packages cannot be installed: the engine does not show folders of this server");
+                Some(format!(
+                    "packages cannot be brought into containers, because the engine cannot show folders of this server ({error}); \
+                     install them into the image instead"
+                ))
+            }
+        }
     }
 
     /// Refuses rules that nobody could keep, before anything is made. Whether they are kept in a container is tried in each.
@@ -340,9 +393,9 @@ impl Inner {
     /// Returns the list of system calls as the engine takes it: as text, or as a file of its own machine.
     fn seccomp(&self) -> Result<String, String> {
         match (self.settings.kind, &self.settings.address) {
-            (EngineKind::Docker, _) => Ok(profile::text()),
+            (EngineKind::Docker, _) => Ok(profile::text(self.settings.programs)),
             (EngineKind::Podman, EngineAddress::Unix(_)) => {
-                let file = self.tenancy.keep("seccomp.json", &profile::text());
+                let file = self.tenancy.keep("seccomp.json", &profile::text(self.settings.programs));
                 file.map_err(|error| format!("the list of system calls cannot be written: {error}"))
             }
             (EngineKind::Podman, _) => Err(
@@ -353,7 +406,7 @@ impl Inner {
     }
 
     /// What the warm process of a container does. One that has time imports what sessions usually need, and rehearses.
-    fn plan(&self, how: Fresh) -> serde_json::Value {
+    fn plan(&self, how: Fresh, purpose: Purpose) -> serde_json::Value {
         let has_time = how == Fresh::Primed;
         let preload: &[String] = if has_time { &self.settings.preload } else { &[] };
         let own = [
@@ -365,7 +418,14 @@ impl Inner {
         ];
         let own = own.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned()));
         let variables: HashMap<String, String> = own.chain(self.settings.variables.iter().cloned()).collect();
-        json!({"environment": variables, "preload": preload, "rehearse": has_time, "folders": [cellblock_jail::root::HOME]})
+        let may_start_programs = self.settings.programs == Programs::Free || purpose == Purpose::OwnWork;
+        json!({
+            "environment": variables,
+            "preload": preload,
+            "rehearse": has_time,
+            "folders": [cellblock_jail::root::HOME],
+            "programs": if may_start_programs { "free" } else { "refused" },
+        })
     }
 
     /// Decides who the sessions of a container are. A folder of the operator's decides if there is one, because sessions must be able to work in it.
@@ -410,10 +470,43 @@ impl Inner {
         }
     }
 
-    /// What of the host a container shows: these, and what its network needs.
-    fn shown(&self, binds: &[ContainerBind]) -> std::io::Result<Vec<ContainerBind>> {
-        let network = self.settings.network.as_ref().map(|network| network.files(self.tenancy.folder())).transpose()?;
-        Ok(binds.iter().cloned().chain(network.unwrap_or_default()).collect())
+    /// Folders of the operator's that a container shows.
+    fn binds(&self, purpose: Purpose) -> &[ContainerBind] {
+        match purpose {
+            Purpose::Sessions => &self.settings.binds,
+            Purpose::OwnWork => &[],
+        }
+    }
+
+    fn network(&self, purpose: Purpose) -> Option<ContainerNetwork> {
+        match (purpose, &self.settings.packages) {
+            (Purpose::OwnWork, Some(packages)) => {
+                let mut network = packages.network.clone();
+                network.network.ports.extend(&*packages.ports.lock().expect("nothing panics while it holds the ports"));
+                Some(network)
+            }
+            _ => self.settings.network.clone(),
+        }
+    }
+
+    /// What of the host a container shows: folders of the operator's, what its network needs, and packages.
+    fn shown(
+        &self,
+        standing: &Standing,
+        purpose: Purpose,
+        network: Option<&ContainerNetwork>,
+    ) -> std::io::Result<Vec<ContainerBind>> {
+        let mut shown = self.binds(purpose).to_vec();
+        if let Some(network) = network {
+            shown.extend(network.files(self.tenancy.folder())?);
+        }
+        if let (Some(packages), None) = (&self.settings.packages, &standing.blind) {
+            shown.extend(packages.shown.iter().cloned());
+            if purpose == Purpose::OwnWork {
+                shown.extend(packages.tools.iter().cloned());
+            }
+        }
+        Ok(shown)
     }
 
     /// Makes a container with a session in it.
@@ -421,10 +514,12 @@ impl Inner {
         &self,
         standing: &Standing,
         how: Fresh,
-        binds: &[ContainerBind],
+        purpose: Purpose,
     ) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
-        let user = self.user(standing.house.has_user_namespace, binds);
-        let shown = self.shown(binds).map_err(|error| LaunchError::Start { why: error.to_string() })?;
+        let user = self.user(standing.house.has_user_namespace, self.binds(purpose));
+        let network = self.network(purpose);
+        let shown = self.shown(standing, purpose, network.as_ref());
+        let shown = shown.map_err(|error| LaunchError::Start { why: error.to_string() })?;
         let body = spec::session(Wanted {
             image: &standing.image.image,
             runtime: self.settings.runtime.as_deref(),
@@ -442,12 +537,12 @@ impl Inner {
             .create(&standing.engine, &name, &body)
             .await
             .map_err(|error| LaunchError::Start { why: error.to_string() })?;
-        let house = match binds.len() == self.settings.binds.len() {
-            true => standing.house.clone(),
-            false => Arc::new(House { owns_work_folder: true, ..(*standing.house).clone() }),
+        let house = match purpose {
+            Purpose::Sessions => standing.house.clone(),
+            Purpose::OwnWork => Arc::new(House { owns_work_folder: true, network, ..(*standing.house).clone() }),
         };
-        let plan = self.plan(how);
-        let maker = Arc::new(Again { inner: self.this.clone(), binds: binds.to_vec() });
+        let plan = self.plan(how, purpose);
+        let maker = Arc::new(Again { inner: self.this.clone(), purpose });
         let made = Made {
             engine: &standing.engine,
             house,
@@ -497,7 +592,7 @@ impl Inner {
             while !rests && self.pool.claim(&settings) {
                 making.push(async {
                     let standing = self.prepared().await?;
-                    self.make(&standing, Fresh::Primed, &self.settings.binds).await
+                    self.make(&standing, Fresh::Primed, Purpose::Sessions).await
                 });
             }
             tokio::select! {

@@ -7,6 +7,7 @@
 //! pass. It is spelled out as the values that are left.
 
 use cellblock_jail::seccomp::{self, Rule};
+use cellblock_jail::wire::Programs;
 use serde_json::{Value, json};
 
 /// The errno of a call that does not exist; libraries take their fallback then.
@@ -24,6 +25,10 @@ const FOR_OURSELVES: [(&str, Option<u64>, &str); 5] = [
     ("prctl", Some(38), "PR_SET_NO_NEW_PRIVS: cannot be undone, and is set already"),
 ];
 
+/// What is needed beside them where sessions may start no programs. The filter that it loads refuses it from then on (`fences.py`).
+const TO_REFUSE_PROGRAMS: (&str, Option<u64>, &str) =
+    ("prctl", Some(22), "PR_SET_SECCOMP: a process can only take rights from itself");
+
 /// Calls that libraries try first. Older engines answer all that is refused as "not permitted", which is no reason for a fallback.
 const TRIED_FIRST: [&str; 12] = [
     "clone3",
@@ -40,8 +45,8 @@ const TRIED_FIRST: [&str; 12] = [
     "memfd_secret",
 ];
 
-/// Returns the profile as JSON text, for this architecture.
-pub(super) fn text() -> String {
+/// Returns the profile as JSON text, for this architecture and for sessions that may start programs, or may not.
+pub(super) fn text(programs: Programs) -> String {
     let rules = seccomp::rules();
     let mut listed = rules.common;
     let architecture = match std::env::consts::ARCH {
@@ -52,7 +57,8 @@ pub(super) fn text() -> String {
         _ => "SCMP_ARCH_AARCH64",
     };
     let mut calls: Vec<Value> = listed.iter().flat_map(written).collect();
-    for (name, argument, _) in FOR_OURSELVES {
+    let to_refuse = (programs == Programs::Refused).then_some(TO_REFUSE_PROGRAMS);
+    for (name, argument, _) in FOR_OURSELVES.into_iter().chain(to_refuse) {
         let checks = argument.map(|value| vec![check(0, "SCMP_CMP_EQ", value, 0)]).unwrap_or_default();
         calls.push(allowed(name, &checks));
     }
@@ -114,7 +120,7 @@ mod tests {
     use super::*;
 
     fn profile() -> Value {
-        serde_json::from_str(&text()).unwrap()
+        serde_json::from_str(&text(Programs::Free)).unwrap()
     }
 
     fn names(action: &str) -> BTreeSet<String> {
@@ -157,6 +163,17 @@ mod tests {
         }
         assert!(allowed.contains("read")); // control
         assert_eq!(profile()["defaultAction"], "SCMP_ACT_ERRNO");
+    }
+
+    #[test]
+    fn a_filter_can_be_loaded_only_where_programs_are_refused() {
+        let loads = |programs| {
+            let profile: Value = serde_json::from_str(&text(programs)).unwrap();
+            let lines = profile["syscalls"].as_array().unwrap().clone();
+            lines.iter().any(|line| line["names"][0] == "prctl" && line["args"][0]["value"] == 22)
+        };
+        assert!(loads(Programs::Refused)); // control
+        assert!(!loads(Programs::Free));
     }
 
     #[test]

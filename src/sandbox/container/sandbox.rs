@@ -16,18 +16,18 @@ use tracing::warn;
 
 use super::engine::Engine;
 use super::facts::{self, Fate, Mark, Meter};
-use super::line::Line;
+use super::line::{Fault, FaultKind, Line};
 use super::spec::{self, User};
 use super::way_out::{ContainerNetwork, WayOut};
 use crate::sandbox::{
-    Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
-    Layer, LayerKind, MemoryUse, Process, Program, ProgramError, Rules, Sandbox, SandboxLimits,
+    Asker, Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError,
+    Launcher, Layer, LayerKind, MemoryUse, Process, Program, ProgramError, Rules, Sandbox, SandboxLimits,
 };
 
 /// How long the supervisor may take to carry out an order. The slowest, ending a bomb of processes, takes three seconds.
 const ORDER_PATIENCE: Duration = Duration::from_secs(10);
-/// How long an interpreter that must end may take before its container is ended.
-const KILL_PATIENCE: Duration = Duration::from_secs(2);
+/// How long an interpreter that must end may take before its container is ended, and its whole family with it. The supervisor needs milliseconds, on a busy machine seconds.
+const KILL_PATIENCE: Duration = Duration::from_secs(10);
 /// How long an interpreter may take to come to its branch point.
 const BRANCH_PATIENCE: Duration = Duration::from_secs(10);
 /// How long a removal by the engine may take.
@@ -124,8 +124,9 @@ impl Container {
         let failed = |why: String| LaunchError::Start { why };
         let begun = async {
             let attached = engine.attach(&id).await.map_err(|error| failed(error.to_string()))?;
-            engine.start(&id).await.map_err(|error| failed(error.to_string()))?;
+            // Its plan waits for it: the engine says only later that a container has started.
             let line = Line::open(attached, plan);
+            engine.start(&id).await.map_err(|error| failed(error.to_string()))?;
             let made =
                 engine.inspect(&id).await.map_err(|error| failed(with(error.to_string(), &line.complaints())))?;
             if let Some(what) = spec::verify(body, &made) {
@@ -495,12 +496,18 @@ impl Sandbox for ContainerSandbox {
         }
     }
 
+    fn set_asker(&self, asker: Option<Arc<dyn Asker>>) {
+        if let Some(way_out) = &self.container.way_out {
+            way_out.set_asker(self.member, asker);
+        }
+    }
+
     fn take_blocked(&self) -> Vec<Blocked> {
-        self.container.way_out.as_ref().map_or_else(Vec::new, WayOut::take_blocked)
+        self.container.way_out.as_ref().map_or_else(Vec::new, |way_out| way_out.take_blocked(self.member))
     }
 
     fn launcher(&self) -> Arc<dyn Launcher> {
-        Arc::new(NoPrograms)
+        Arc::new(ContainerLauncher { container: self.container.clone(), member: self.member })
     }
 
     async fn destroy(&mut self) {
@@ -533,15 +540,84 @@ impl Drop for ContainerSandbox {
     }
 }
 
-/// Programs beside an interpreter cannot be kept apart from it in one container.
-struct NoPrograms;
+/// Has the supervisor start programs beside one session.
+struct ContainerLauncher {
+    container: Arc<Container>,
+    member: u32,
+}
 
 #[async_trait]
-impl Launcher for NoPrograms {
-    async fn launch(&self, _program: Program) -> Result<Box<dyn Process>, ProgramError> {
-        Err(ProgramError::Unsupported {
-            why: "sessions in containers share their container with what they start".to_owned(),
-        })
+impl Launcher for ContainerLauncher {
+    async fn launch(&self, program: Program) -> Result<Box<dyn Process>, ProgramError> {
+        let Program { words, folder, environment, input, output, errors } = program;
+        let line = &self.container.line;
+        let failed = |why: &str| ProgramError::Failed { why: why.to_owned() };
+        let outlets = line.outlets(&output, &errors).ok_or_else(|| failed("its pipes are not those of the session"))?;
+        let mark = self.container.meter.mark();
+        let (number, exit) = line.program();
+        // From here on it is ended if somebody thinks better of it.
+        let process = ContainerProgram { container: self.container.clone(), number, exit, mark };
+        if let Some(input) = &input {
+            line.feed(number, input).await;
+        }
+        let order = json!({
+            "program": number,
+            "outlets": outlets,
+            "words": words,
+            "folder": folder,
+            "environment": environment,
+            "input": input.map(|input| input.len()),
+        });
+        match tokio::time::timeout(ORDER_PATIENCE, line.carry_out(b'g', self.member, order)).await {
+            Ok(Ok(_)) => Ok(Box::new(process)),
+            Ok(Err(Fault { why, kind })) => Err(match kind {
+                FaultKind::Missing => ProgramError::Missing,
+                FaultKind::Refused => ProgramError::Refused { why },
+                FaultKind::Unsupported => ProgramError::Unsupported { why },
+                FaultKind::Other => ProgramError::Failed { why },
+            }),
+            Err(_) => Err(failed("the container does not answer")),
+        }
+    }
+}
+
+/// A program that the supervisor has started. Dropping it ends it with its group.
+struct ContainerProgram {
+    container: Arc<Container>,
+    number: u32,
+    exit: watch::Receiver<Option<Exit>>,
+    mark: Mark,
+}
+
+#[async_trait]
+impl Process for ContainerProgram {
+    fn interrupt(&self) {
+        self.container.line.say(b'i', self.number, b"");
+    }
+
+    fn kill(&self) {
+        self.container.line.say(b'k', self.number, b"");
+    }
+
+    async fn exited(&mut self) -> Exit {
+        let exit = match self.exit.wait_for(Option::is_some).await {
+            Ok(exit) => exit.unwrap_or(Exit::Unknown),
+            Err(_) => Exit::Unknown,
+        };
+        let may_be_memory = matches!(exit, Exit::Signal(9) | Exit::Unknown);
+        if may_be_memory && self.container.meter.ran_out_since(self.mark).await {
+            return Exit::OutOfMemory { limit: self.container.house.limits.memory };
+        }
+        exit
+    }
+}
+
+impl Drop for ContainerProgram {
+    fn drop(&mut self) {
+        if self.exit.borrow().is_none() {
+            self.kill();
+        }
+        self.container.line.abandon_program(self.number);
     }
 }
 

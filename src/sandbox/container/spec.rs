@@ -17,8 +17,8 @@ use crate::sandbox::SandboxLimits;
 pub const WORK: &str = cellblock_jail::root::WORK;
 /// Where forks have their folders.
 pub(super) const FORKS: &str = "/forks";
-/// Where the runner is inside.
-pub(super) const RUNNER: &str = "/opt/cellblock";
+/// Where the runner is inside; beside it are folders of the server that containers show.
+pub(super) const RUNNER: &str = "/opt/cellblock/runner";
 
 /// Labels by which our objects are found again. Nothing that a user writes becomes a label.
 pub(super) const LABEL_SERVER: &str = "cellblock.server";
@@ -81,13 +81,7 @@ pub(super) fn session(wanted: Wanted<'_>) -> ContainerCreateBody {
         tmpfs.insert(WORK.to_owned(), scratch);
     }
     let mut mounts = vec![runner_mount(wanted.volume, true)];
-    mounts.extend(wanted.binds.iter().map(|bind| Mount {
-        target: Some(bind.inside.to_string_lossy().into_owned()),
-        source: Some(bind.host.to_string_lossy().into_owned()),
-        typ: Some(MountType::BIND),
-        read_only: Some(!bind.writable),
-        ..Mount::default()
-    }));
+    mounts.extend(self::mounts(wanted.binds));
     let mut body = common(wanted.image, wanted.command, wanted.labels, wanted.seccomp);
     body.user = Some(format!("{}:{}", wanted.user.uid, wanted.user.gid));
     let host = body.host_config.get_or_insert_default();
@@ -183,6 +177,17 @@ fn runner_mount(volume: &str, read_only: bool) -> Mount {
         read_only: Some(read_only),
         ..Mount::default()
     }
+}
+
+/// Says which folders of the host a container shows.
+pub(super) fn mounts(binds: &[ContainerBind]) -> impl Iterator<Item = Mount> {
+    binds.iter().map(|bind| Mount {
+        target: Some(bind.inside.to_string_lossy().into_owned()),
+        source: Some(bind.host.to_string_lossy().into_owned()),
+        typ: Some(MountType::BIND),
+        read_only: Some(!bind.writable),
+        ..Mount::default()
+    })
 }
 
 fn ulimit(name: &str, value: i64) -> ResourcesUlimits {

@@ -4,18 +4,21 @@
 //! in there; nothing inside has a right over the network. That needs an engine whose containers are processes of this machine, and the right to enter them; where
 //! it cannot be done, there is no container, never one that could reach more or less than was listed.
 //!
-//! A container is one network. Sessions that were forked share it with their source, and nobody can tell their connections apart. So all of them reach what each of
-//! them may, and a connection that was refused is told to whoever asks first.
+//! A container is one network. Sessions that were forked share it with their source. So all of them reach what each of them may, and what was refused is told to all
+//! of them, as something that one of them did. Where a person decides about a connection, the supervisor is asked first whose it is (`Askers`).
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Write};
+use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use cellblock_egress::gateway::Gateway;
+use cellblock_egress::name::HostName;
+use cellblock_egress::resolve::BoxFuture;
 use cellblock_jail::doors::{DoorsError, Namespace};
 use serde_json::json;
 use tempfile::NamedTempFile;
@@ -23,7 +26,7 @@ use tempfile::NamedTempFile;
 use super::line::Line;
 use super::spec::ContainerBind;
 use crate::sandbox::way_out::{KNOCK_AT, WayOutError};
-use crate::sandbox::{Blocked, LaunchError, LayerKind, Network, Rules};
+use crate::sandbox::{Asker, Blocked, LaunchError, LayerKind, Network, Reason, Rules};
 
 /// How long a word from inside may take. It takes a millisecond once Python runs.
 const KNOCK_PATIENCE: Duration = Duration::from_secs(10);
@@ -64,7 +67,8 @@ impl ContainerNetwork {
             kind: LayerKind::Network,
             why: format!("{:#}", anyhow::Error::new(error)),
         })?;
-        Ok(WayOut { gateway, rules: self.network.rules.clone(), members: Mutex::default() })
+        let askers = Arc::new(Askers { line: line.clone(), of: Mutex::default() });
+        Ok(WayOut { gateway, rules: self.network.rules.clone(), members: Mutex::default(), askers })
     }
 
     async fn gateway(&self, container: &str, process: Option<i64>, line: &Line) -> Result<Gateway, WayOutError> {
@@ -87,11 +91,23 @@ pub(super) struct WayOut {
     gateway: Gateway,
     /// What a session may reach unless it is told otherwise.
     rules: Rules,
-    members: Mutex<BTreeMap<u32, Rules>>,
+    members: Mutex<BTreeMap<u32, Member>>,
+    askers: Arc<Askers>,
 }
 
+/// One session's part in it.
+#[derive(Default)]
+struct Member {
+    rules: Rules,
+    /// What was refused in the container since this session was told.
+    untold: Vec<Blocked>,
+}
+
+/// More different things that were refused are not told to a session that did not ask for so long.
+const MOST_UNTOLD: usize = 50;
+
 impl WayOut {
-    fn members(&self) -> MutexGuard<'_, BTreeMap<u32, Rules>> {
+    fn members(&self) -> MutexGuard<'_, BTreeMap<u32, Member>> {
         self.members.lock().expect("nothing panics while it holds the rules")
     }
 
@@ -103,13 +119,19 @@ impl WayOut {
 
     /// What a session may reach. Together with its forks it may reach less.
     pub(super) fn rules(&self, member: u32) -> Rules {
-        self.members().get(&member).unwrap_or(&self.rules).clone()
+        self.members().get(&member).map_or(&self.rules, |member| &member.rules).clone()
     }
 
     pub(super) fn set_rules(&self, member: u32, rules: Rules) {
         let mut members = self.members();
-        members.insert(member, rules);
+        members.entry(member).or_default().rules = rules;
         self.gateway.set_rules(common(&members));
+    }
+
+    /// Says who decides for this session about names that no rule lists.
+    pub(super) fn set_asker(&self, member: u32, asker: Option<Arc<dyn Asker>>) {
+        let is_anybody = self.askers.set(member, asker);
+        self.gateway.set_asker(is_anybody.then(|| Arc::clone(&self.askers) as Arc<dyn Asker>));
     }
 
     /// From now on this session does not count.
@@ -117,16 +139,96 @@ impl WayOut {
         let mut members = self.members();
         members.remove(&member);
         self.gateway.set_rules(common(&members));
+        drop(members);
+        self.set_asker(member, None);
     }
 
-    pub(super) fn take_blocked(&self) -> Vec<Blocked> {
-        self.gateway.take_blocked()
+    /// Returns what was refused since this session was last told.
+    pub(super) fn take_blocked(&self, member: u32) -> Vec<Blocked> {
+        let mut members = self.members();
+        tell(&mut members, self.gateway.take_blocked());
+        members.get_mut(&member).map(|member| std::mem::take(&mut member.untold)).unwrap_or_default()
     }
 }
 
 /// What every one of them may reach.
-fn common(members: &BTreeMap<u32, Rules>) -> Rules {
-    members.values().cloned().reduce(|one, other| one.common(&other)).unwrap_or_else(Rules::none)
+fn common(members: &BTreeMap<u32, Member>) -> Rules {
+    members.values().map(|member| member.rules.clone()).reduce(|one, other| one.common(&other)).unwrap_or_default()
+}
+
+/// Lets every session know what was refused. Where there are several, none of them is said to have done it.
+fn tell(members: &mut BTreeMap<u32, Member>, blocked: Vec<Blocked>) {
+    let is_shared = members.len() > 1;
+    for Blocked { target, reason, times } in blocked {
+        let reason = if is_shared { Reason::Told(format!("{reason}; {WHOEVER}")) } else { reason };
+        for member in members.values_mut() {
+            let untold = &mut member.untold;
+            let known = untold.iter().position(|known| known.target == target && known.reason == reason);
+            match known {
+                Some(known) => untold[known].times = untold[known].times.saturating_add(times),
+                None if untold.len() < MOST_UNTOLD => {
+                    untold.push(Blocked { target: target.clone(), reason: reason.clone(), times });
+                }
+                None => {}
+            }
+        }
+    }
+}
+
+/// Who may have wanted something that was refused.
+const WHOEVER: &str = "this session, or another one that was forked and shares its container";
+
+/// Those who decide for the sessions of one container.
+struct Askers {
+    line: Line,
+    of: Mutex<BTreeMap<u32, Arc<dyn Asker>>>,
+}
+
+/// How long the supervisor may take to find out whose a connection is.
+const OWNER_PATIENCE: Duration = Duration::from_secs(5);
+
+impl Askers {
+    fn of(&self) -> MutexGuard<'_, BTreeMap<u32, Arc<dyn Asker>>> {
+        self.of.lock().expect("nothing panics while it holds the askers")
+    }
+
+    /// Tells whether there is anybody afterwards.
+    fn set(&self, member: u32, asker: Option<Arc<dyn Asker>>) -> bool {
+        let mut of = self.of();
+        match asker {
+            Some(asker) => of.insert(member, asker),
+            None => of.remove(&member),
+        };
+        !of.is_empty()
+    }
+}
+
+impl Asker for Askers {
+    fn may_allow(&self, name: &HostName) -> bool {
+        self.of().values().any(|asker| asker.may_allow(name))
+    }
+
+    fn ask(&self, name: &HostName, port: u16, from: SocketAddr) -> BoxFuture<'static, bool> {
+        let (line, name, askers) = (self.line.clone(), name.clone(), self.of().clone());
+        Box::pin(async move {
+            let asker = match askers.len() {
+                0 | 1 => askers.values().next(),
+                // Nobody is asked about a connection whose session is not known.
+                _ => owner(&line, from).await.and_then(|member| askers.get(&member)),
+            };
+            match asker {
+                Some(asker) if asker.may_allow(&name) => asker.ask(&name, port, from).await,
+                _ => false,
+            }
+        })
+    }
+}
+
+/// Asks the supervisor which session has made a connection, as its kernel knows.
+async fn owner(line: &Line, from: SocketAddr) -> Option<u32> {
+    let order = json!({"address": from.ip().to_canonical().to_string(), "port": from.port()});
+    let told = tokio::time::timeout(OWNER_PATIENCE, line.carry_out(b'v', 0, order)).await.ok()?.ok()?;
+    told["member"].as_u64().and_then(|member| u32::try_from(member).ok())
 }
 
 #[cfg(test)]
@@ -137,17 +239,43 @@ mod tests {
         Rules::parse(list).unwrap()
     }
 
+    fn member(rules: Rules) -> Member {
+        Member { rules, untold: Vec::new() }
+    }
+
     #[test]
     fn sessions_of_one_container_reach_what_each_of_them_may() {
         let all = rules(&["a.test", "b.test", "c.test"]);
-        let mut members = BTreeMap::from([(1, all.clone())]);
+        let mut members = BTreeMap::from([(1, member(all.clone()))]);
         assert_eq!(common(&members), all); // control
-        members.insert(2, rules(&["a.test", "b.test"]));
+        members.insert(2, member(rules(&["a.test", "b.test"])));
         assert_eq!(common(&members), rules(&["a.test", "b.test"]));
-        members.insert(3, rules(&["b.test", "c.test"]));
+        members.insert(3, member(rules(&["b.test", "c.test"])));
         assert_eq!(common(&members), rules(&["b.test"]));
-        members.insert(4, Rules::none());
+        members.insert(4, member(Rules::none()));
         assert!(common(&members).is_empty());
+    }
+
+    #[test]
+    fn what_was_refused_is_told_to_every_session_and_put_down_to_none_of_several() {
+        let refused = |target: &str| Blocked { target: target.to_owned(), reason: Reason::NotListed, times: 1 };
+        let told = |members: &mut BTreeMap<u32, Member>, number: u32| -> Vec<String> {
+            members.get_mut(&number).unwrap().untold.drain(..).map(|each| each.to_string()).collect()
+        };
+        let mut members = BTreeMap::from([(1, member(Rules::none()))]);
+        tell(&mut members, vec![refused("a.test")]);
+        assert_eq!(told(&mut members, 1), ["blocked: a.test (not in the allowed list)"]); // control
+        members.insert(2, member(Rules::none()));
+        tell(&mut members, vec![refused("a.test"), refused("b.test")]);
+        tell(&mut members, vec![refused("a.test")]);
+        let expected = [
+            format!("blocked: a.test (not in the allowed list; {WHOEVER}), 2 times"),
+            format!("blocked: b.test (not in the allowed list; {WHOEVER})"),
+        ];
+        assert_eq!(told(&mut members, 1), expected);
+        assert_eq!(told(&mut members, 2), expected);
+        tell(&mut members, (0..100).map(|number| refused(&number.to_string())).collect());
+        assert_eq!(told(&mut members, 2).len(), MOST_UNTOLD);
     }
 
     #[test]

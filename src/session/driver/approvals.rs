@@ -11,6 +11,7 @@
 //! What goes on is the subject itself that was shown, so it cannot have become another one meanwhile. While anything is parked, the cell's clock stands still;
 //! so that no code gains time by asking, a cell whose question nobody answered is not asked about again.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,9 +25,7 @@ use super::shell::CommandWanted;
 use super::{Driver, RequestId, Running, Task};
 use crate::approval::{Answer, Policy, Subject, Verdict};
 use crate::sandbox::Asker;
-use crate::session::approvals::{
-    Approvals, AskId, Asked, Asking, DecidedBy, Decision, Ruling, Why, keep, note, refusal,
-};
+use crate::session::approvals::{AskId, Asked, Asking, DecidedBy, Decision, InForce, Ruling, Why, keep, note, refusal};
 use crate::session::state::State;
 use crate::session::tools::{ToolCall, ToolReason, ToolRefused};
 
@@ -78,22 +77,22 @@ pub(super) struct ConnectionWanted {
 
 /// What the gateway of a session asks about names.
 pub(super) struct NameAsker {
-    policy: Arc<Policy>,
+    approvals: InForce,
     wanted: mpsc::Sender<ConnectionWanted>,
 }
 
 impl NameAsker {
-    pub(super) fn new(approvals: &Approvals, wanted: &mpsc::Sender<ConnectionWanted>) -> NameAsker {
-        NameAsker { policy: approvals.policy.clone(), wanted: wanted.clone() }
+    pub(super) fn new(approvals: &InForce, wanted: &mpsc::Sender<ConnectionWanted>) -> NameAsker {
+        NameAsker { approvals: approvals.clone(), wanted: wanted.clone() }
     }
 }
 
 impl Asker for NameAsker {
     fn may_allow(&self, name: &HostName) -> bool {
-        self.policy.may_open(name.as_ref())
+        self.approvals.now().policy.may_open(name.as_ref())
     }
 
-    fn ask(&self, name: &HostName, port: u16) -> BoxFuture<'static, bool> {
+    fn ask(&self, name: &HostName, port: u16, _from: SocketAddr) -> BoxFuture<'static, bool> {
         let (wanted, name) = (self.wanted.clone(), name.to_string());
         Box::pin(async move {
             let (reply, answer) = oneshot::channel();
@@ -116,8 +115,8 @@ pub(super) struct Parking {
     bytes: usize,
     /// What was decided without a person, for the outcome.
     rulings: Vec<Ruling>,
-    /// Nobody answered a question of this cell.
-    unanswered: bool,
+    /// Nobody answered a question of this cell, for so long.
+    unanswered: Option<Duration>,
     /// What is left of the cell's time while its clock stands still.
     left: Option<Duration>,
 }
@@ -127,6 +126,8 @@ struct Parked {
     subject: Subject,
     line: String,
     until: Instant,
+    /// How long it waits in all.
+    patience: Duration,
     wanted: Wanted,
 }
 
@@ -194,13 +195,18 @@ impl Driver {
 
     /// Returns what the operator and the server's registration say, and whether a person has said it before.
     fn verdict(&self, subject: &Subject) -> Verdict {
-        let approvals = &self.settings.approvals;
-        let verdict = approvals.policy.verdict(subject).or_stricter(self.registered(subject));
+        let verdict = self.said(subject);
         let Verdict::Ask { .. } = verdict else { return verdict };
+        let book = self.settings.approvals.now().book;
         let remembered = self.customer.as_ref().is_some_and(|customer| {
-            self.shared.facts().granted.covers(subject) || approvals.book.covers(&customer.owner.0, subject)
+            self.shared.facts().granted.covers(subject) || book.covers(&customer.owner.0, subject)
         });
         if remembered { Verdict::Allow } else { verdict }
+    }
+
+    /// Returns what the operator and the server's registration say at this moment.
+    fn said(&self, subject: &Subject) -> Verdict {
+        self.settings.approvals.now().policy.verdict(subject).or_stricter(self.registered(subject))
     }
 
     /// A registration can only make things stricter.
@@ -222,7 +228,7 @@ impl Driver {
             Asking::Nobody => Some(Why::NoClient),
             Asking::Exploration => Some(Why::Exploration),
             Asking::Person if self.is_stopping() => Some(Why::Interrupted),
-            Asking::Person if *unanswered => Some(Why::Silence(self.settings.approvals.patience)),
+            Asking::Person if unanswered.is_some() => unanswered.map(Why::Silence),
             Asking::Person if parked.len() >= MOST_PARKED || bytes + size > MOST_PARKED_BYTES => Some(Why::TooMany),
             Asking::Person => None,
         }
@@ -239,18 +245,18 @@ impl Driver {
         self.parking.left.get_or_insert(running.deadline.saturating_duration_since(now));
         self.parking.bytes += wanted.size();
         let id = AskId(self.numbers.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
-        let until = now + self.settings.approvals.patience;
-        self.parking.parked.push(Parked { id, subject, line, until, wanted });
+        let patience = self.settings.approvals.now().patience;
+        self.parking.parked.push(Parked { id, subject, line, until: now + patience, patience, wanted });
         self.show_questions();
     }
 
     /// Tells those who follow the cell what waits, and lets the clock run when nothing does.
     fn show_questions(&mut self) {
         let now = Instant::now();
-        let (approvals, together) = (&self.settings.approvals, self.parking.parked.len());
+        let (approvals, together) = (self.settings.approvals.now(), self.parking.parked.len());
         let asked = |parked: &Parked| {
             let left = parked.until.saturating_duration_since(now);
-            Asked::new(parked.id, (&parked.subject, &parked.line), together, approvals, left)
+            Asked::new(parked.id, (&parked.subject, &parked.line), together, &approvals, left)
         };
         let all = self.parking.parked.iter().map(asked).collect::<Vec<_>>();
         let is_over = all.is_empty();
@@ -271,6 +277,12 @@ impl Driver {
         for Decision { id, answer } in decisions {
             for parked in self.parking.take(|parked| parked.id == id) {
                 let Parked { subject, line, wanted, .. } = parked;
+                // What was asked stays asked, but nobody can allow what the operator has forbidden meanwhile.
+                if let Verdict::Deny { line } = self.said(&subject) {
+                    rulings.push(Ruling::new(&subject, &line, DecidedBy::Policy));
+                    self.turn_down(subject, wanted, &line, Why::Policy);
+                    continue;
+                }
                 info!(
                     session = self.id.as_str(),
                     kind = subject.kind(),
@@ -283,7 +295,7 @@ impl Driver {
                     continue;
                 }
                 if let Some(customer) = &self.customer {
-                    keep(&self.shared, &self.settings.approvals, &customer.owner, &subject, answer);
+                    keep(&self.shared, &self.settings.approvals.now(), &customer.owner, &subject, answer);
                 }
                 self.go_on(subject, wanted);
             }
@@ -306,10 +318,9 @@ impl Driver {
     /// Refuses what has waited long enough.
     pub(super) fn nobody_answered(&mut self) {
         let now = Instant::now();
-        let patience = self.settings.approvals.patience;
         let late = self.parking.take(|parked| parked.until <= now);
-        self.parking.unanswered |= !late.is_empty();
-        for Parked { subject, line, wanted, .. } in late {
+        for Parked { subject, line, patience, wanted, .. } in late {
+            self.parking.unanswered = Some(patience);
             note(&mut self.parking.rulings, Ruling::new(&subject, &line, DecidedBy::NobodyAnswered));
             self.turn_down(subject, wanted, &line, Why::Silence(patience));
         }
@@ -344,8 +355,8 @@ impl Driver {
             (Subject::Install { requirements }, Wanted::Install { ask, upgrade }) => {
                 self.install_packages(ask, requirements, upgrade);
             }
-            (Subject::Tool { server, tool, arguments }, Wanted::Call { ask, size }) => {
-                self.line_up_call(ask, ToolCall { server, tool, arguments }, size);
+            (Subject::Tool { server, tool, arguments, fingerprint }, Wanted::Call { ask, size }) => {
+                self.line_up_call(ask, ToolCall { server, tool, arguments, fingerprint }, size);
             }
             (_, Wanted::Command(wanted)) => {
                 let CommandWanted { ask, command, outlets } = *wanted;
@@ -362,9 +373,10 @@ impl Driver {
     fn turn_down(&mut self, subject: Subject, wanted: Wanted, line: &str, why: Why) {
         let text = refusal(&subject, line, why);
         match (subject, wanted) {
-            (Subject::Tool { server, tool, arguments }, Wanted::Call { ask, .. }) => {
+            (Subject::Tool { server, tool, arguments, fingerprint }, Wanted::Call { ask, .. }) => {
                 let reason = if why == Why::Interrupted { ToolReason::Cancelled } else { ToolReason::Denied };
-                self.refuse_call(ask, &ToolCall { server, tool, arguments }, &ToolRefused::new(reason, text));
+                let call = ToolCall { server, tool, arguments, fingerprint };
+                self.refuse_call(ask, &call, &ToolRefused::new(reason, text));
             }
             (_, Wanted::Command(wanted)) => {
                 let reason = if why == Why::Interrupted { "cancelled" } else { "denied" };

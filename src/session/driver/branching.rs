@@ -20,6 +20,7 @@ use crate::runner_client::{Branched, Carried, CarriedFiles};
 use crate::sandbox::{CheckpointError, CheckpointId, ForkTerms, LaunchError, Sandbox};
 use crate::session::history::Copy;
 use crate::session::state::{Answer, Event, RequestId, State};
+use crate::session::tools::{Grant, Grants};
 use crate::session::{FilesCarried, Refused, Undo, UndoReport, WorkFolder};
 
 /// How long the runner may take to answer after it was copied. It goes on where it stood, so only a machine out of breath needs this; the answer
@@ -47,10 +48,12 @@ impl Fork {
         }
     }
 
-    /// Takes servers away from it.
-    pub(in crate::session) fn grant_only(&mut self, servers: &[String]) {
+    /// Takes away from it what is not in this list of tools.
+    pub(in crate::session) fn grant_only(&mut self, list: &[Grant]) {
         if let Some(live) = &mut self.live {
-            live.inheritance.grants = Some(live.inheritance.grants.take().unwrap_or_default().narrowed(servers));
+            let inherited = live.inheritance.grants.take().unwrap_or_default();
+            // Who asked has been told if there are too many lists; should that have changed meanwhile, nothing is safer than too much.
+            live.inheritance.grants = Some(inherited.narrowed(list).unwrap_or_else(Grants::nothing));
         }
     }
 

@@ -12,7 +12,7 @@ use tracing::debug;
 
 use super::approvals::Wanted;
 use super::{Driver, RequestId, Running, Task};
-use crate::approval::Subject;
+use crate::approval::{Fingerprint, Subject};
 use crate::runner_client::{LARGEST_FRAME, Question};
 use crate::session::install::{InstallError, InstallRequest, Installed};
 use crate::session::tools::{Begun, CallEnd, ToolCall, ToolCalls, ToolReason, ToolRefused, ToolReply};
@@ -200,7 +200,7 @@ impl Driver {
                 self.consider(Subject::Install { requirements }, Wanted::Install { ask, upgrade });
             }
             Question::CallTool { server, tool, arguments, size } => {
-                self.asked_to_call(ask, ToolCall { server, tool, arguments }, size);
+                self.asked_to_call(ask, ToolCall { server, tool, arguments, fingerprint: None }, size);
             }
             Question::Shell(command) => self.asked_to_run(ask, *command),
             Question::Withdraw { of } => {
@@ -211,6 +211,10 @@ impl Driver {
                 self.questions.ready.push_back(Answered::plain(ask, frame));
                 self.call_those_that_wait();
             }
+            Question::TooDeep => self.refuse_question(
+                ask,
+                "the arguments are nested more than 100 levels deep; send a flatter value, or JSON in a text",
+            ),
             Question::Unknown => self.refuse_question(ask, "this server does not know that question"),
         }
     }
@@ -261,12 +265,38 @@ impl Driver {
             return self.refuse_call(ask, &call, &ToolRefused::new(ToolReason::Budget, why));
         }
         // Nobody is asked about what the session was not granted, which looks like what is not there.
-        if self.settings.tools.0.is_none() || !self.deliveries.grants.allow(&call.server) {
-            let refused = ToolRefused::no_server(&call.server);
-            return self.refuse_call(ask, &call, &refused);
+        let fingerprint = match self.tool_as_it_is(&call) {
+            Ok(fingerprint) => fingerprint,
+            Err(refused) => return self.refuse_call(ask, &call, &refused),
+        };
+        let ToolCall { server, tool, arguments, .. } = call;
+        self.consider(Subject::Tool { server, tool, arguments, fingerprint }, Wanted::Call { ask, size });
+    }
+
+    /// Returns what a tool is at this moment, if this session was granted it and it is there.
+    fn tool_as_it_is(&self, call: &ToolCall) -> Result<Option<Fingerprint>, ToolRefused> {
+        let ToolCall { server, tool, .. } = call;
+        let (Some(broker), Some(customer)) = (&self.settings.tools.0, &self.customer) else {
+            return Err(ToolRefused::no_server(server));
+        };
+        let grants = &self.deliveries.grants;
+        if grants.allow_all_of(server) {
+            return broker.fingerprint(&customer.owner, server, tool);
         }
-        let ToolCall { server, tool, arguments } = call;
-        self.consider(Subject::Tool { server, tool, arguments }, Wanted::Call { ask, size });
+        let packages = broker.packages(&customer.owner);
+        let package = packages.iter().find(|package| package.server.as_str() == server);
+        let mut granted = package.iter().flat_map(|package| &package.tools).map(|tool| &tool.original);
+        if !granted.any(|tool| grants.allow(server, tool)) {
+            return Err(ToolRefused::no_server(server));
+        }
+        // What the broker says of a tool that is not there may name others, which are none of this session's business.
+        if !grants.allow(server, tool) {
+            return Err(ToolRefused::no_tool(server, tool));
+        }
+        broker.fingerprint(&customer.owner, server, tool).map_err(|refused| match refused.reason {
+            ToolReason::Unknown => ToolRefused::no_tool(server, tool),
+            _ => refused,
+        })
     }
 
     /// Puts a call that may be made behind those that wait for a place.
@@ -287,8 +317,7 @@ impl Driver {
     }
 
     fn call_tool(&mut self, ask: u64, call: ToolCall) {
-        let broker = self.settings.tools.0.clone().filter(|_| self.deliveries.grants.allow(&call.server));
-        let (Some(broker), Some(customer)) = (broker, &self.customer) else {
+        let (Some(broker), Some(customer)) = (self.settings.tools.0.clone(), &self.customer) else {
             let refused = ToolRefused::no_server(&call.server);
             return self.refuse_call(ask, &call, &refused);
         };

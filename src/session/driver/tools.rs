@@ -28,19 +28,27 @@ pub(super) struct Deliveries {
     changes: Option<watch::Receiver<u64>>,
     /// The state of the registrations that was sent. `None` when what the folder holds is not known.
     version: Option<u64>,
-    given: Vec<Arc<Package>>,
+    given: Vec<Given>,
     /// Something has been sent to this session or to the one it is a copy of.
     any: bool,
     /// The delivery that was not answered yet.
     awaited: Option<RequestId>,
-    /// Servers that the session may use.
+    /// Tools that the session may use.
     pub(super) grants: Grants,
+}
+
+/// A package that was sent.
+struct Given {
+    /// As the broker has it.
+    whole: Arc<Package>,
+    /// With the tools that the session was granted.
+    sent: Arc<Package>,
 }
 
 impl Deliveries {
     pub(super) fn new(tools: &Tools) -> Deliveries {
         let changes = tools.0.as_ref().map(|broker| broker.changes());
-        Deliveries { changes, version: None, given: Vec::new(), any: false, awaited: None, grants: Grants::All }
+        Deliveries { changes, version: None, given: Vec::new(), any: false, awaited: None, grants: Grants::default() }
     }
 
     /// Waits until the registrations have changed since something was sent; for ever when they cannot.
@@ -74,6 +82,22 @@ impl Deliveries {
     }
 }
 
+impl Given {
+    fn all(package: Arc<Package>) -> Given {
+        Given { sent: package.clone(), whole: package }
+    }
+
+    /// `None` when nothing of it is granted.
+    fn only(package: Arc<Package>, grants: &Grants) -> Option<Given> {
+        let server = package.server.as_str();
+        if grants.allow_all_of(server) {
+            return Some(Given::all(package));
+        }
+        let sent = Arc::new(package.only(|tool| grants.allow(server, tool))?);
+        Some(Given { sent, whole: package })
+    }
+}
+
 impl Driver {
     /// Sends the packages that the session may use, unless it has them. Only between two requests.
     pub(super) fn give_tools(&mut self) {
@@ -85,33 +109,34 @@ impl Driver {
         }
         let is_known = self.deliveries.version.replace(version).is_some();
         let shared = self.settings.work_folder == WorkFolder::Shared;
-        let mut wanted = broker.packages(&customer.owner);
-        if !shared {
-            // Where sessions share a folder, all of them write the same; what they may call is decided elsewhere.
-            wanted.retain(|package| self.deliveries.grants.allow(package.server.as_str()));
-        }
+        let packages = broker.packages(&customer.owner).into_iter();
+        // Where sessions share a folder, all of them write the same; what they may call is decided elsewhere.
+        let mut wanted: Vec<Given> = match shared {
+            true => packages.map(Given::all).collect(),
+            false => packages.filter_map(|package| Given::only(package, &self.deliveries.grants)).collect(),
+        };
         self.leave_out_what_is_too_much(&mut wanted);
         let is_same = wanted.len() == self.deliveries.given.len()
-            && wanted.iter().zip(&self.deliveries.given).all(|(one, other)| Arc::ptr_eq(one, other));
+            && wanted.iter().zip(&self.deliveries.given).all(|(one, other)| Arc::ptr_eq(&one.whole, &other.whole));
         if (is_known && is_same) || (wanted.is_empty() && !self.deliveries.any) {
             return;
         }
         self.deliver(wanted, shared);
     }
 
-    fn deliver(&mut self, wanted: Vec<Arc<Package>>, shared: bool) {
+    fn deliver(&mut self, wanted: Vec<Given>, shared: bool) {
         debug!(session = self.id.as_str(), servers = wanted.len(), "packages of MCP servers are sent");
         let id = self.numbers.fetch_add(1, Ordering::Relaxed);
-        for package in &wanted {
-            self.send_package(id, package);
+        for given in &wanted {
+            self.send_package(id, &given.sent);
         }
-        let is_gone = |package: &&Arc<Package>| wanted.iter().all(|other| other.server != package.server);
-        let gone: Vec<String> =
-            self.deliveries.given.iter().filter(is_gone).map(|package| package.server.python().to_owned()).collect();
+        let before = self.deliveries.given.iter().map(|given| &given.whole.server);
+        let gone = before.filter(|server| wanted.iter().all(|other| other.whole.server != **server));
+        let gone: Vec<String> = gone.map(|server| server.python().to_owned()).collect();
         for server in gone {
             self.send(&json!({"type": "tools", "id": id, "server": server, "modules": [], "last": true}), b"");
         }
-        let packages: Vec<&Package> = wanted.iter().map(Arc::as_ref).collect();
+        let packages: Vec<&Package> = wanted.iter().map(|given| given.sent.as_ref()).collect();
         let index = if packages.is_empty() { String::new() } else { cellblock_typed::index(&packages).text };
         let mut header = json!({"type": "tools", "id": id});
         if !shared {
@@ -147,9 +172,9 @@ impl Driver {
         }
     }
 
-    fn leave_out_what_is_too_much(&mut self, packages: &mut Vec<Arc<Package>>) {
+    fn leave_out_what_is_too_much(&mut self, packages: &mut Vec<Given>) {
         let mut left = LARGEST_DELIVERY;
-        packages.retain(|package| {
+        packages.retain(|Given { sent: package, .. }| {
             let size = package.files.iter().map(|file| file.text.len()).sum::<usize>();
             let fits = size <= left;
             left -= if fits { size } else { 0 };

@@ -122,7 +122,7 @@ async fn missing_variables_are_all_named_and_nothing_is_started() {
 async fn variables_reach_the_server_and_no_message() {
     let upstream = connect(&child_with(json!({}), json!({"KEY": "${TOKEN}"}))).await;
     let seen = call(&upstream, "environment", json!({})).await.unwrap().structured.unwrap();
-    assert_eq!(seen["KEY"], "hunter2-token");
+    assert_eq!(seen["KEY"], "[hidden]");
     assert!(!seen.to_string().contains("never-given"), "{seen}");
     let refused = call(&upstream, "refuses", json!({})).await.unwrap_err();
     assert_eq!(
@@ -133,6 +133,30 @@ async fn variables_reach_the_server_and_no_message() {
     assert!(died.to_string().ends_with("the last that it said: fatal: the key [hidden] is wrong"), "{died}");
     let printed = format!("{upstream:?} {:?} {refused:?} {died:?}", upstream.info());
     assert!(!printed.contains("hunter2"), "{printed}");
+}
+
+#[tokio::test]
+async fn what_was_filled_in_does_not_come_back_to_whoever_calls() {
+    let told: Arc<Mutex<Vec<Progress>>> = Arc::default();
+    let calls = async |environment: Value| {
+        let upstream = connect(&child_with(json!({}), environment)).await;
+        let reply = call(&upstream, "leaks", json!({})).await.unwrap();
+        let sink = Arc::clone(&told);
+        let options =
+            CallOptions { progress: Some(Arc::new(move |step| sink.lock().unwrap().push(step))), ..Default::default() };
+        call_with(&upstream, "progress", json!({"end": true}), options).await.unwrap();
+        (format!("{reply:?} {:?} {:?}", upstream.package(), std::mem::take(&mut *told.lock().unwrap())), reply)
+    };
+    let (all, reply) = calls(json!({"KEY": "${TOKEN}"})).await;
+    assert!(!all.contains("hunter2"), "{all}");
+    assert_eq!(reply.content[0]["text"], "the key is [hidden] of 13 letters", "it was there");
+    assert_eq!(reply.content[1]["resource"]["text"], r#"{"key":"[hidden]"}"#);
+    assert_eq!(reply.structured, Some(json!({"headers": ["[hidden]"]})));
+    assert!(all.contains("Does echo.[hidden]") && all.contains("step 4[hidden]"), "{all}");
+    // The control: what was written out is no variable of the host, and results are as the server said them.
+    let (all, reply) = calls(json!({"KEY": "hunter2-token"})).await;
+    assert_eq!(reply.structured, Some(json!({"headers": ["hunter2-token"]})));
+    assert!(all.contains("Does echo.hunter2-token"), "{all}");
 }
 
 #[tokio::test]
@@ -180,6 +204,15 @@ async fn a_result_that_is_too_large_fails_alone() {
     let reply = call(&upstream, "big", json!({"bytes": 90_000})).await.unwrap();
     assert_eq!(reply.content[0]["text"].as_str().unwrap().len(), 90_000);
     assert_eq!(process(&upstream).await, before);
+}
+
+#[tokio::test]
+async fn an_answer_that_is_nested_too_deeply_fails_alone_and_at_once() {
+    let upstream = connect(&child(json!({}))).await;
+    let error = call(&upstream, "deep", json!({"levels": 200})).await.unwrap_err();
+    assert!(error.to_string().ends_with("it is no JSON, or nested too deeply"), "{error}");
+    // The control.
+    assert!(call(&upstream, "deep", json!({"levels": 100})).await.is_ok());
 }
 
 #[tokio::test]

@@ -1,6 +1,12 @@
 //! Tools of another MCP server in cells, with the built program: typed values in and out, many at once, and what a sandbox cannot do.
 //!
-//! The other server is `tests/tools/notes_server.py`, a program of the standard library. It logs what it is asked, so that a test can see what reached it.
+//! The other server is `tests/tools/notes_server.py`, a program of the standard library. It logs what it is asked, so that a test can see what reached it. `faults` has
+//! servers that do not behave, `records` what operators see and change, `real` servers of other makers; `elsewhere` are servers behind HTTP.
+
+mod elsewhere;
+mod faults;
+mod real;
+mod records;
 
 use std::fs;
 use std::os::fd::OwnedFd;
@@ -253,7 +259,8 @@ fn credentials_are_filled_in_outside_and_are_never_inside() {
                  told = str(variable.run(variable.Params(name='TOKEN')))\n\
                  texts = [path.read_text() for path in pathlib.Path('mcptools').rglob('*') if path.suffix == '.py']\n\
                  (told, any('canary' in text for text in texts), any('canary' in value for value in os.environ.values()))";
-    assert_eq!(session.text(found), "('Bearer canary-4711', False, False)");
+    assert_eq!(session.text(found), "('Bearer [hidden]', False, False)", "nor does it come back");
+    assert_eq!(notes.count("variable Bearer canary-4711"), 1, "the control: the server has it");
     params["env"] = json!({"TOKEN": "${NOTES_TOKEN}", "A": "${ABSENT_A}", "B": "${ABSENT_B}"});
     let refused = server.call("register_mcp_server", json!({"server_name": "more", "server_params": params}));
     refused.assert_refused(&["ABSENT_A, ABSENT_B"]);
