@@ -241,6 +241,12 @@ impl Builder {
         self
     }
 
+    /// Registers the server in another place than all others.
+    pub(crate) fn runtime_dir(mut self, folder: &Path) -> Builder {
+        self.settings.runtime_dir = folder.to_owned();
+        self
+    }
+
     /// Has the kernel refuse programs to sessions, and these approvals decide about those that they ask for.
     pub(crate) fn refuse_programs(mut self, approvals: Approvals) -> Builder {
         self.settings.programs = Programs::Refused;
@@ -249,12 +255,6 @@ impl Builder {
 
     pub(crate) fn approvals(mut self, approvals: Approvals) -> Builder {
         self.sessions.approvals = approvals.into();
-        self
-    }
-
-    /// Registers the server in another place than all others.
-    pub(crate) fn runtime_dir(mut self, folder: &Path) -> Builder {
-        self.settings.runtime_dir = folder.to_owned();
         self
     }
 

@@ -346,8 +346,8 @@ impl Inner {
             tell: &|step, done, total| self.tell(step, done, total),
         };
         let image = image::prepare(&look, &settings.image).await?;
-        let blind = self.look_for_folders(&engine, &image, &seccomp).await;
         self.tenancy.sweep_volumes(&engine, &image.runner).await;
+        let blind = self.look_for_folders(&engine, &image, &seccomp).await;
         let house = House {
             limits: settings.limits.clone(),
             has_user_namespace,
