@@ -259,6 +259,20 @@ fn the_program_carries_every_file_of_the_runner() {
 }
 
 #[test]
+fn tests_that_documents_name_exist() {
+    let code: String = rust().map(|source| source.text).collect();
+    let list = fs::read_to_string(root().join("docs/migrate/checklist.md")).unwrap();
+    // Names of tests are sentences; what else stands between back quotes is shorter or has other letters.
+    let is_test = |word: &&str| {
+        word.matches('_').count() >= 3 && word.chars().all(|letter| letter == '_' || letter.is_ascii_alphanumeric())
+    };
+    let named: Vec<&str> = list.split('`').skip(1).step_by(2).filter(is_test).collect();
+    assert!(named.len() > 75, "the list names tests");
+    let missing: Vec<&&str> = named.iter().filter(|name| !code.contains(&format!("fn {name}("))).collect();
+    assert!(missing.is_empty(), "there are no tests called {missing:?}");
+}
+
+#[test]
 fn commands_in_documents_exist() {
     let documents = tree().into_iter().filter(|source| source.path.ends_with(".md"));
     let mut checked = 0;

@@ -100,12 +100,16 @@ fn several_services_can_be_started_and_the_last_one_is_meant() {
 #[test]
 fn dependencies_are_there_from_the_start_or_there_is_no_service() {
     let index = local_index();
-    let server = start_with_index("code-executer", &index, |_| {});
+    dependencies(&start_with_index("code-executer", &index, |_| {}));
+}
+
+/// Starts services with packages of the index on this machine, on any backend.
+pub(super) fn dependencies(server: &Server) {
     server.call(START, json!({"dependencies": ["no-such-package"]})).assert_refused(&["Error: "]);
     server.call(START, json!({"dependencies": ["pure; touch x"]})).assert_refused(&["Error: "]);
-    go_through(&server, vec![no_service()]);
-    started(&server, json!({"dependencies": ["pure", "leaf"]}));
-    go_through(&server, vec![exactly(EXECUTE, code("import pure, leaf; (pure.value, leaf.name)"), &["(2, 'leaf')"])]);
+    go_through(server, vec![no_service()]);
+    started(server, json!({"dependencies": ["pure", "leaf"]}));
+    go_through(server, vec![exactly(EXECUTE, code("import pure, leaf; (pure.value, leaf.name)"), &["(2, 'leaf')"])]);
 }
 
 #[test]

@@ -1,8 +1,12 @@
 //! Every profile with sessions in containers: what native sandboxes go through, on Docker and on Podman.
 
+use std::process::Command;
+
 use serde_json::json;
 
-use super::{call, code_executer, exactly, go_through, ipybox, pyexec, python_docker, text, words};
+use super::{
+    call, code_executer, exactly, go_through, ipybox, local_index, pyexec, python_docker, start_with_index, text, words,
+};
 use crate::support::containers::{IMAGE, TestEngine, docker, podman};
 use crate::support::server::{Era, Server, program};
 
@@ -14,12 +18,21 @@ fn engines() -> impl Iterator<Item = &'static TestEngine> {
     [docker, podman].into_iter().filter_map(|engine| engine())
 }
 
+/// Has the sessions of a server be containers of an engine.
+fn on(engine: &TestEngine, image: &str, command: &mut Command) {
+    let (name, host) = if engine.is_podman() { ("podman", "CONTAINER_HOST") } else { ("docker", "DOCKER_HOST") };
+    command.env(host, engine.address.to_string()).args(["--backend", name, "--container-tag", image]);
+}
+
 /// Starts a server of a profile whose sessions are containers.
 fn start(engine: &TestEngine, profile: &str, arguments: &[&str]) -> Server {
-    let (name, host) = if engine.is_podman() { ("podman", "CONTAINER_HOST") } else { ("docker", "DOCKER_HOST") };
+    start_in(engine, IMAGE, profile, arguments)
+}
+
+fn start_in(engine: &TestEngine, image: &str, profile: &str, arguments: &[&str]) -> Server {
     let mut command = program();
-    command.env(host, engine.address.to_string());
-    command.args(["mcp", "--profile", profile, "--backend", name, "--container-tag", IMAGE]).args(arguments);
+    command.args(["mcp", "--profile", profile]).args(arguments);
+    on(engine, image, &mut command);
     let server = Server::spawn(&mut command, Era::Initialize);
     server.greet();
     server
@@ -50,12 +63,29 @@ fn python_docker_mcp_keeps_and_forgets_in_containers_as_it_promises() {
 }
 
 #[test]
+fn servers_that_start_at_once_prepare_one_image_together() {
+    for engine in engines() {
+        // An image that no server has seen yet.
+        let name = format!("cellblock-test-once:{}", std::process::id());
+        let made = engine.command(&["create", IMAGE, "true"]);
+        engine.command(&["commit", made.trim(), &name]);
+        engine.command(&["rm", made.trim()]);
+        let servers: Vec<Server> = (0..3).map(|_| start_in(engine, &name, "pyexec", &[])).collect();
+        let calls: Vec<_> =
+            servers.iter().map(|server| server.begin("execute_python", json!({"code": "6 * 7"}))).collect();
+        for call in &calls {
+            assert_eq!(call.result().text(), "42");
+        }
+        servers.into_iter().for_each(|server| drop(server.finish()));
+        engine.try_command(&["image", "rm", &name]);
+    }
+}
+
+#[test]
 fn a_container_lasts_as_long_as_what_it_was_made_for() {
     const MEMORY: u64 = 223 << 20;
     for engine in engines() {
-        let mut command = ["--memory", "223M"].to_vec();
-        command.extend(["--timeout", "20s"]);
-        let server = without_pool(engine, "python-docker-mcp", &command);
+        let server = without_pool(engine, "python-docker-mcp", &["--memory", "223M", "--timeout", "20s"]);
         let there = || engine.containers_with_memory(MEMORY).len();
         text(&server, "execute-persistent", json!({"code": "kept = 1", "session_id": "s"}));
         assert_eq!(there(), 1);
@@ -78,6 +108,20 @@ fn without_pool(engine: &TestEngine, profile: &str, arguments: &[&str]) -> Serve
 fn code_executer_starts_keeps_and_deletes_services_in_containers() {
     for engine in engines() {
         code_executer::life_of_a_service(&start(engine, "code-executer", &[]));
+    }
+}
+
+#[test]
+fn packages_are_installed_into_sessions_in_containers() {
+    for engine in engines() {
+        // What the image lacks of our own comes from the usual index, once.
+        text(&start(engine, "pyexec", &[]), "execute_python", json!({"code": "1"}));
+        let index = local_index();
+        let server = |profile: &str| start_with_index(profile, &index, |command| on(engine, IMAGE, command));
+        code_executer::dependencies(&server("code-executer"));
+        ipybox::packages(&server("ipybox"));
+        python_docker::packages(&server("python-docker-mcp"));
+        assert!(index.requests().iter().any(|path| path.contains("pure")), "the index of the setting was asked");
     }
 }
 

@@ -210,9 +210,14 @@ fn without_a_workspace_pictures_can_be_downloaded() {
 #[test]
 fn packages_are_installed_and_a_failure_is_an_error() {
     let index = local_index();
-    let server = start_with_index("ipybox", &index, |_| {});
+    packages(&start_with_index("ipybox", &index, |_| {}));
+    assert!(index.requests().iter().any(|path| path.contains("pure")), "the index of the setting was asked");
+}
+
+/// Installs packages of the index on this machine, on any backend.
+pub(super) fn packages(server: &Server) {
     go_through(
-        &server,
+        server,
         vec![
             fails(EXECUTE, cell("import pure"), &["ModuleNotFoundError"]),
             words("install_package", json!({"package_name": "pure>=1,<2"}), &["pure"]),
@@ -231,7 +236,6 @@ fn packages_are_installed_and_a_failure_is_an_error() {
             ),
         ],
     );
-    assert!(index.requests().iter().any(|path| path.contains("pure")), "the index of the setting was asked");
 }
 
 #[test]

@@ -260,9 +260,15 @@ fn packages_are_installed_into_sessions_from_the_index_of_the_file() {
     let server = start_with_index("python-docker-mcp", &index, |command| {
         command.env_remove("CELLBLOCK_PACKAGE_INDEX").env("PYTHON_DOCKER_MCP_CONFIG", &file);
     });
+    packages(&server);
+    assert!(index.requests().iter().any(|path| path.contains("pure")), "the index of the file was asked");
+}
+
+/// Installs packages of the index on this machine, on any backend.
+pub(super) fn packages(server: &Server) {
     let package = |name: &str, session: &str| json!({"package_name": name, "session_id": session});
     go_through(
-        &server,
+        server,
         vec![
             fails(PERSISTENT, within("s", "import pure"), &["Import 'pure' is not in the allowed list"]),
             words("install-package", package("pure>=2", "s"), &["Package installation result:\n\n"]),
@@ -281,5 +287,4 @@ fn packages_are_installed_into_sessions_from_the_index_of_the_file() {
             fails(TRANSIENT, code("import leaf"), &["not in the allowed list"]),
         ],
     );
-    assert!(index.requests().iter().any(|path| path.contains("pure")), "the index of the file was asked");
 }
