@@ -297,6 +297,15 @@ pub(super) struct DoctorArguments {
     /// Print the findings as JSON
     #[arg(long)]
     pub json: bool,
+    /// Look at this backend instead of the configured one: native, docker or podman
+    #[arg(long, value_name = "NAME")]
+    backend: Option<String>,
+    /// Look at this image of containers
+    #[arg(long, value_name = "IMAGE")]
+    container_tag: Option<String>,
+    /// Look at this runtime of containers
+    #[arg(long, value_name = "NAME")]
+    runtime: Option<String>,
 }
 
 #[derive(Subcommand)]
@@ -697,8 +706,11 @@ impl Arguments {
                 service.add_to(keeping.add_to(watch.add_to(upstream.add_to(branching.add_to(sandbox.add_to(flags))))))
             }
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
-            Command::Doctor(_)
-            | Command::Env(_)
+            Command::Doctor(DoctorArguments { backend, container_tag, runtime, .. }) => flags
+                .single(Key::Backend, backend.clone())
+                .single(Key::ContainerTag, container_tag.clone())
+                .single(Key::Runtime, runtime.clone()),
+            Command::Env(_)
             | Command::Image(_)
             | Command::Audit(_)
             | Command::Key(_)
@@ -857,6 +869,7 @@ mod tests {
             &["audit", "verify", "a.jsonl", "a.jsonl.000000000001", "--last", "7", "--json"],
             &["audit", "show", "a.jsonl", "--principal", "anna", "--session", "s", "--kind", "execution", "--json"],
             &["doctor", "--json"],
+            &["doctor", "--backend", "docker", "--container-tag", "x", "--runtime", "runsc"],
             &["env", "list", "--json"],
             &["env", "build"],
             &["env", "build", "science", "--packages", "scipy", "polars>=1", "--python", "3.12", "--preload", "scipy"],

@@ -96,6 +96,7 @@ fn container_settings(settings: &Settings, choice: &Containers, warmth: Warmth) 
     ContainerSettings {
         kind: choice.kind,
         address: choice.address.clone(),
+        credentials: choice.credentials.clone(),
         image: choice.image.clone(),
         runtime: choice.runtime.clone(),
         runtime_dir: settings.runtime_dir.clone(),

@@ -1,6 +1,7 @@
 //! `cellblock doctor`: what isolation this machine enforces, what it cannot, why, and the cure.
 //!
-//! The answer comes from a sandbox that is really made and taken away again, not from version numbers.
+//! The answer comes from a sandbox that is really made and taken away again, not from version numbers. Where sessions run in containers, the engine and the image
+//! are looked at first, and a container is made only of what is there: nothing is fetched.
 
 use std::fmt::Write;
 use std::process::ExitCode;
@@ -9,53 +10,131 @@ use cellblock_jail::probe;
 use serde_json::json;
 
 use super::cli::DoctorArguments;
-use super::{native_settings, packages_command, print};
-use crate::config::Settings;
+use super::{Warmth, containers, native_settings, packages_command, print};
+use crate::config::{BackendChoice, Containers, Settings};
 use crate::environment;
+use crate::sandbox::container::{Examined, Finding, Found, examine};
 use crate::sandbox::native;
 use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind};
 
+/// What was found out.
+struct Report {
+    /// The engine and the image, where sessions run in containers.
+    engine: Vec<Finding>,
+    /// What a sandbox was, if one was tried.
+    tried: Option<Result<Isolation, LaunchError>>,
+    usable: bool,
+}
+
 /// Carries out the command. Fails when sessions could not be started here as things are.
 pub(super) async fn execute(arguments: &DoctorArguments, settings: &Settings) -> anyhow::Result<ExitCode> {
-    let tried = native::trial(native_settings(settings)?).await;
-    let usable = tried.as_ref().is_ok_and(|isolation| isolation.first_unallowed(&settings.allow_missing).is_none());
-    let report = if arguments.json { as_json(&tried, usable)? } else { as_text(&tried, usable, settings)? };
-    print(&report)?;
+    let (engine, tried) = match &settings.backend {
+        BackendChoice::Native => (Vec::new(), Some(native::trial(native_settings(settings)?).await)),
+        BackendChoice::Containers(choice) => {
+            let engine = examine(&examined(settings, choice)).await;
+            let is_fine = engine.iter().all(|finding| finding.state == Found::Fine);
+            let tried = if is_fine { Some(container_trial(settings, choice).await?) } else { None };
+            (engine, tried)
+        }
+    };
+    let is_whole = |isolation: &Isolation| isolation.first_unallowed(&settings.allow_missing).is_none();
+    let usable = tried.as_ref().is_some_and(|tried| tried.as_ref().is_ok_and(is_whole));
+    let report = Report { engine, tried, usable };
+    print(&if arguments.json { as_json(&report)? } else { as_text(&report, settings)? })?;
     Ok(if usable { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn as_json(tried: &Result<Isolation, LaunchError>, usable: bool) -> anyhow::Result<String> {
-    let report = match tried {
-        Ok(isolation) => json!({ "usable": usable, "layers": isolation.layers }),
-        Err(error) => json!({ "usable": false, "error": error.to_string(), "cure": cure(error) }),
-    };
-    Ok(serde_json::to_string_pretty(&report)? + "\n")
+fn examined<'a>(settings: &Settings, choice: &'a Containers) -> Examined<'a> {
+    Examined {
+        kind: choice.kind,
+        address: &choice.address,
+        image: &choice.image,
+        runtime: choice.runtime.as_deref(),
+        has_network: !settings.network.rules.is_empty(),
+    }
 }
 
-fn as_text(
-    tried: &Result<Isolation, LaunchError>,
-    usable: bool,
-    settings: &Settings,
-) -> Result<String, std::fmt::Error> {
+/// Makes a container with a session as servers do, and takes it away again.
+async fn container_trial(settings: &Settings, choice: &Containers) -> anyhow::Result<Result<Isolation, LaunchError>> {
+    let backend = containers::backend(settings, choice, Warmth::OneShot, None)?;
+    let tried = match backend.launch().await {
+        Ok((mut sandbox, _)) => {
+            sandbox.destroy().await;
+            Ok(sandbox.isolation().clone())
+        }
+        Err(error) => Err(error),
+    };
+    backend.shut_down().await;
+    Ok(tried)
+}
+
+fn as_json(report: &Report) -> anyhow::Result<String> {
+    let mut told = match &report.tried {
+        Some(Ok(isolation)) => json!({ "usable": report.usable, "layers": isolation.layers }),
+        Some(Err(error)) => json!({ "usable": false, "error": error.to_string(), "cure": cure(error) }),
+        None => json!({ "usable": false }),
+    };
+    if !report.engine.is_empty() {
+        told["engine"] = json!(report.engine);
+    }
+    Ok(serde_json::to_string_pretty(&told)? + "\n")
+}
+
+fn as_text(report: &Report, settings: &Settings) -> Result<String, std::fmt::Error> {
     let mut text = String::new();
-    match tried {
-        Ok(isolation) => write_layers(&mut text, isolation)?,
-        Err(error) => {
+    let is_native = report.engine.is_empty();
+    if !is_native {
+        writeln!(text, "Container engine:")?;
+        for finding in &report.engine {
+            let mark = if finding.state == Found::Fine { "fine" } else { "MISSING" };
+            write_line(&mut text, finding.name, mark, &finding.what, finding.why.as_deref(), finding.cure.as_deref())?;
+        }
+        writeln!(text)?;
+    }
+    match &report.tried {
+        Some(Ok(isolation)) => {
+            let place = if is_native { "on this machine" } else { "in a container" };
+            writeln!(text, "Isolation of a session {place}:")?;
+            write_layers(&mut text, isolation, is_native)?;
+        }
+        Some(Err(error)) => {
             writeln!(text, "A sandbox cannot be made here: {error}")?;
-            if let Some(cure) = cure(error) {
+            if let Some(cure) = cure(error).filter(|_| is_native) {
                 writeln!(text, "Cure: {cure}")?;
             }
         }
+        None => writeln!(text, "No container was made.")?,
     }
-    writeln!(text, "\nPython environments: {}", environments(settings))?;
-    writeln!(text, "Packages of sessions: {}", packages_command::summary(settings))?;
+    if is_native {
+        writeln!(text, "\nPython environments: {}", environments(settings))?;
+        writeln!(text, "Packages of sessions: {}", packages_command::summary(settings))?;
+    }
+    let usable = report.usable;
     let verdict = if usable { "Sessions can be started." } else { "Sessions cannot be started as things are." };
     writeln!(text, "\n{verdict}")?;
     Ok(text)
 }
 
-fn write_layers(text: &mut String, isolation: &Isolation) -> std::fmt::Result {
-    writeln!(text, "Isolation of a session on this machine:")?;
+/// Writes one thing that was looked at: how it is, and if it is not as it should be, why and what to do.
+fn write_line(
+    text: &mut String,
+    name: &str,
+    mark: &str,
+    what: &str,
+    why: Option<&str>,
+    cure: Option<&str>,
+) -> std::fmt::Result {
+    writeln!(text, "{}", format!("  {name:<13} {mark:<9} {what}").trim_end())?;
+    if let Some(why) = why {
+        writeln!(text, "  {:23} because {why}", "")?;
+    }
+    if let Some(cure) = cure {
+        writeln!(text, "  {:23} cure: {cure}", "")?;
+    }
+    Ok(())
+}
+
+fn write_layers(text: &mut String, isolation: &Isolation, is_native: bool) -> std::fmt::Result {
     for kind in LayerKind::ALL {
         let (mark, how, why) = match isolation.layers.get(&kind) {
             Some(Layer::Enforced { how }) => ("enforced", how.as_str(), None),
@@ -63,13 +142,8 @@ fn write_layers(text: &mut String, isolation: &Isolation) -> std::fmt::Result {
             Some(Layer::Missing { why }) => ("MISSING", "", Some(why)),
             None => ("MISSING", "", None),
         };
-        writeln!(text, "  {:<13} {:<9} {how}", kind.name(), mark)?;
-        if let Some(why) = why {
-            writeln!(text, "  {:23} because {why}", "")?;
-        }
-        if let Some(cure) = cure_of(kind).filter(|_| mark != "enforced") {
-            writeln!(text, "  {:23} cure: {cure}", "")?;
-        }
+        let cure = cure_of(kind).filter(|_| mark != "enforced" && (is_native || kind == LayerKind::Landlock));
+        write_line(text, kind.name(), mark, how, why.map(String::as_str), cure)?;
     }
     Ok(())
 }

@@ -52,7 +52,7 @@ async fn connect(arguments: &EngineArguments, settings: &Settings) -> anyhow::Re
             (kind, config::engine_address(kind)?)
         }
     };
-    Ok(Engine::connect(kind, &address).await?)
+    Ok(Engine::connect(kind, &address).await?.with_credentials(&config::engine_credentials(kind)))
 }
 
 async fn build(arguments: &ImageArguments, settings: &Settings, output: &mut (dyn Write + Send)) -> anyhow::Result<()> {
@@ -283,7 +283,7 @@ mod tests {
         let given = ImageArguments { no_science: true, dependencies: Some(file.path().to_owned()), ..arguments() };
         assert!(filling(&given).unwrap_err().to_string().contains("line 4"), "quotes within quotes are not read");
         std::fs::write(file.path(), "# tools\n\"polars>=1\",\n\n  'pandas[excel] >=2' ,\n\"six\"").unwrap();
-        assert_eq!(packages(&given), ["polars>=1", "pandas[excel] >=2", "six", "ipython", "pydantic"]);
+        assert_eq!(packages(&given), ["polars>=1", "pandas[excel] >=2", "six"]);
         assert_eq!(quoted_requirements("\"numpy\",\nnumpy = \"^2\"\n"), Err(2));
         assert_eq!(quoted_requirements("scipy"), Err(1));
     }

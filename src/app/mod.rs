@@ -390,9 +390,9 @@ fn mcp_settings(settings: &Settings, front: Front, keep: KeepByDefault) -> anyho
     })
 }
 
-/// Whether hosts that are not listed can be asked about. Containers have no way to ask.
+/// Whether hosts that are not listed can be asked about.
 fn other_hosts(settings: &Settings) -> mcp::OtherHosts {
-    match settings.backend == BackendChoice::Native && settings.approvals.policy.opens_domains() {
+    match settings.approvals.policy.opens_domains() {
         true => mcp::OtherHosts::AskedAbout,
         false => mcp::OtherHosts::Closed,
     }

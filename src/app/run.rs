@@ -166,6 +166,9 @@ fn ending(status: &Status) -> Option<String> {
         Status::Died { exit: Exit::OutOfMemory { limit } } => {
             Some(format!("the code needed more than its {} MiB of memory (see --memory)", limit >> 20))
         }
+        Status::Died { exit: Exit::SandboxGone { .. } } => {
+            Some("the container was ended from outside, or the container engine went away".to_owned())
+        }
         other => Some(format!("Python ended: {}", other.name().replace('_', " "))),
     }
 }

@@ -73,6 +73,28 @@ pub(super) fn find(
     }
 }
 
+/// Lists the files that may have credentials for registries, those that count first.
+pub(super) fn credential_files(kind: EngineKind, variables: &BTreeMap<String, String>) -> Vec<PathBuf> {
+    let variable = |name: &str| variables.get(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let below = |folder: Option<PathBuf>, file: &str| folder.map(|folder| folder.join(file));
+    let docker = below(docker_folder(variables), "config.json");
+    let podman = match kind {
+        EngineKind::Docker => [None, None, None],
+        EngineKind::Podman => [
+            variable("REGISTRY_AUTH_FILE"),
+            below(variable("XDG_RUNTIME_DIR"), "containers/auth.json"),
+            below(variable("XDG_CONFIG_HOME").or(below(variable("HOME"), ".config")), "containers/auth.json"),
+        ],
+    };
+    podman.into_iter().flatten().chain(docker).collect()
+}
+
+/// Where Docker's command line keeps its settings.
+fn docker_folder(variables: &BTreeMap<String, String>) -> Option<PathBuf> {
+    let variable = |name: &str| variables.get(name).map(String::as_str).filter(|value| !value.is_empty());
+    variable("DOCKER_CONFIG").map(PathBuf::from).or(variable("HOME").map(|home| Path::new(home).join(".docker")))
+}
+
 fn address(host: &str, certificates: Option<PathBuf>) -> Result<EngineAddress, EngineProblem> {
     match (host.split_once("://"), certificates) {
         (Some(("unix", path)), _) => Ok(EngineAddress::Unix(PathBuf::from(path))),
@@ -110,9 +132,7 @@ fn of_context(
     read: &dyn Fn(NamedFile<'_>) -> io::Result<Option<String>>,
 ) -> Result<Option<EngineAddress>, EngineProblem> {
     let variable = |name: &str| variables.get(name).map(String::as_str).filter(|value| !value.is_empty());
-    let folder =
-        variable("DOCKER_CONFIG").map(PathBuf::from).or(variable("HOME").map(|home| Path::new(home).join(".docker")));
-    let Some(folder) = folder else { return Ok(None) };
+    let Some(folder) = docker_folder(variables) else { return Ok(None) };
     let text = |path: PathBuf| match read(NamedFile::ByOperator(&path)) {
         Ok(text) => Ok(text),
         Err(cause) => Err(EngineProblem::Unreadable { path, cause }),
@@ -201,6 +221,22 @@ mod tests {
         assert_eq!(tls(&[host, verify, ("DOCKER_CERT_PATH", "/c")]).unwrap(), expected("/c"));
         assert!(matches!(tls(&[host, verify]), Err(EngineProblem::Certificates)));
         assert_eq!(tls(&[host]).unwrap(), EngineAddress::Tcp(host.1.to_owned())); // control
+    }
+
+    #[test]
+    fn credentials_are_where_a_login_leaves_them() {
+        let files = |kind, variables: &[(&str, &str)]| {
+            let variables = variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+            let found = credential_files(kind, &variables);
+            found.iter().map(|file| file.to_string_lossy().into_owned()).collect::<Vec<_>>()
+        };
+        let home = [("HOME", "/h"), ("XDG_RUNTIME_DIR", "/r")];
+        assert_eq!(files(EngineKind::Docker, &home), ["/h/.docker/config.json"]);
+        assert_eq!(files(EngineKind::Docker, &[("DOCKER_CONFIG", "/d"), home[0]]), ["/d/config.json"]);
+        let podman = ["/r/containers/auth.json", "/h/.config/containers/auth.json", "/h/.docker/config.json"];
+        assert_eq!(files(EngineKind::Podman, &home), podman);
+        assert_eq!(files(EngineKind::Podman, &[("REGISTRY_AUTH_FILE", "/a")]), ["/a"]);
+        assert!(files(EngineKind::Docker, &[]).is_empty());
     }
 
     #[test]

@@ -161,6 +161,8 @@ pub enum BackendChoice {
 pub struct Containers {
     pub kind: EngineKind,
     pub address: EngineAddress,
+    /// Files that may have credentials for registries of images.
+    pub credentials: Vec<PathBuf>,
     pub image: String,
     /// Another runtime than the engine's usual one.
     pub runtime: Option<String>,
@@ -456,6 +458,11 @@ impl std::fmt::Debug for HandOver {
 fn own_variables() -> BTreeMap<String, String> {
     let text = |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
     std::env::vars_os().filter_map(text).collect()
+}
+
+/// Lists the files in which the engine's own command line keeps credentials for registries.
+pub fn engine_credentials(kind: EngineKind) -> Vec<PathBuf> {
+    engine::credential_files(kind, &own_variables())
 }
 
 /// Finds the container engine that the engine's own command line would use.

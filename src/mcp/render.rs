@@ -478,6 +478,10 @@ fn ending(outcome: &Outcome) -> Option<String> {
             bytes_text(*limit),
             lost(can_undo)
         ),
+        Status::Died { exit: exit @ Exit::SandboxGone { files_kept: false } } => format!(
+            "The session is lost: {}. Its variables, imports and files are gone. Call `reset` to begin anew.",
+            exit_text(*exit)
+        ),
         Status::Died { exit } => {
             format!("Python ended while the code ran: {}. {}", exit_text(*exit), lost(can_undo))
         }
@@ -532,6 +536,9 @@ pub(super) fn exit_text(exit: Exit) -> String {
             None => format!("signal {signal}"),
         },
         Exit::OutOfMemory { limit } => format!("it used more than {} of memory", bytes_text(limit)),
+        Exit::SandboxGone { .. } => {
+            "its container was ended from outside, or the container engine went away".to_owned()
+        }
         Exit::Unknown => "the reason is not known".to_owned(),
     }
 }
@@ -906,6 +913,9 @@ mod tests {
         check_failure(died(Exit::Code(0)), &["exit code 0"]);
         check_failure(died(Exit::Code(3)), &["exit code 3"]);
         check_failure(died(Exit::Unknown), &["not known"]);
+        let gone = |files_kept| died(Exit::SandboxGone { files_kept });
+        check_failure(gone(false), &["session is lost", "engine went away", "files are gone", "`reset`"]);
+        check_failure(gone(true), &["engine went away", "files in the working folder are kept", "`reset`"]);
         check_failure(Status::Nonsense { what: "a frame of 9 GiB".to_owned() }, &["a frame of 9 GiB", "are gone"]);
     }
 

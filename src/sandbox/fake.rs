@@ -612,7 +612,13 @@ fn start(files: &Path, birth: Birth, used: Arc<Mutex<Duration>>) -> Result<(Inte
         exit_sender.send_replace(Some(exit));
     });
     Ok((
-        Interpreter { channel: host, skew: Duration::ZERO, process: Box::new(process.clone()), beginning: None },
+        Interpreter {
+            channel: host,
+            skew: Duration::ZERO,
+            process: Box::new(process.clone()),
+            beginning: None,
+            files_lost: false,
+        },
         process,
     ))
 }

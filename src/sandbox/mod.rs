@@ -67,7 +67,8 @@ pub trait Sandbox: Send + Sync {
     /// Tells what separates this sandbox from the host.
     fn isolation(&self) -> &Isolation;
 
-    /// Ends the current interpreter and every process it left behind, then starts a fresh one. Files stay.
+    /// Ends the current interpreter and every process it left behind, then starts a fresh one. Files stay, unless the sandbox itself
+    /// was lost and another one takes its place; the interpreter says so.
     async fn restart(&mut self) -> Result<Interpreter, LaunchError>;
 
     /// Reads from the kernel how much memory the sandbox holds now and held at most since the last `forget_peak`.
@@ -161,6 +162,8 @@ pub struct Interpreter {
     pub process: Box<dyn Process>,
     /// A checkpoint of the state in which it begins, files included, if there is one.
     pub beginning: Option<CheckpointId>,
+    /// It takes the place of one whose sandbox was lost, and with it the files.
+    pub files_lost: bool,
 }
 
 /// The main process of an interpreter, or of a program that was launched, as the host sees it.
@@ -231,6 +234,11 @@ pub enum Exit {
     /// The sandbox used more memory than it may and the kernel chose this process.
     OutOfMemory {
         limit: u64,
+    },
+    /// Its whole sandbox was ended from outside, or whoever made the sandbox went away.
+    SandboxGone {
+        /// The working folder is the operator's and outlives sandboxes.
+        files_kept: bool,
     },
     /// The kernel no longer knows.
     Unknown,

@@ -10,6 +10,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::driver::Job;
 use super::images::tests::png;
 use super::*;
 use crate::sandbox::fake::FakeBackend;
@@ -491,6 +492,18 @@ async fn a_failed_start_is_told_and_may_be_tried_again() {
     assert!(setting.refused("a", "print x").await.to_string().contains("no Python here"));
     setting.backend.prepare(Preparation::Ready);
     assert_eq!(text(&setting.ok("a", "print x").await), "x\n");
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_asks_a_session_that_could_not_begin_and_is_gone_already_is_told_why() {
+    let setting = setting_with(FakeBackend::unprepared(), SessionSettings::default());
+    let entry = setting.sessions.find_or_create(&owner(), &id("a")).unwrap();
+    setting.backend.prepare(Preparation::Failed { why: "no Python here".to_owned() });
+    entry.commands.closed().await;
+    let (reply, _answer) = tokio::sync::oneshot::channel();
+    let silence = setting.sessions.submit_as(&entry, 1, Job::List { reply }).unwrap_err();
+    let refused = setting.sessions.explained(&owner(), &id("a"), silence);
+    assert!(matches!(&refused, Refused::Launch(_)) && refused.to_string().contains("no Python here"), "{refused}");
 }
 
 #[tokio::test]

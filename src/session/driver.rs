@@ -201,6 +201,8 @@ pub(super) struct Shared {
 pub(super) struct Facts {
     pub(super) state: &'static str,
     pub(super) ended: Option<String>,
+    /// Why no interpreter could be started, if that was tried last.
+    pub(super) failure: Option<LaunchError>,
     pub(super) executions: u64,
     pub(super) last_used: Instant,
     pub(super) memory: Option<u64>,
@@ -221,6 +223,7 @@ impl Shared {
         let facts = Facts {
             state: "starting",
             ended: None,
+            failure: None,
             executions: 0,
             last_used: now,
             memory: None,
@@ -408,6 +411,8 @@ struct Live {
     beginning: Option<CheckpointId>,
     /// What a copy has from its source.
     inheritance: Inheritance,
+    /// The files of the session went with its former sandbox.
+    files_lost: bool,
 }
 
 /// What a copy takes along that its interpreter does not know.
@@ -467,6 +472,7 @@ async fn greet(interpreter: Interpreter) -> Result<Box<Live>, LaunchError> {
             connection: Ok(connection),
             beginning: interpreter.beginning,
             inheritance: Inheritance::default(),
+            files_lost: interpreter.files_lost,
         })),
         Ok(Err(error)) => {
             interpreter.process.kill();
@@ -1006,27 +1012,32 @@ impl Driver {
                     Ok(connection) => connection.carried().clone(),
                     Err(_) => Carried::default(),
                 };
-                let Live { process, connection, beginning, .. } = *live;
-                self.live = Some(Live { process, connection, beginning: None, inheritance: Inheritance::default() });
-                self.ended = None;
+                let Live { process, connection, beginning, files_lost, .. } = *live;
+                let inheritance = Inheritance::default();
+                self.live = Some(Live { process, connection, beginning: None, inheritance, files_lost: false });
+                (self.ended, self.exit) = (None, Exit::Unknown);
                 self.failure = None;
+                self.shared.facts().failure = None;
                 self.replaced(&carried);
                 let copied = self.keep_beginning(beginning, &carried);
                 if !self.resets.is_empty() {
                     self.give_packages_again();
                 }
                 for (reply, interrupted_running_cell) in self.resets.drain(..) {
-                    let _ = reply.send(Ok(ResetReport { interrupted_running_cell, files_kept: true }));
-                    self.notes = vec![
-                        "Python was started anew: variables from before the reset are gone, files are kept.".to_owned(),
-                    ];
+                    let _ = reply.send(Ok(ResetReport { interrupted_running_cell, files_kept: !files_lost }));
+                    let files = if files_lost { "and so are files" } else { "files are kept" };
+                    self.notes =
+                        vec![format!("Python was started anew: variables from before the reset are gone, {files}.")];
                 }
                 self.happen(Event::Started { copied });
             }
             Err(error) => {
                 debug!(session = self.id.as_str(), %error, "no interpreter could be started");
-                self.ended =
-                    Some(format!("Python could not be started again ({error}); files in the working folder are kept"));
+                let left = match self.exit {
+                    Exit::SandboxGone { files_kept: false } => "variables and files are gone",
+                    _ => "files in the working folder are kept",
+                };
+                self.ended = Some(format!("Python could not be started again ({error}); {left}"));
                 self.replacement_failed(&error);
                 for (reply, _) in self.resets.drain(..) {
                     let _ = reply.send(Err(Refused::Launch(error.clone())));
@@ -1034,6 +1045,7 @@ impl Driver {
                 for (_, reply) in self.narrowing.drain(..) {
                     let _ = reply.send(Err(Refused::Launch(error.clone())));
                 }
+                self.shared.facts().failure = Some(error.clone());
                 self.failure = Some(error);
                 self.happen(Event::StartFailed);
             }
@@ -1109,7 +1121,11 @@ impl Driver {
         }
         info!(session = self.id.as_str(), ?exit, "interpreter ended");
         self.exit = exit;
-        self.ended = Some(format!("{}; variables are gone, files in the working folder are kept", describe(exit)));
+        let left = match exit {
+            Exit::SandboxGone { files_kept: false } => "variables and files are gone",
+            _ => "variables are gone, files in the working folder are kept",
+        };
+        self.ended = Some(format!("{}; {left}", describe(exit)));
         self.happen(Event::InterpreterGone);
         // Nobody is left to answer; a copy that was made is as good as ever.
         if self.answer_due().is_some() {
@@ -1569,6 +1585,9 @@ fn describe(exit: Exit) -> String {
         Exit::Signal(11) => "its Python process crashed (signal 11, a fault in native code)".to_owned(),
         Exit::Signal(signal) => format!("its Python process was ended by signal {signal}"),
         Exit::OutOfMemory { limit } => format!("it used more than its {} MiB of memory", limit / (1024 * 1024)),
+        Exit::SandboxGone { .. } => {
+            "its container was ended from outside, or the container engine went away".to_owned()
+        }
         Exit::Unknown => "its Python process ended".to_owned(),
     }
 }

@@ -28,7 +28,7 @@ use super::{
     MOST_FORKS, Principal, Refused, ResetReport, Resident, SessionId, SessionInfo, SessionSettings, Undo, UndoReport,
     Usage, Which, WorkFolder,
 };
-use crate::sandbox::{Backend, Preparation, Rules};
+use crate::sandbox::{Backend, LaunchError, Preparation, Rules};
 
 /// Ended sessions that are remembered.
 const MOST_TOMBSTONES: usize = 1000;
@@ -731,7 +731,7 @@ impl Sessions {
                 answer.await
             }
         };
-        answer.map_err(|_| Silence::Gone)
+        answer.map_err(|_| Silence::Gone(None))
     }
 
     fn submit(&self, entry: &Entry, job: Job) -> Result<u64, Silence> {
@@ -748,14 +748,15 @@ impl Sessions {
         match entry.commands.try_send(Command::Submit(number, job)) {
             Ok(()) => Ok(()),
             Err(mpsc::error::TrySendError::Full(_)) => Err(Silence::Flooded),
-            Err(mpsc::error::TrySendError::Closed(_)) => Err(Silence::Gone),
+            Err(mpsc::error::TrySendError::Closed(_)) => Err(Silence::Gone(entry.shared.facts().failure.clone())),
         }
     }
 
     pub(super) fn explained(&self, owner: &Principal, id: &SessionId, silence: Silence) -> Refused {
         match silence {
             Silence::Flooded => Refused::Busy { waiting: MOST_COMMANDS },
-            Silence::Gone => self.gone(owner, id),
+            Silence::Gone(Some(failure)) => Refused::Launch(failure),
+            Silence::Gone(None) => self.gone(owner, id),
         }
     }
 
@@ -842,11 +843,12 @@ impl Table {
 }
 
 /// Why a driver did not answer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(super) enum Silence {
     /// More commands are on their way to it than it can take.
     Flooded,
-    Gone,
+    /// It has ended, perhaps because it could not even begin, and before it was asked anything.
+    Gone(Option<LaunchError>),
 }
 
 /// Ends a session and waits until nothing of it is left.

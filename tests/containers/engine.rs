@@ -1,6 +1,5 @@
 //! Engines that are not there, end, or lack something.
 
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use cellblock::sandbox::container::EngineAddress;
@@ -10,11 +9,12 @@ use serde_json::json;
 
 use super::on_docker;
 use crate::support::containers::{IMAGE, TestEngine};
+use crate::support::daemon::Daemon;
 use crate::support::server::{Era, Server, program_below};
-use crate::support::{data_folder, native, skipped};
+use crate::support::{data_folder, native};
 
 /// Where the engine's socket is.
-fn socket(engine: &TestEngine) -> &std::path::Path {
+pub(super) fn socket(engine: &TestEngine) -> &std::path::Path {
     let EngineAddress::Unix(socket) = &engine.address else { unreachable!("tests use a socket") };
     socket
 }
@@ -64,59 +64,73 @@ fn an_image_without_python_is_refused() {
 }
 
 #[test]
-fn an_image_is_fetched_when_the_engine_has_none() {
+fn an_image_with_an_old_python_is_refused_with_what_is_needed() {
     on_docker(async |engine| {
-        let Some(registry) = Registry::start() else { return skipped("docker-registry") };
-        let image = format!("127.0.0.1:{}/nothing:1", registry.port);
-        engine.import(&image);
-        engine.command(&["push", &image]);
-        engine.command(&["rmi", &image]);
-        let containers = engine.build().image(&image).start();
-        let session = containers.session();
-        let refused = session.execute("1").await;
-        let why = failure(refused.unwrap_err());
-        assert!(why.contains("has no Python that could be started"), "{why}");
-        engine.command(&["rmi", &image]); // control: it is there now
+        let old = "cellblock-test:old";
+        engine
+            .import_with_python(old, "#!/bin/sh\necho '{\"version\": [3, 9], \"ipython\": false, \"ready\": false}'\n");
+        let containers = engine.build().image(old).start();
+        let why = failure(containers.session().execute("1").await.unwrap_err());
+        assert!(why.contains("has Python 3.9; sessions need 3.10 or newer"), "{why}");
         containers.end().await;
     });
 }
 
-/// A registry of images on this machine.
-struct Registry {
-    port: u16,
-    process: Child,
-    _folder: tempfile::TempDir,
+#[test]
+fn an_image_for_another_machine_is_refused_with_what_would_fit() {
+    on_docker(async |engine| {
+        let foreign = "cellblock-test:foreign";
+        engine.load_for(foreign, "s390x");
+        let containers = engine.build().image(foreign).start();
+        let why = failure(containers.session().execute("1").await.unwrap_err());
+        assert!(why.contains("is for s390x, and the engine's machine is"), "{why}");
+        containers.end().await;
+    });
 }
 
-impl Registry {
-    fn start() -> Option<Registry> {
-        let folder = tempfile::tempdir().unwrap();
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let images = folder.path().join("images");
-        let settings = json!({
-            "version": 0.1,
-            "storage": {"filesystem": {"rootdirectory": images}},
-            "http": {"addr": format!("127.0.0.1:{port}")},
-        });
-        let file = folder.path().join("config.yml");
-        std::fs::write(&file, settings.to_string()).unwrap();
-        let mut command = Command::new("docker-registry");
-        command.arg("serve").arg(&file).stdout(Stdio::null()).stderr(Stdio::null());
-        let process = command.spawn().ok()?;
-        let deadline = Instant::now() + Duration::from_secs(20);
-        while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
-            assert!(Instant::now() < deadline, "the registry does not listen");
-            std::thread::yield_now();
-        }
-        Some(Registry { port, process, _folder: folder })
-    }
+#[test]
+fn a_full_work_folder_is_an_error_inside_and_the_session_goes_on() {
+    on_docker(async |engine| {
+        let session = engine.shared().session();
+        let fill = "
+def fill(name):
+    with open(name, 'wb', buffering=0) as file:
+        while True:
+            if file.write(bytes(1 << 20)) < 1 << 20:
+                raise OSError('no more')
+kept = 'kept'
+open('small', 'w').write('x')
+fill('large')";
+        let outcome = session.execute(fill).await.unwrap();
+        assert!(matches!(&outcome.status, Status::Raised(_)), "{:?}", outcome.status);
+        let again = "
+import os
+try:
+    open('more', 'wb').write(bytes(1 << 20))
+except OSError as error:
+    print(error.strerror)
+os.remove('large')
+print(kept, open('small').read(), open('more', 'wb').write(bytes(1 << 20)) > 0)";
+        assert_eq!(session.ok(again).await, "No space left on device\nkept x True\n");
+    });
 }
 
-impl Drop for Registry {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
+#[test]
+fn an_engine_whose_disk_is_full_says_so_and_works_once_there_is_room() {
+    let Some(daemon) = Daemon::docker_with_disk(700 << 20) else { return };
+    native::run(async {
+        let containers = daemon.engine.build().start();
+        containers.session().ok("1").await; // control
+        let rubbish = daemon.disk().join("rubbish");
+        let mut file = std::fs::File::create(&rubbish).unwrap();
+        while std::io::Write::write_all(&mut file, &[0; 1 << 12]).is_ok() {}
+        drop(file);
+        let why = failure(containers.session().execute("1").await.unwrap_err());
+        assert!(why.contains("no room left on its disk"), "{why}");
+        std::fs::remove_file(&rubbish).unwrap();
+        assert_eq!(containers.session().ok("print('room')").await, "room\n");
+        containers.end().await;
+    });
 }
 
 #[test]
@@ -142,7 +156,7 @@ fn a_container_that_somebody_ends_takes_its_session_along_and_a_reset_begins_ane
         session.runs().await;
         engine.command(&["kill", &container]);
         let outcome = cell.await.unwrap().unwrap();
-        assert_eq!(outcome.status, Status::Died { exit: Exit::Signal(9) });
+        assert_eq!(outcome.status, Status::Died { exit: Exit::SandboxGone { files_kept: false } });
         let refused = session.execute("x").await.unwrap_err();
         assert!(matches!(refused, Refused::Ended { .. }), "{refused}");
         session.reset().await;

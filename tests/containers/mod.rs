@@ -1,14 +1,21 @@
 //! Sessions in containers: what only they have. What every backend promises is in `contract`.
 //!
-//! `walls` looks at a container from inside and out, `family` at forks and undo, `engine` at engines that are not there, end, or lack something, `pool` at what waits, `packages` at what is
-//! installed into live sessions, `programs` at commands that need an approval, `runtimes` at gVisor.
+//! `walls` looks at a container from inside and out, `family` at forks and undo, `engine` at engines that are not there, end, or lack something, `registry` at images that are fetched, `remote` at engines
+//! that are reached in other ways than by a socket, `restart` at those that go away and come back, `pool` at what waits, `volumes` at what stays on an engine, `keeping` at servers that die, `doctor` at
+//! what it tells, `packages` at what is installed into live sessions, `programs` at commands that need an approval, `runtimes` at gVisor.
 
+mod doctor;
 mod engine;
 mod family;
+mod keeping;
 mod packages;
 mod pool;
 mod programs;
+mod registry;
+mod remote;
+mod restart;
 mod runtimes;
+mod volumes;
 mod walls;
 
 use std::future::Future;

@@ -16,6 +16,8 @@ use cellblock::sandbox::{Backend, Network, Preparation, SandboxLimits};
 use cellblock::session::{Approvals, SessionSettings, Sessions};
 use cellblock_jail::wire::Programs;
 use rustix::fs::FlockOperation;
+use serde_json::json;
+use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 
 use super::native::{ROOMY, Session};
@@ -23,12 +25,15 @@ use super::native::{ROOMY, Session};
 /// The image that the script makes: Debian with Python and without IPython.
 pub(crate) const IMAGE: &str = "cellblock-test:python";
 
+/// An archive that holds nothing.
+const NOTHING: [u8; 10_240] = [0; 10_240];
+
 /// An engine that runs for the tests.
 pub(crate) struct TestEngine {
     pub(crate) kind: EngineKind,
     pub(crate) address: EngineAddress,
-    /// Keeps the engine from ending.
-    _in_use: File,
+    /// Keeps the engine from ending, if others use it too.
+    _in_use: Option<File>,
 }
 
 /// Returns Docker, or says that the test is skipped.
@@ -47,25 +52,40 @@ fn found(engine: &'static Result<TestEngine, String>) -> Option<&'static TestEng
     engine.as_ref().map_err(|why| super::skipped(why)).ok()
 }
 
-fn folder() -> PathBuf {
+/// Where the engines have their data.
+pub(crate) fn folder() -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join("engine")
+}
+
+/// The program that starts them.
+pub(crate) fn script() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/engine")
+}
+
+/// The files of the image, which are there once an engine was started.
+pub(crate) fn archive() -> PathBuf {
+    folder().join("python.tar")
 }
 
 fn start(kind: EngineKind, word: &str) -> Result<TestEngine, String> {
     std::fs::create_dir_all(folder()).map_err(|error| error.to_string())?;
     let in_use = File::create(folder().join("users")).map_err(|error| error.to_string())?;
     rustix::fs::flock(&in_use, FlockOperation::LockShared).map_err(|error| error.to_string())?;
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/engine");
-    let run = Command::new(script).arg(word).arg(folder()).output().map_err(|error| format!("bash ({error})"))?;
+    let run = Command::new(script()).arg(word).arg(folder()).output().map_err(|error| format!("bash ({error})"))?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
     let Some(socket) = text(&run.stdout).strip_prefix("unix://").map(PathBuf::from).filter(|_| run.status.success())
     else {
         return Err(text(&run.stderr));
     };
-    Ok(TestEngine { kind, address: EngineAddress::Unix(socket), _in_use: in_use })
+    Ok(TestEngine { kind, address: EngineAddress::Unix(socket), _in_use: Some(in_use) })
 }
 
 impl TestEngine {
+    /// An engine that the test itself keeps running.
+    pub(crate) fn new(kind: EngineKind, address: EngineAddress) -> TestEngine {
+        TestEngine { kind, address, _in_use: None }
+    }
+
     pub(crate) fn is_podman(&self) -> bool {
         self.kind == EngineKind::Podman
     }
@@ -103,11 +123,44 @@ impl TestEngine {
         running.lines().filter(has).map(str::to_owned).collect()
     }
 
+    /// Makes an image like that of the tests, in which a script takes the place of Python.
+    pub(crate) fn import_with_python(&self, name: &str, script: &str) {
+        let file = tempfile::NamedTempFile::new().expect("a file can be made");
+        std::fs::write(file.path(), script).expect("it can be written to");
+        let everybody = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(file.path(), everybody).expect("it is ours");
+        let container = self.command(&["create", "--network", "none", IMAGE, "true"]);
+        let container = container.trim();
+        self.command(&["cp", &file.path().to_string_lossy(), &format!("{container}:/usr/local/bin/python3")]);
+        self.command(&["commit", container, name]);
+        self.command(&["rm", container]);
+    }
+
     /// Makes an image of nothing.
     pub(crate) fn import(&self, name: &str) {
         let archive = folder().join("nothing.tar");
-        std::fs::write(&archive, [0; 10_240]).expect("the folder can be written to");
+        std::fs::write(&archive, NOTHING).expect("the folder can be written to");
         self.command(&["import", &archive.to_string_lossy(), name]);
+    }
+
+    /// Makes an image of nothing that says it is for a machine of this kind.
+    pub(crate) fn load_for(&self, name: &str, architecture: &str) {
+        let folder = tempfile::tempdir().expect("a folder can be made");
+        let write = |file: &str, bytes: &[u8]| {
+            std::fs::write(folder.path().join(file), bytes).expect("the folder can be written to");
+        };
+        let digest: String = Sha256::digest(NOTHING).iter().map(|byte| format!("{byte:02x}")).collect();
+        let layers = json!({"type": "layers", "diff_ids": [format!("sha256:{digest}")]});
+        let config = json!({"architecture": architecture, "os": "linux", "config": {}, "rootfs": layers});
+        let manifest = json!([{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]);
+        write("layer.tar", &NOTHING);
+        write("config.json", config.to_string().as_bytes());
+        write("manifest.json", manifest.to_string().as_bytes());
+        let archive = folder.path().join("image.tar");
+        let mut tar = Command::new("tar");
+        tar.arg("-cf").arg(&archive).arg("-C").arg(folder.path());
+        assert!(tar.args(["manifest.json", "config.json", "layer.tar"]).status().expect("tar runs").success());
+        self.command(&["load", "--input", &archive.to_string_lossy()]);
     }
 
     /// The container that a session is in: the one whose first process has the session's pid namespace.
@@ -135,6 +188,7 @@ impl TestEngine {
             settings: ContainerSettings {
                 kind: self.kind,
                 address: self.address.clone(),
+                credentials: Vec::new(),
                 image: IMAGE.to_owned(),
                 runtime: None,
                 runtime_dir: super::native::runtime_folder(),
@@ -184,6 +238,12 @@ impl Builder {
 
     pub(crate) fn variables(mut self, variables: Vec<(String, String)>) -> Builder {
         self.settings.variables.extend(variables);
+        self
+    }
+
+    /// Registers the server in another place than all others.
+    pub(crate) fn runtime_dir(mut self, folder: &Path) -> Builder {
+        self.settings.runtime_dir = folder.to_owned();
         self
     }
 

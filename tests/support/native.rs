@@ -18,7 +18,7 @@ use cellblock::sandbox::native::{NativeBackend, NativeSettings, Programs};
 use cellblock::sandbox::{Backend, LaunchError, Network, Preparation, SandboxLimits};
 use cellblock::session::{
     Asking, CheckpointInfo, ExecuteRequest, ExploreReport, ExploreRequest, ForkNames, ForkReport, InsidePath, News,
-    Outcome, Part, Principal, Refused, SessionId, SessionSettings, Sessions, Status, Stream, UndoReport,
+    Outcome, Part, Principal, Refused, ResetReport, SessionId, SessionSettings, Sessions, Status, Stream, UndoReport,
 };
 use cellblock_jail::posture::{NAMESPACES, Posture};
 use cellblock_jail::wire::{Bind, LeftOut, OperatorMount};
@@ -279,8 +279,12 @@ impl Session {
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("no JSON ({error}): {text}"))
     }
 
-    pub(crate) async fn reset(&self) {
-        self.sessions.reset(&Principal::local(), &self.id).await.expect("a reset works");
+    pub(crate) async fn reset(&self) -> ResetReport {
+        self.try_reset().await.expect("a reset works")
+    }
+
+    pub(crate) async fn try_reset(&self) -> Result<ResetReport, Refused> {
+        self.sessions.reset(&Principal::local(), &self.id).await
     }
 
     pub(crate) async fn upload(&self, path: &str, bytes: &[u8]) -> Result<u64, Refused> {

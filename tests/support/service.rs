@@ -52,6 +52,17 @@ impl Service {
 
     /// Starts a service whose callers have keys, one for each name with the scopes beside it. `folder` holds its configuration.
     pub(crate) fn with_keys(folder: &Path, callers: &[(&str, &[&str])], keep_sessions: bool, more: &[&str]) -> Service {
+        Service::with_keys_and(folder, callers, keep_sessions, more, &[])
+    }
+
+    /// The same, with variables.
+    pub(crate) fn with_keys_and(
+        folder: &Path,
+        callers: &[(&str, &[&str])],
+        keep_sessions: bool,
+        more: &[&str],
+        variables: &[(&str, &str)],
+    ) -> Service {
         let configuration = folder.join("config.yaml");
         let mut keys = HashMap::new();
         if !configuration.exists() {
@@ -67,7 +78,7 @@ impl Service {
             keys.insert((*name).to_owned(), fs::read_to_string(folder.join(name)).unwrap());
         }
         let mut command = program();
-        command.env("CELLBLOCK_CONFIG", configuration).env("XDG_RUNTIME_DIR", folder);
+        command.env("CELLBLOCK_CONFIG", configuration).env("XDG_RUNTIME_DIR", folder).envs(variables.iter().copied());
         command.args(["serve", "--listen", "127.0.0.1:0", "--environment", "minimal", "--keep-sessions"]);
         command.arg(if keep_sessions { "on" } else { "off" }).args(more);
         // Whoever runs as root shares a runtime folder with all others.

@@ -44,6 +44,7 @@ impl Check<'_> {
         Ok(BackendChoice::Containers(Containers {
             kind,
             address: engine::find(kind, surroundings, read, &Path::exists)?,
+            credentials: engine::credential_files(kind, surroundings),
             image: image.unwrap_or_else(|| OWN_IMAGE.to_owned()),
             runtime,
             pool_max_age: pool_max_age.unwrap_or(HOUR / 2),

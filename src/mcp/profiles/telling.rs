@@ -60,6 +60,10 @@ pub(super) fn ending(status: &Status, way_back: &str) -> Option<String> {
         Status::Died { exit: exit @ Exit::OutOfMemory { .. } } => {
             format!("Python was stopped: {}. {}", render::exit_text(*exit), lost())
         }
+        Status::Died { exit: exit @ Exit::SandboxGone { files_kept: false } } => format!(
+            "The session is lost: {}. Its variables, imports and files are gone. {way_back}",
+            render::exit_text(*exit)
+        ),
         Status::Died { exit } => format!("Python ended while the code ran: {}. {}", render::exit_text(*exit), lost()),
         Status::Nonsense { what } => {
             format!("Python was ended because it broke the connection to the server ({what}). {}", lost())

@@ -1,8 +1,12 @@
 //! The engine: its address, and the few things that are asked of it. Only this file and those below it speak its API: `images` is about making images, `question` about what
-//! is in one.
+//! is in one, `credentials` about registries that want some, `ssh` and `tls` about engines that are reached by them.
 
+mod credentials;
+mod dial;
 mod images;
 mod question;
+mod ssh;
+mod tls;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -17,9 +21,9 @@ use bollard::models::{
     VolumeCreateRequest,
 };
 use bollard::query_parameters::{
-    AttachContainerOptionsBuilder, CreateContainerOptionsBuilder, CreateImageOptionsBuilder, EventsOptionsBuilder,
-    InspectContainerOptions, KillContainerOptionsBuilder, ListContainersOptionsBuilder, RemoveContainerOptionsBuilder,
-    StartContainerOptions, StatsOptionsBuilder,
+    AttachContainerOptionsBuilder, CreateContainerOptionsBuilder, EventsOptionsBuilder, InspectContainerOptions,
+    KillContainerOptionsBuilder, ListContainersOptionsBuilder, ListVolumesOptionsBuilder,
+    RemoveContainerOptionsBuilder, RemoveVolumeOptions, StartContainerOptions, StatsOptionsBuilder,
 };
 use bollard::{API_DEFAULT_VERSION, Docker};
 use futures_util::stream::{Stream, StreamExt};
@@ -27,6 +31,7 @@ use tokio::io::AsyncWrite;
 
 pub use self::images::{BuildFailure, BuildNews, Building, ImageFacts};
 pub use self::question::{Question, QuestionError};
+use self::ssh::Complaints;
 
 /// How long one question to the engine may take; pulling and following events are no questions.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -50,7 +55,7 @@ impl EngineKind {
     }
 
     /// The variable that names its address.
-    fn variable(self) -> &'static str {
+    pub(super) fn variable(self) -> &'static str {
         match self {
             EngineKind::Docker => "DOCKER_HOST",
             EngineKind::Podman => "CONTAINER_HOST",
@@ -111,38 +116,53 @@ pub(super) struct Listed {
     pub(super) labels: HashMap<String, String>,
 }
 
+/// A volume that the engine lists.
+pub(super) struct ListedVolume {
+    pub(super) name: String,
+    pub(super) labels: HashMap<String, String>,
+}
+
 /// An engine that has answered once. Cheap to clone; each request is a connection of its own.
 #[derive(Clone)]
 pub struct Engine {
     kind: EngineKind,
     address: EngineAddress,
     docker: Docker,
+    /// Files that may have credentials for registries.
+    credentials: Vec<PathBuf>,
 }
 
 impl Engine {
     /// Connects and finds out which version of the API both know.
     pub async fn connect(kind: EngineKind, address: &EngineAddress) -> Result<Engine, EngineError> {
-        let unreachable =
-            |error: Error| EngineError::Unreachable { kind, address: address.to_string(), why: told(&error) };
+        let unreachable = |why: String| EngineError::Unreachable { kind, address: address.to_string(), why };
         let seconds = PATIENCE.as_secs();
+        let mut complaints = None;
         let docker = match address {
             EngineAddress::Unix(path) => {
                 Docker::connect_with_unix(&path.to_string_lossy(), seconds, API_DEFAULT_VERSION)
             }
             EngineAddress::Tcp(address) => Docker::connect_with_http(address, seconds, API_DEFAULT_VERSION),
-            EngineAddress::Tls { address, certificates } => Docker::connect_with_ssl(
-                address,
-                &certificates.join("key.pem"),
-                &certificates.join("cert.pem"),
-                &certificates.join("ca.pem"),
-                seconds,
-                API_DEFAULT_VERSION,
-            ),
-            EngineAddress::Ssh(address) => Docker::connect_with_ssh(address, seconds, API_DEFAULT_VERSION, None),
+            EngineAddress::Tls { address, certificates } => {
+                Ok(tls::client(address, certificates, seconds).map_err(|problem| unreachable(told(&problem)))?)
+            }
+            EngineAddress::Ssh(address) => {
+                let (docker, heard) = ssh::client(address, seconds).map_err(unreachable)?;
+                complaints = Some(heard);
+                Ok(docker)
+            }
         }
-        .map_err(unreachable)?;
-        let docker = docker.negotiate_version().await.map_err(unreachable)?;
-        Ok(Engine { kind, address: address.clone(), docker })
+        .map_err(|error| unreachable(told(&error)))?;
+        match docker.negotiate_version().await {
+            Ok(docker) => Ok(Engine { kind, address: address.clone(), docker, credentials: Vec::new() }),
+            Err(error) => Err(unreachable(reason(&error, complaints.as_ref()).await)),
+        }
+    }
+
+    /// Images are fetched with the credentials that the first of these files has for their registry.
+    #[must_use]
+    pub fn with_credentials(self, files: &[PathBuf]) -> Engine {
+        Engine { credentials: files.to_vec(), ..self }
     }
 
     /// Whether the engine's containers are processes of this machine, as far as the address tells.
@@ -156,29 +176,6 @@ impl Engine {
 
     pub(super) async fn image(&self, name: &str) -> Result<ImageInspect, EngineError> {
         self.docker.inspect_image(name).await.map_err(|error| self.failure(error, &format!("image {name}")))
-    }
-
-    /// Fetches an image; `tell` gets a sentence with bytes done and to do.
-    pub async fn pull(&self, name: &str, tell: &(dyn Fn(u64, Option<u64>) + Send + Sync)) -> Result<(), EngineError> {
-        let options = CreateImageOptionsBuilder::default().from_image(name);
-        // Without a tag the engine would fetch all there are.
-        let options = if name.contains('@') || name.rsplit('/').next().is_some_and(|last| last.contains(':')) {
-            options.build()
-        } else {
-            options.tag("latest").build()
-        };
-        let mut layers: HashMap<String, (u64, u64)> = HashMap::new();
-        let mut news = std::pin::pin!(self.docker.create_image(Some(options), None, None));
-        while let Some(news) = news.next().await {
-            let news = news.map_err(|error| self.failure(error, &format!("image {name}")))?;
-            let detail = news.progress_detail.unwrap_or_default();
-            if let (Some(layer), Some(current), Some(total)) = (news.id, detail.current, detail.total) {
-                layers.insert(layer, (current.max(0) as u64, total.max(0) as u64));
-                let sum = |part: fn(&(u64, u64)) -> u64| layers.values().map(part).sum::<u64>();
-                tell(sum(|layer| layer.0), Some(sum(|layer| layer.1)));
-            }
-        }
-        Ok(())
     }
 
     pub(super) async fn create(&self, name: &str, body: &ContainerCreateBody) -> Result<String, EngineError> {
@@ -218,9 +215,9 @@ impl Engine {
         let _ = self.docker.remove_container(id, Some(options)).await;
     }
 
-    /// Tells whether the engine still knows a container.
+    /// Tells whether the engine still knows a container. One that cannot be reached knows nothing.
     pub(super) async fn knows(&self, id: &str) -> bool {
-        !matches!(self.inspect(id).await, Err(EngineError::Missing(_)))
+        !matches!(self.inspect(id).await, Err(EngineError::Missing(_) | EngineError::Unreachable { .. }))
     }
 
     pub(super) async fn set_memory(&self, id: &str, bytes: i64) -> Result<(), EngineError> {
@@ -247,6 +244,20 @@ impl Engine {
             Err(_) if self.docker.inspect_volume(name).await.is_ok() => Ok(()),
             made => made.map(drop).map_err(|error| self.failure(error, "such volume")),
         }
+    }
+
+    /// Lists volumes that have this label with this value.
+    pub(super) async fn volumes(&self, label: &str, value: &str) -> Result<Vec<ListedVolume>, EngineError> {
+        let filters = HashMap::from([("label", vec![format!("{label}={value}")])]);
+        let options = ListVolumesOptionsBuilder::default().filters(&filters).build();
+        let listed = self.docker.list_volumes(Some(options)).await.map_err(|error| self.failure(error, "list"))?;
+        let volumes = listed.volumes.unwrap_or_default().into_iter();
+        Ok(volumes.map(|each| ListedVolume { name: each.name, labels: each.labels }).collect())
+    }
+
+    /// Removes a volume, unless a container uses it. Tells whether it did.
+    pub(super) async fn remove_volume(&self, name: &str) -> bool {
+        self.docker.remove_volume(name, None::<RemoveVolumeOptions>).await.is_ok()
     }
 
     /// Follows what happens to containers that have this label with this value.
@@ -287,6 +298,15 @@ impl Engine {
             other => EngineError::Unreachable { kind: self.kind, address: self.address.to_string(), why: told(&other) },
         }
     }
+}
+
+/// Why the engine could not be reached. Where `ssh` is in between, it knows best.
+async fn reason(error: &Error, complaints: Option<&Complaints>) -> String {
+    let said = match complaints {
+        Some(complaints) => complaints.told().await,
+        None => None,
+    };
+    said.unwrap_or_else(|| told(error))
 }
 
 /// The error and its causes in one line.

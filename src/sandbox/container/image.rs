@@ -17,14 +17,17 @@ use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 
 use super::engine::{Attached, Engine, EngineError};
-use super::spec::{self, LABEL_ROLE};
+use super::spec::{self, LABEL_IMAGE, LABEL_ROLE, LABEL_RUNNER, ROLE_RUNNER};
+use super::tenancy::Tenancy;
 
 /// How long looking at an image and filling the volume may take on a slow disk.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// The oldest Python that the runner knows.
-const OLDEST: (u32, u32) = (3, 10);
+pub(super) const OLDEST: (u32, u32) = (3, 10);
+/// How the names of volumes begin that hold a runner.
+pub(super) const VOLUME_PREFIX: &str = "cellblock-runner-";
 /// Names under which an image may have Python.
-const NAMES: [&str; 2] = ["python3", "python"];
+pub(super) const NAMES: [&str; 2] = ["python3", "python"];
 
 /// What we put beside an image, by whoever has it.
 #[async_trait]
@@ -42,6 +45,8 @@ pub(super) struct Prepared {
     /// The identity of the image, not its name, which may move.
     pub(super) image: String,
     pub(super) volume: String,
+    /// The runner that the volume holds.
+    pub(super) runner: String,
     /// Starts the supervisor.
     pub(super) command: Vec<String>,
 }
@@ -59,6 +64,7 @@ struct Found {
 pub(super) struct Look<'a> {
     pub(super) engine: &'a Engine,
     pub(super) supplies: &'a dyn Supplies,
+    pub(super) tenancy: &'a Tenancy,
     /// Labels of what is made on the way.
     pub(super) labels: HashMap<String, String>,
     pub(super) seccomp: &'a str,
@@ -70,10 +76,10 @@ pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, Str
     let Look { engine, tell, .. } = look;
     let image = match engine.image(name).await {
         Err(EngineError::Missing(_)) => {
-            let step = format!("fetching the image {name}");
+            let step = format!("fetching the image {name} (MiB)");
             tell(&step, 0, None);
             engine
-                .pull(name, &|done, total| tell(&step, done, total))
+                .pull(name, &|done, total| tell(&step, done >> 20, total.map(|total| total >> 20)))
                 .await
                 .map_err(|error| format!("the image {name} is not here and could not be fetched: {error}"))?;
             engine.image(name).await.map_err(|error| error.to_string())?
@@ -87,9 +93,12 @@ pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, Str
     }
     let identity = image.id.ok_or("the engine does not tell the identity of the image")?;
     let runner = look.supplies.runner();
-    let volume = volume_name(&identity, &runner);
+    let digest = runner_digest(&runner);
+    let volume = volume_name(&identity, &digest);
     let mut volume_labels = look.labels.clone();
-    volume_labels.insert(LABEL_ROLE.to_owned(), "runner".to_owned());
+    let about = [(LABEL_ROLE, ROLE_RUNNER), (LABEL_RUNNER, &digest), (LABEL_IMAGE, &identity)];
+    volume_labels.extend(about.map(|(label, value)| (label.to_owned(), value.to_owned())));
+    look.tenancy.claim(&volume).await.map_err(|error| format!("the runtime folder cannot be written to: {error}"))?;
     engine.volume(&volume, volume_labels).await.map_err(|error| error.to_string())?;
     tell("looking at the image", 0, None);
     let mut failures = Vec::new();
@@ -98,7 +107,7 @@ pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, Str
         match tokio::time::timeout(PATIENCE, work).await {
             Ok(Ok(found)) => {
                 let command = supervisor_command(python, &found);
-                return Ok(Prepared { image: identity, volume, command });
+                return Ok(Prepared { image: identity, volume, runner: digest, command });
             }
             Ok(Err(Failure::NoPython(why))) => failures.push(why),
             Ok(Err(Failure::Other(why))) => return Err(why),
@@ -126,7 +135,7 @@ impl From<EngineError> for Failure {
 }
 
 /// Returns why an image cannot run on the engine's machine, if it cannot.
-fn wrong_platform(name: &str, os: &str, architecture: &str, machine: &str) -> Option<String> {
+pub(super) fn wrong_platform(name: &str, os: &str, architecture: &str, machine: &str) -> Option<String> {
     let machine = match machine {
         "x86_64" => "amd64",
         "aarch64" => "arm64",
@@ -144,9 +153,9 @@ fn wrong_platform(name: &str, os: &str, architecture: &str, machine: &str) -> Op
     })
 }
 
-fn volume_name(image: &str, runner: &[(String, Vec<u8>)]) -> String {
+/// Names what is put into a volume.
+fn runner_digest(runner: &[(String, Vec<u8>)]) -> String {
     let mut hash = Sha256::new();
-    hash.update(image);
     hash.update(HELPER);
     for (path, text) in runner {
         hash.update((path.len() as u64).to_be_bytes());
@@ -154,8 +163,16 @@ fn volume_name(image: &str, runner: &[(String, Vec<u8>)]) -> String {
         hash.update((text.len() as u64).to_be_bytes());
         hash.update(text);
     }
-    let digest: String = hash.finalize().iter().take(10).map(|byte| format!("{byte:02x}")).collect();
-    format!("cellblock-runner-{digest}")
+    shortened(hash)
+}
+
+fn volume_name(image: &str, runner: &str) -> String {
+    let hash = Sha256::new().chain_update(image).chain_update(runner);
+    format!("{VOLUME_PREFIX}{}", shortened(hash))
+}
+
+fn shortened(hash: Sha256) -> String {
+    hash.finalize().iter().take(10).map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn supervisor_command(python: &str, found: &Found) -> Vec<String> {
@@ -305,6 +322,9 @@ impl Lines {
                 Some(Err(error)) => return Err(format!("the helper container cannot be heard: {error}")),
                 None => {
                     let last = self.complaints.trim().lines().last().unwrap_or("it said nothing").to_owned();
+                    if last.contains("No space left on device") {
+                        return Err(EngineError::DiskFull.to_string());
+                    }
                     return Err(format!("the helper container ended early: {last}"));
                 }
             }
@@ -339,10 +359,11 @@ mod tests {
     #[test]
     fn another_runner_or_image_has_another_volume() {
         let files = |text: &str| vec![("a.py".to_owned(), text.as_bytes().to_vec())];
-        let one = volume_name("sha256:1", &files("1"));
-        assert_eq!(one, volume_name("sha256:1", &files("1")));
-        assert_ne!(one, volume_name("sha256:2", &files("1")));
-        assert_ne!(one, volume_name("sha256:1", &files("2")));
+        let named = |image, text| volume_name(image, &runner_digest(&files(text)));
+        let one = named("sha256:1", "1");
+        assert_eq!(one, named("sha256:1", "1"));
+        assert_ne!(one, named("sha256:2", "1"));
+        assert_ne!(one, named("sha256:1", "2"));
     }
 
     #[test]

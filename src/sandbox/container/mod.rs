@@ -9,11 +9,12 @@
 //!
 //! `engine` speaks the API, `spec` says what a container is and checks what was made, `profile` which system calls it may make, `image` looks at the image and adds
 //! our runner beside it. `line` carries everything between here and the supervisor over one stream (`strands`); `sandbox` is one container and its
-//! sessions; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left; `way_out` opens a container's network to what an operator lists.
+//! sessions; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left; `check` is what `doctor` tells; `way_out` opens a container's network to what an operator lists.
 //!
 //! No container ever has a network that leads anywhere, a capability, a device, the engine's socket, or a folder of the host that the operator did not name, but for those of packages, which cannot be
 //! written to. The engine's copying of files into and out of containers is not used.
 
+mod check;
 mod engine;
 mod facts;
 mod image;
@@ -29,10 +30,11 @@ mod way_out;
 use std::collections::{BTreeSet, HashMap};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, RwLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use bollard::models::ContainerCreateBody;
 use cellblock_jail::wire::Programs;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
@@ -41,6 +43,7 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use tracing::{info, warn};
 
+pub use self::check::{Examined, Finding, Found, examine};
 pub use self::engine::{
     BuildFailure, BuildNews, Building, Engine, EngineAddress, EngineError, EngineKind, ImageFacts, Question,
     QuestionError,
@@ -52,7 +55,7 @@ use self::pool::Pool;
 pub use self::pool::PoolSettings;
 use self::sandbox::{Container, ContainerSandbox, Fresh, House, Made, Maker};
 pub use self::spec::{ContainerBind, WORK as WORK_FOLDER};
-use self::spec::{LABEL_PLACE, LABEL_ROLE, LABEL_SERVER, User, Wanted};
+use self::spec::{LABEL_PLACE, LABEL_ROLE, LABEL_SERVER, ROLE_SESSION, User, Wanted};
 use self::tenancy::Tenancy;
 pub use self::way_out::ContainerNetwork;
 use super::{Backend, Interpreter, LaunchError, Preparation, Sandbox, SandboxLimits};
@@ -76,6 +79,8 @@ const NAMESPACED_USER: User = User { uid: 1000, gid: 1000 };
 pub struct ContainerSettings {
     pub kind: EngineKind,
     pub address: EngineAddress,
+    /// Files that may have credentials for the registry of the image.
+    pub credentials: Vec<PathBuf>,
     /// The image's name.
     pub image: String,
     /// Another runtime than the engine's usual one, such as `runsc`.
@@ -133,10 +138,29 @@ struct Inner {
     /// What is known once the preparation has succeeded. Later failures of the engine do not take it away.
     ready: RwLock<Option<Arc<Standing>>>,
     tenancy: Tenancy,
-    fates: Mutex<HashMap<String, watch::Sender<Fate>>>,
+    known: Mutex<HashMap<String, Known>>,
+    /// Held by many while they have containers made, and alone by whoever looks for containers that nobody knows.
+    creations: tokio::sync::RwLock<()>,
     pool: Pool,
     /// Somebody wants another attempt.
     again: Notify,
+    /// Held by whoever prepares once more.
+    preparing: tokio::sync::Mutex<()>,
+}
+
+/// A container of this server, as long as somebody follows its fate.
+struct Known {
+    fate: watch::Sender<Fate>,
+    /// Not yet there while it is being started.
+    container: Option<Weak<Container>>,
+}
+
+impl Known {
+    /// Tells whether somebody has a use for the container.
+    fn is_needed(&self) -> bool {
+        let is_alive = |container: &Weak<Container>| container.upgrade().is_some_and(|container| container.is_alive());
+        self.fate.receiver_count() > 0 && self.container.as_ref().is_none_or(is_alive)
+    }
 }
 
 /// What exists once the preparation is done.
@@ -165,9 +189,11 @@ impl ContainerBackend {
             preparation,
             ready: RwLock::new(None),
             tenancy,
-            fates: Mutex::default(),
+            known: Mutex::default(),
+            creations: tokio::sync::RwLock::default(),
             pool: Pool::default(),
             again: Notify::new(),
+            preparing: tokio::sync::Mutex::default(),
         });
         let background = vec![tokio::spawn(inner.clone().prepare_until_it_works())];
         Ok(ContainerBackend { inner, background: Mutex::new(background) })
@@ -186,10 +212,11 @@ impl Backend for ContainerBackend {
     }
 
     async fn launch(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
-        let standing = self.inner.prepared().await?;
+        // Whoever waits for the engine to come back waits here too.
+        self.inner.prepared().await?;
         let (sandbox, interpreter) = match self.inner.pool.take(&self.inner.settings.pool) {
             Some(member) => member,
-            None => self.inner.make(&standing, Fresh::AtOnce, Purpose::Sessions).await?,
+            None => self.inner.made(Purpose::Sessions).await?,
         };
         Ok((Box::new(sandbox), interpreter))
     }
@@ -199,7 +226,7 @@ impl Backend for ContainerBackend {
         if let (Some(_), Some(why)) = (&self.inner.settings.packages, &standing.blind) {
             return Err(LaunchError::Start { why: why.clone() });
         }
-        let (sandbox, interpreter) = self.inner.make(&standing, Fresh::AtOnce, Purpose::OwnWork).await?;
+        let (sandbox, interpreter) = self.inner.made(Purpose::OwnWork).await?;
         Ok((Box::new(sandbox), interpreter))
     }
 
@@ -234,8 +261,7 @@ impl Maker for Again {
     async fn another(&self) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
         let ending = || LaunchError::Start { why: "the server is ending".to_owned() };
         let inner = self.inner.upgrade().ok_or_else(ending)?;
-        let standing = inner.prepared().await?;
-        inner.make(&standing, Fresh::AtOnce, self.purpose).await
+        inner.made(self.purpose).await
     }
 }
 
@@ -246,26 +272,55 @@ impl Inner {
 
     /// Prepares, and tries again when that fails; then keeps the pool full and listens to the engine.
     async fn prepare_until_it_works(self: Arc<Inner>) {
-        let standing = loop {
+        loop {
             match self.prepare().await {
-                Ok(standing) => break Arc::new(standing),
+                Ok(standing) => break self.stand(standing),
                 Err(why) => {
                     warn!(%why, "the container backend is not ready");
                     self.preparation.send_replace(Preparation::Failed { why });
                 }
             }
             let _ = tokio::time::timeout(REST, self.again.notified()).await;
-        };
-        *self.ready.write().expect("no holder of the standing panics") = Some(standing.clone());
+        }
         info!(engine = self.settings.kind.name(), image = %self.settings.image, "the container backend is ready");
         self.preparation.send_replace(Preparation::Ready);
-        tokio::join!(self.listen(&standing.engine), self.keep_pool_full(&standing));
+        tokio::join!(self.listen(), self.keep_pool_full());
+    }
+
+    fn stand(&self, standing: Standing) {
+        *self.ready.write().expect("no holder of the standing panics") = Some(Arc::new(standing));
+    }
+
+    /// Prepares once more, unless somebody else has since `failed` was the standing: the engine may have come back without the image or the volume.
+    async fn prepare_again(&self, failed: &Arc<Standing>) -> Option<Arc<Standing>> {
+        let _turn = self.preparing.lock().await;
+        if let Some(now) = self.standing().filter(|now| !Arc::ptr_eq(now, failed)) {
+            return Some(now);
+        }
+        let prepared = self.prepare().await;
+        // What has succeeded once stays; whoever asks next is told by the engine itself.
+        self.preparation.send_replace(Preparation::Ready);
+        self.stand(prepared.ok()?);
+        self.standing()
+    }
+
+    /// Makes a container with a session in it for somebody who waits.
+    async fn made(&self, purpose: Purpose) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
+        let standing = self.prepared().await?;
+        match self.make(&standing, Fresh::AtOnce, purpose).await {
+            Err(first @ LaunchError::Start { .. }) => match self.prepare_again(&standing).await {
+                Some(standing) => self.make(&standing, Fresh::AtOnce, purpose).await,
+                None => Err(first),
+            },
+            made => made,
+        }
     }
 
     async fn prepare(&self) -> Result<Standing, String> {
         let settings = &self.settings;
         self.tell(&format!("connecting to {}", settings.kind.name()), 0, None);
         let engine = Engine::connect(settings.kind, &settings.address).await.map_err(|error| error.to_string())?;
+        let engine = engine.with_credentials(&settings.credentials);
         let info = engine.info().await.map_err(|error| error.to_string())?;
         if let Some(runtime) = &settings.runtime
             && info.runtimes.as_ref().is_some_and(|known| !known.is_empty() && !known.contains_key(runtime))
@@ -285,11 +340,13 @@ impl Inner {
         let look = Look {
             engine: &engine,
             supplies: &*self.supplies,
+            tenancy: &self.tenancy,
             labels: self.labels("helper"),
             seccomp: &seccomp,
             tell: &|step, done, total| self.tell(step, done, total),
         };
         let image = image::prepare(&look, &settings.image).await?;
+        self.tenancy.sweep_volumes(&engine, &image.runner).await;
         let blind = self.look_for_folders(&engine, &image, &seccomp).await;
         let house = House {
             limits: settings.limits.clone(),
@@ -471,23 +528,15 @@ impl Inner {
             user,
             volume: &standing.image.volume,
             command: standing.image.command.clone(),
-            labels: self.labels("session"),
+            labels: self.labels(ROLE_SESSION),
             seccomp: &standing.seccomp,
             can_count_files: self.settings.kind == EngineKind::Docker,
         });
         let name = format!("cellblock-{:016x}", fresh_number());
-        let id = standing
-            .engine
-            .create(&name, &body)
+        let (id, followed) = self
+            .create(&standing.engine, &name, &body)
             .await
             .map_err(|error| LaunchError::Start { why: error.to_string() })?;
-        let fate = watch::Sender::new(Fate::default());
-        let followed = fate.subscribe();
-        {
-            let mut fates = self.fates.lock().expect("nothing panics while it holds the fates");
-            fates.retain(|_, fate| fate.receiver_count() > 0);
-            fates.insert(id.clone(), fate);
-        }
         let house = match purpose {
             Purpose::Sessions => standing.house.clone(),
             Purpose::OwnWork => Arc::new(House { owns_work_folder: true, network, ..(*standing.house).clone() }),
@@ -498,7 +547,7 @@ impl Inner {
             engine: &standing.engine,
             house,
             name: &name,
-            id,
+            id: id.clone(),
             body: &body,
             user,
             plan: &plan,
@@ -506,18 +555,45 @@ impl Inner {
             maker,
         };
         let container = Container::start(made).await?;
+        if let Some(known) = self.known().get_mut(&id) {
+            known.container = Some(Arc::downgrade(&container));
+        }
         container.first_session(how, LAUNCH_PATIENCE).await
     }
 
+    /// Has a container created, and known from then on.
+    async fn create(
+        &self,
+        engine: &Engine,
+        name: &str,
+        body: &ContainerCreateBody,
+    ) -> Result<(String, watch::Receiver<Fate>), EngineError> {
+        let _creation = self.creations.read().await;
+        let id = engine.create(name, body).await?;
+        let fate = watch::Sender::new(Fate::default());
+        let followed = fate.subscribe();
+        let mut known = self.known();
+        known.retain(|_, known| known.fate.receiver_count() > 0);
+        known.insert(id.clone(), Known { fate, container: None });
+        Ok((id, followed))
+    }
+
+    fn known(&self) -> MutexGuard<'_, HashMap<String, Known>> {
+        self.known.lock().expect("nothing panics while it holds what is known")
+    }
+
     /// Makes up for what was taken from the pool, several at a time.
-    async fn keep_pool_full(&self, standing: &Arc<Standing>) {
+    async fn keep_pool_full(&self) {
         let settings = self.settings.pool;
         let mut making = FuturesUnordered::new();
         let mut rests = false;
         while !self.pool.is_closed() {
             self.pool.weed(&settings);
             while !rests && self.pool.claim(&settings) {
-                making.push(self.make(standing, Fresh::Primed, Purpose::Sessions));
+                making.push(async {
+                    let standing = self.prepared().await?;
+                    self.make(&standing, Fresh::Primed, Purpose::Sessions).await
+                });
             }
             tokio::select! {
                 Some(made) = making.next() => {
@@ -534,13 +610,16 @@ impl Inner {
     }
 
     /// Follows what the engine tells about our containers, for ever.
-    async fn listen(&self, engine: &Engine) {
+    async fn listen(&self) {
         loop {
+            let Ok(standing) = self.prepared().await else { return };
+            let engine = &standing.engine;
+            self.remove_unneeded(engine).await;
             let mut events = engine.events(LABEL_SERVER, self.tenancy.server());
             while let Some(Ok(event)) = events.next().await {
                 let id = event.actor.and_then(|actor| actor.id).unwrap_or_default();
-                let fates = self.fates.lock().expect("nothing panics while it holds the fates");
-                let Some(fate) = fates.get(&id) else { continue };
+                let known = self.known();
+                let Some(Known { fate, .. }) = known.get(&id) else { continue };
                 match event.action.as_deref() {
                     Some("oom") => fate.send_modify(|fate| fate.out_of_memory += 1),
                     Some("die" | "died") => fate.send_modify(|fate| fate.died = true),
@@ -549,6 +628,19 @@ impl Inner {
             }
             // The engine has gone; it may come back.
             tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+    }
+
+    /// Removes containers of this server that nobody needs: those whose sessions were lost with the engine that had them, and those whose removal it did not hear.
+    async fn remove_unneeded(&self, engine: &Engine) {
+        let _nobody_creates = self.creations.write().await;
+        let Ok(listed) = engine.list(LABEL_SERVER, self.tenancy.server()).await else { return };
+        for container in listed {
+            let is_session = container.labels.get(LABEL_ROLE).is_some_and(|role| role == ROLE_SESSION);
+            if is_session && !self.known().get(&container.id).is_some_and(Known::is_needed) {
+                info!("a container whose session was lost is removed");
+                engine.remove(&container.id).await;
+            }
         }
     }
 

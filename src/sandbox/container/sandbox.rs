@@ -247,7 +247,13 @@ impl Container {
             killed: Arc::default(),
             mark,
         };
-        Ok(Interpreter { channel: ends.channel, skew: LARGEST_SKEW, process: Box::new(process), beginning })
+        Ok(Interpreter {
+            channel: ends.channel,
+            skew: LARGEST_SKEW,
+            process: Box::new(process),
+            beginning,
+            files_lost: false,
+        })
     }
 
     /// Gives the container as much memory as its members may have together.
@@ -413,7 +419,7 @@ impl Sandbox for ContainerSandbox {
         // The container is gone and its files with it; nothing is left that could be kept.
         let (successor, interpreter) = self.container.maker.another().await?;
         *self = successor;
-        Ok(interpreter)
+        Ok(Interpreter { files_lost: self.container.house.owns_work_folder, ..interpreter })
     }
 
     fn memory(&self) -> MemoryUse {
@@ -677,9 +683,10 @@ impl ContainerProcess {
             return Exit::OutOfMemory { limit: self.container.house.limits.memory };
         }
         match exit {
-            // The whole container was ended, by us or by somebody else.
-            Exit::Unknown if self.killed.load(Ordering::Relaxed) || self.container.fate.borrow().died => {
-                Exit::Signal(9)
+            Exit::Unknown if self.killed.load(Ordering::Relaxed) => Exit::Signal(9),
+            // Somebody else ended the container, or the engine, which carries what it says, is gone.
+            Exit::Unknown if !self.container.is_alive() => {
+                Exit::SandboxGone { files_kept: !self.container.house.owns_work_folder }
             }
             other => other,
         }

@@ -24,6 +24,13 @@ pub(super) const RUNNER: &str = "/opt/cellblock/runner";
 pub(super) const LABEL_SERVER: &str = "cellblock.server";
 pub(super) const LABEL_PLACE: &str = "cellblock.place";
 pub(super) const LABEL_ROLE: &str = "cellblock.role";
+/// The role of containers that have sessions.
+pub(super) const ROLE_SESSION: &str = "session";
+/// The role of volumes that hold a runner.
+pub(super) const ROLE_RUNNER: &str = "runner";
+/// What a volume holds: which runner, and for which image.
+pub(super) const LABEL_RUNNER: &str = "cellblock.runner";
+pub(super) const LABEL_IMAGE: &str = "cellblock.image";
 
 /// Processes of ours in each container: the supervisor, the warm one, a steward per session, checkpoints that stand still.
 const OWN_PROCESSES: i64 = 48;
@@ -134,6 +141,8 @@ fn common(image: &str, command: Vec<String>, labels: HashMap<String, String>, se
         working_dir: Some("/".to_owned()),
         labels: Some(labels),
         tty: Some(false),
+        // An engine that ends, or is told to stop a container, need not wait: nothing in there is saved at the end.
+        stop_signal: Some("SIGKILL".to_owned()),
         // Standard input is the lifeline: when its one reader goes, it ends, and with it the container.
         open_stdin: Some(true),
         stdin_once: Some(true),

@@ -3,6 +3,9 @@
 //! A container ends with its standard input, so a server that dies leaves nothing running. What it was just making, and what an engine did not get around to remove, is
 //! found by labels. Each server holds a lock on a file in the runtime folder; the next one to start removes the containers of those whose lock is free. Only servers
 //! that use the same runtime folder on the same machine judge each other.
+//!
+//! Volumes outlive servers on purpose, and are shared by them. A server writes into its file which one it uses; one that no living server uses, that no container has, and that
+//! holds another version of the runner or is for an image that is gone, is removed.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -13,9 +16,12 @@ use rustix::fs::FlockOperation;
 use sha2::{Digest, Sha256};
 use tracing::info;
 
-use super::engine::Engine;
+use super::engine::{Engine, EngineError, ListedVolume};
 use super::image::fresh_number;
-use super::spec::{LABEL_PLACE, LABEL_SERVER};
+use super::spec::{LABEL_IMAGE, LABEL_PLACE, LABEL_ROLE, LABEL_RUNNER, LABEL_SERVER, ROLE_RUNNER};
+
+/// Held by whoever removes volumes, and for a moment by whoever is about to use one. It is no name of a server.
+const VOLUMES: &str = "volumes";
 
 pub(super) struct Tenancy {
     server: String,
@@ -72,6 +78,52 @@ impl Tenancy {
         self.forget_dead();
     }
 
+    /// Writes down that this server uses a volume, before it looks whether the volume is there. Whoever is removing volumes is waited for.
+    pub(super) async fn claim(&self, volume: &str) -> io::Result<()> {
+        let (turn, file, volume) = (self.turn()?, self.folder.join(&self.server), volume.to_owned());
+        let claiming = tokio::task::spawn_blocking(move || {
+            rustix::fs::flock(&turn, FlockOperation::LockShared)?;
+            fs::write(file, volume)
+        });
+        claiming.await.map_err(io::Error::other)?
+    }
+
+    fn turn(&self) -> io::Result<File> {
+        OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(self.folder.join(VOLUMES))
+    }
+
+    /// Removes volumes of this place that no server needs any more, now that sessions have this runner.
+    pub(super) async fn sweep_volumes(&self, engine: &Engine, runner: &str) {
+        let Ok(turn) = self.turn() else { return };
+        if rustix::fs::flock(&turn, FlockOperation::NonBlockingLockExclusive).is_err() {
+            // Somebody else is at it, or about to use one; the next start is soon enough.
+            return;
+        }
+        let Ok(listed) = engine.volumes(LABEL_PLACE, &self.place).await else { return };
+        let used = self.used();
+        for volume in listed {
+            if !is_runner(&volume) || used.contains(&volume.name) {
+                continue;
+            }
+            let holds_another = volume.labels.get(LABEL_RUNNER).is_none_or(|held| held != runner);
+            if (holds_another || is_for_nothing(&volume, engine).await) && engine.remove_volume(&volume.name).await {
+                info!(volume = volume.name, "a volume that nothing needs any more is removed");
+            }
+        }
+    }
+
+    /// The volumes that living servers of this place use.
+    fn used(&self) -> Vec<String> {
+        let entries = fs::read_dir(&self.folder).into_iter().flatten().flatten();
+        let is_server =
+            |name: &str| name.len() == self.server.len() && name.chars().all(|letter| letter.is_ascii_hexdigit());
+        let living = entries.filter_map(|entry| {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            (is_server(&name) && (name == self.server || self.lives(&name))).then_some(entry.path())
+        });
+        living.filter_map(|file| fs::read_to_string(file).ok()).collect()
+    }
+
     fn lives(&self, server: &str) -> bool {
         // A label is text that anybody could have written.
         if !server.chars().all(|letter| letter.is_ascii_hexdigit()) {
@@ -110,6 +162,20 @@ impl Drop for Tenancy {
     }
 }
 
+/// Labels are text that anybody could have written, so the name must fit too.
+fn is_runner(volume: &ListedVolume) -> bool {
+    volume.name.starts_with(super::image::VOLUME_PREFIX)
+        && volume.labels.get(LABEL_ROLE).is_some_and(|role| role == ROLE_RUNNER)
+}
+
+/// Tells whether the image of a volume is gone. If that cannot be known, it is not.
+async fn is_for_nothing(volume: &ListedVolume, engine: &Engine) -> bool {
+    match volume.labels.get(LABEL_IMAGE) {
+        Some(image) => matches!(engine.image(image).await, Err(EngineError::Missing(_))),
+        None => false,
+    }
+}
+
 fn place(folder: &Path) -> String {
     let machine = fs::read("/etc/machine-id").unwrap_or_default();
     let host = rustix::system::uname();
@@ -145,6 +211,20 @@ mod tests {
         tenancy.forget_dead();
         assert!(!folder.path().join("containers/00000000deadbeef").exists());
         assert!(folder.path().join("containers").join(tenancy.server()).exists()); // control
+    }
+
+    #[tokio::test]
+    async fn volumes_of_servers_that_live_are_used_and_those_of_dead_ones_are_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let (one, other) = (Tenancy::register(folder.path()).unwrap(), Tenancy::register(folder.path()).unwrap());
+        one.claim("mine").await.unwrap();
+        other.claim("theirs").await.unwrap();
+        fs::write(folder.path().join("containers/00000000deadbeef"), "of the dead").unwrap();
+        let mut used = one.used();
+        used.sort_unstable();
+        assert_eq!(used, ["mine", "theirs"]);
+        drop(other);
+        assert_eq!(one.used(), ["mine"]);
     }
 
     #[test]

@@ -307,7 +307,7 @@ impl NativeSandbox {
             memory_limit: self.limits.memory,
         };
         let beginning = keep.then_some(CheckpointId(BEGINNING));
-        Ok(Interpreter { channel, skew: Duration::ZERO, process: Box::new(process), beginning })
+        Ok(Interpreter { channel, skew: Duration::ZERO, process: Box::new(process), beginning, files_lost: false })
     }
 
     /// Makes the first, fresh interpreter of the sandbox.

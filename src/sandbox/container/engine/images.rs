@@ -1,4 +1,4 @@
-//! Images: looking at them, building and removing them.
+//! Images: looking at them, fetching, building and removing them.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
@@ -6,14 +6,15 @@ use std::time::Duration;
 
 use bollard::body_try_stream;
 use bollard::errors::Error;
-use bollard::models::{ImageInspect, ImageSummary};
+use bollard::models::{CreateImageInfo, ImageInspect, ImageSummary};
 use bollard::query_parameters::{
-    BuildImageOptionsBuilder, BuilderVersion, ListImagesOptionsBuilder, RemoveImageOptionsBuilder,
+    BuildImageOptionsBuilder, BuilderVersion, CreateImageOptionsBuilder, ListImagesOptionsBuilder,
+    RemoveImageOptionsBuilder,
 };
 use bytes::Bytes;
 use futures_util::{Stream, StreamExt};
 
-use super::{Engine, EngineError};
+use super::{Engine, EngineError, LONGEST_REFUSAL, credentials};
 
 /// The engine answers a build when it has read all the files, which may come over a slow line.
 const BUILD_PATIENCE: Duration = Duration::from_secs(4 * 60 * 60);
@@ -69,6 +70,48 @@ impl Engine {
     /// Looks at an image that the engine has.
     pub async fn image_facts(&self, name: &str) -> Result<ImageFacts, EngineError> {
         Ok(inspected(self.image(name).await?))
+    }
+
+    /// Fetches an image, with credentials if there are some for its registry; `tell` gets the bytes that have come and that are known to come.
+    pub async fn pull(&self, name: &str, tell: &(dyn Fn(u64, Option<u64>) + Send + Sync)) -> Result<(), EngineError> {
+        let options = CreateImageOptionsBuilder::default().from_image(name);
+        // Without a tag the engine would fetch all there are.
+        let options = if name.contains('@') || name.rsplit('/').next().is_some_and(|last| last.contains(':')) {
+            options.build()
+        } else {
+            options.tag("latest").build()
+        };
+        let (credentials, lack) = match credentials::find(&self.credentials, name).await {
+            Ok(found) => (found, None),
+            Err(why) => (None, Some(why)),
+        };
+        let mut layers = Layers::default();
+        let mut news = std::pin::pin!(self.docker.create_image(Some(options), None, credentials));
+        while let Some(news) = news.next().await {
+            match news {
+                Ok(news) => {
+                    if let Some((done, total)) = layers.add(news) {
+                        tell(done, Some(total));
+                    }
+                }
+                Err(error) => return Err(self.pull_failure(error, name, lack)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Registries answer that there is no such image also when it is not for everybody; what they say more is told, and so is what kept credentials from being found.
+    fn pull_failure(&self, error: Error, name: &str, lack: Option<String>) -> EngineError {
+        let failure = match error {
+            Error::DockerResponseServerError { status_code: 404, message } => {
+                EngineError::Refused(message.chars().take(LONGEST_REFUSAL).collect())
+            }
+            other => self.failure(other, &format!("image {name}")),
+        };
+        match (failure, lack) {
+            (EngineError::Refused(why), Some(lack)) => EngineError::Refused(format!("{why}; {lack}")),
+            (failure, _) => failure,
+        }
     }
 
     /// Lists the images that have a label with this value, newest first.
@@ -157,6 +200,25 @@ fn listed(found: ImageSummary) -> ImageFacts {
     }
 }
 
+/// The layers of an image that is being fetched: bytes that have come, and all bytes.
+#[derive(Default)]
+struct Layers(HashMap<String, (u64, u64)>);
+
+impl Layers {
+    /// Takes news, and returns the sums if they tell something new about them.
+    fn add(&mut self, news: CreateImageInfo) -> Option<(u64, u64)> {
+        // What has come is unpacked, which counts from zero again.
+        if news.status.as_deref() == Some("Extracting") {
+            return None;
+        }
+        let detail = news.progress_detail?;
+        let bytes = |count: Option<i64>| count.and_then(|count| u64::try_from(count).ok());
+        self.0.insert(news.id?, (bytes(detail.current)?, bytes(detail.total)?));
+        let sum = |part: fn(&(u64, u64)) -> u64| self.0.values().map(part).sum::<u64>();
+        Some((sum(|layer| layer.0), sum(|layer| layer.1)))
+    }
+}
+
 /// The lines of a build. They come in pieces.
 #[derive(Default)]
 struct Lines {
@@ -228,6 +290,22 @@ mod tests {
         assert_eq!(heard(&["STEP 3/9: COPY a b\n"]), [step(3, "COPY a b")]);
         assert_eq!(heard(&[" ---> Using cache\n", "--> Using cache 12ab\n"]), [BuildNews::Known, BuildNews::Known]);
         assert_eq!(heard(&["Step by step: x\n", "\n"]), [BuildNews::Line("Step by step: x".to_owned())]);
+    }
+
+    #[test]
+    fn what_has_come_of_an_image_only_grows() {
+        let news = |layer: &str, status: &str, current: i64, total: i64| -> CreateImageInfo {
+            let detail = serde_json::json!({"current": current, "total": total});
+            serde_json::from_value(serde_json::json!({"id": layer, "status": status, "progressDetail": detail}))
+                .unwrap()
+        };
+        let mut layers = Layers::default();
+        assert_eq!(layers.add(news("a", "Downloading", 1, 10)), Some((1, 10)));
+        assert_eq!(layers.add(news("b", "Downloading", 5, 20)), Some((6, 30)));
+        assert_eq!(layers.add(news("a", "Downloading", 10, 10)), Some((15, 30)));
+        assert_eq!(layers.add(news("a", "Extracting", 1, 10)), None);
+        assert_eq!(layers.add(CreateImageInfo::default()), None);
+        assert_eq!(layers.add(news("b", "Downloading", 20, 20)), Some((30, 30)));
     }
 
     #[test]

@@ -1,0 +1,370 @@
+//! What `doctor` tells about an engine before a container is made: whether it is there, what it can enforce, and whether the image will do.
+//!
+//! Nothing is fetched and nothing stays. What a container really is, only one that was made can tell.
+
+use bollard::models::SystemInfo;
+use serde::{Deserialize, Serialize};
+use tokio_util::sync::CancellationToken;
+
+use super::engine::{Engine, EngineAddress, EngineError, EngineKind, Question, QuestionError};
+use super::image::{NAMES, OLDEST, wrong_platform};
+
+/// What the engine is asked about.
+pub struct Examined<'a> {
+    pub kind: EngineKind,
+    pub address: &'a EngineAddress,
+    pub image: &'a str,
+    pub runtime: Option<&'a str>,
+    /// Sessions may reach something.
+    pub has_network: bool,
+}
+
+/// One thing that was looked at.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    pub name: &'static str,
+    pub state: Found,
+    /// What is there.
+    pub what: String,
+    /// Why it is not as it should be.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cure: Option<String>,
+}
+
+/// How a thing was found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Found {
+    Fine,
+    Missing,
+}
+
+impl Finding {
+    fn fine(name: &'static str, what: impl Into<String>) -> Finding {
+        Finding { name, state: Found::Fine, what: what.into(), why: None, cure: None }
+    }
+
+    fn missing(name: &'static str, why: impl Into<String>, cure: impl Into<String>) -> Finding {
+        let (why, cure) = (Some(why.into()), Some(cure.into()));
+        Finding { name, state: Found::Missing, what: String::new(), why, cure }
+    }
+}
+
+/// Looks at an engine and an image. One that cannot be reached has one finding.
+pub async fn examine(examined: &Examined<'_>) -> Vec<Finding> {
+    let connected = async {
+        let engine = Engine::connect(examined.kind, examined.address).await?;
+        let info = engine.info().await?;
+        Ok::<_, EngineError>((engine, info))
+    };
+    match connected.await {
+        Ok((engine, info)) => {
+            let mut findings = about_engine(&info, examined);
+            findings.push(about_image(&engine, &info, examined).await);
+            findings
+        }
+        Err(error) => vec![Finding::missing("engine", reason(&error), start_cure(examined, &error))],
+    }
+}
+
+/// The reason alone: the address and what to do are told beside it.
+fn reason(error: &EngineError) -> String {
+    match error {
+        EngineError::Unreachable { kind, address, why } => {
+            format!("{} cannot be reached at {address}: {why}", kind.name())
+        }
+        other => other.to_string(),
+    }
+}
+
+fn start_cure(examined: &Examined<'_>, error: &EngineError) -> String {
+    let is_forbidden = matches!(error, EngineError::Unreachable { why, .. } if why.contains("ermission denied"));
+    let variable = examined.kind.variable();
+    match (examined.address, examined.kind) {
+        (EngineAddress::Unix(_), EngineKind::Docker) if is_forbidden => {
+            "run it as a user who may use Docker: root, a member of the group docker, or the owner of a rootless daemon"
+                .to_owned()
+        }
+        (EngineAddress::Unix(_), EngineKind::Docker) => {
+            format!("start it (systemctl start docker), or name another one with {variable}")
+        }
+        (EngineAddress::Unix(_), EngineKind::Podman) => {
+            format!("start its service (systemctl --user start podman.socket), or name another one with {variable}")
+        }
+        (EngineAddress::Tcp(_), _) => format!("see whether it listens there without TLS, and what {variable} says"),
+        (EngineAddress::Tls { .. }, _) => {
+            "see whether it listens there, and whether ca.pem, cert.pem and key.pem in DOCKER_CERT_PATH are those of this engine"
+                .to_owned()
+        }
+        (EngineAddress::Ssh(_), _) => {
+            "try `docker version` over ssh by hand: it must need no password, know the host, and find docker there".to_owned()
+        }
+    }
+}
+
+fn about_engine(info: &SystemInfo, examined: &Examined<'_>) -> Vec<Finding> {
+    let version = info.server_version.as_deref().unwrap_or("of an unknown version");
+    let engine = format!("{} {version} at {}", examined.kind.name(), examined.address);
+    let mut findings = vec![
+        Finding::fine("engine", engine),
+        runtime(info, examined.runtime),
+        system_calls(info, examined),
+        users(info),
+        resources(info),
+    ];
+    if examined.has_network && !matches!(examined.address, EngineAddress::Unix(_)) {
+        findings.push(Finding::missing(
+            "network",
+            "allowed domains and secrets need an engine of this machine",
+            "leave them out, or use an engine of this machine or --backend native",
+        ));
+    }
+    findings
+}
+
+fn runtime(info: &SystemInfo, wanted: Option<&str>) -> Finding {
+    let mut known: Vec<&str> = info.runtimes.iter().flat_map(|known| known.keys()).map(String::as_str).collect();
+    known.sort_unstable();
+    let usual = info.default_runtime.as_deref().filter(|name| !name.is_empty());
+    let others: Vec<&str> =
+        known.iter().copied().filter(|name| Some(*name) != usual && Some(*name) != wanted).collect();
+    let beside = if others.is_empty() { String::new() } else { format!("; it also knows {}", others.join(", ")) };
+    match wanted {
+        // An engine that lists none may know it all the same.
+        Some(name) if known.is_empty() || known.contains(&name) => Finding::fine("runtime", format!("{name}{beside}")),
+        Some(name) => Finding::missing(
+            "runtime",
+            format!("the engine does not know {name}"),
+            format!("name one that it knows ({}), or add {name} to the engine's settings", known.join(", ")),
+        ),
+        None => Finding::fine("runtime", format!("{}, the engine's usual one{beside}", usual.unwrap_or("not told"))),
+    }
+}
+
+fn has_option(info: &SystemInfo, name: &str) -> bool {
+    let options = info.security_options.iter().flatten();
+    // Docker writes `name=seccomp,profile=builtin`, older engines the bare name.
+    options.flat_map(|option| option.split(',')).any(|part| part.strip_prefix("name=").unwrap_or(part) == name)
+}
+
+fn system_calls(info: &SystemInfo, examined: &Examined<'_>) -> Finding {
+    let name = "system-calls";
+    if examined.kind == EngineKind::Podman && !matches!(examined.address, EngineAddress::Unix(_)) {
+        return Finding::missing(
+            name,
+            "Podman takes the list of system calls only as a file of its own machine",
+            "use Podman over a Unix socket, or Docker",
+        );
+    }
+    match has_option(info, "seccomp") {
+        true => Finding::fine(name, "seccomp, with Cellblock's own list"),
+        false => Finding::missing(
+            name,
+            "the engine has no seccomp",
+            "use a kernel with CONFIG_SECCOMP_FILTER and an engine that was built with seccomp",
+        ),
+    }
+}
+
+fn users(info: &SystemInfo) -> Finding {
+    Finding::fine(
+        "identity",
+        match (has_option(info, "rootless"), has_option(info, "userns")) {
+            (true, _) => "the engine is rootless; sessions are users of its user namespace",
+            (_, true) => "the engine has a user namespace; sessions are users of it",
+            _ => "each container is another host user",
+        },
+    )
+}
+
+fn resources(info: &SystemInfo) -> Finding {
+    let version = info.cgroup_version.as_ref().map(ToString::to_string).unwrap_or_default();
+    let is_rootless = has_option(info, "rootless");
+    // What an engine does not tell is tried when a container is made.
+    let lacks: Vec<&str> =
+        [("memory", info.memory_limit), ("processes", info.pids_limit), ("CPU time", info.cpu_cfs_quota)]
+            .into_iter()
+            .filter_map(|(what, can)| (can == Some(false)).then_some(what))
+            .collect();
+    if lacks.is_empty() {
+        let version = if version.is_empty() { String::new() } else { format!(" (version {version})") };
+        return Finding::fine("resources", format!("control groups{version} for memory, processes and CPU time"));
+    }
+    let cure = match is_rootless {
+        true => {
+            "let systemd delegate the controllers to the user of the engine: Delegate=cpu cpuset memory pids for user@.service"
+        }
+        false => "boot with the controllers switched on (cgroup_enable=memory), or use control groups version 2",
+    };
+    Finding::missing("resources", format!("the engine cannot limit {}", lacks.join(", ")), cure)
+}
+
+/// What Python in an image says about itself.
+#[derive(Debug, Deserialize)]
+struct Said {
+    version: (u32, u32, u32),
+    ipython: bool,
+}
+
+const ASKED: &str = "import importlib.util, json, sys; print(json.dumps({'version': sys.version_info[:3], 'ipython': importlib.util.find_spec('IPython') is not None}))";
+
+async fn about_image(engine: &Engine, info: &SystemInfo, examined: &Examined<'_>) -> Finding {
+    let name = examined.image;
+    let (seen, another) = ("image", "name another image with --container-tag");
+    let facts = match engine.image_facts(name).await {
+        Ok(facts) => facts,
+        Err(EngineError::Missing(_)) => {
+            let cure = "the first session fetches it if a registry has it; make it with `cellblock image build`, or name another with --container-tag";
+            return Finding::missing(seen, format!("the engine has no {name}"), cure);
+        }
+        Err(error) => return Finding::missing(seen, reason(&error), another),
+    };
+    let (system, architecture) = (facts.system.unwrap_or_default(), facts.architecture.unwrap_or_default());
+    let machine = info.architecture.as_deref().unwrap_or_default();
+    if let Some(why) = wrong_platform(name, &system, &architecture, machine) {
+        return Finding::missing(seen, why, another);
+    }
+    let platform = format!("{}/{}", or_unknown(&system), or_unknown(&architecture));
+    match python_of(engine, &facts.id).await {
+        Ok(said) => about_python(name, &platform, &said),
+        Err(why) => Finding::missing(seen, format!("{name} ({platform}): {why}"), another),
+    }
+}
+
+fn or_unknown(text: &str) -> &str {
+    if text.is_empty() { "not told" } else { text }
+}
+
+fn about_python(image: &str, platform: &str, said: &Said) -> Finding {
+    let (major, minor, patch) = said.version;
+    let (oldest, oldest_minor) = OLDEST;
+    if (major, minor) < OLDEST {
+        return Finding::missing(
+            "image",
+            format!("{image} has Python {major}.{minor}; sessions need {oldest}.{oldest_minor} or newer"),
+            "name another image with --container-tag",
+        );
+    }
+    let ipython = if said.ipython { "with IPython" } else { "IPython is added beside it" };
+    Finding::fine("image", format!("{image} ({platform}), Python {major}.{minor}.{patch}, {ipython}"))
+}
+
+async fn python_of(engine: &Engine, image: &str) -> Result<Said, String> {
+    for program in NAMES {
+        let arguments = ["-I", "-c", ASKED].map(str::to_owned).to_vec();
+        let question = Question { image: image.to_owned(), program: program.to_owned(), arguments };
+        match engine.ask(&question, &CancellationToken::new()).await {
+            Ok(said) => {
+                return serde_json::from_str(said.trim()).map_err(|_| "its Python is not understood".to_owned());
+            }
+            Err(QuestionError::NoProgram(_)) => {}
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+    Err("it has no Python that could be started".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+
+    fn examined(kind: EngineKind, address: &EngineAddress) -> Examined<'_> {
+        Examined { kind, address, image: "python", runtime: None, has_network: false }
+    }
+
+    fn unix() -> EngineAddress {
+        EngineAddress::Unix(PathBuf::from("/x.sock"))
+    }
+
+    /// What a usual Docker says about itself.
+    fn usual() -> SystemInfo {
+        serde_json::from_value(serde_json::json!({
+            "ServerVersion": "28.2", "Architecture": "x86_64", "DefaultRuntime": "runc", "CgroupVersion": "2",
+            "Runtimes": {"runc": {}, "runsc": {}}, "SecurityOptions": ["name=seccomp,profile=builtin", "name=cgroupns"],
+            "MemoryLimit": true, "PidsLimit": true, "CpuCfsQuota": true,
+        }))
+        .unwrap()
+    }
+
+    fn of(findings: &[Finding], name: &str) -> Finding {
+        findings.iter().find(|finding| finding.name == name).expect("it was looked at").clone()
+    }
+
+    #[test]
+    fn a_usual_engine_is_fine_and_says_what_it_has() {
+        let address = unix();
+        let findings = about_engine(&usual(), &examined(EngineKind::Docker, &address));
+        assert!(findings.iter().all(|finding| finding.state == Found::Fine), "{findings:?}");
+        assert_eq!(of(&findings, "engine").what, "Docker 28.2 at unix:///x.sock");
+        assert_eq!(of(&findings, "runtime").what, "runc, the engine's usual one; it also knows runsc");
+        assert!(of(&findings, "resources").what.contains("version 2"));
+        assert!(of(&findings, "identity").what.contains("another host user"));
+    }
+
+    #[test]
+    fn what_an_engine_lacks_has_a_reason_and_a_cure() {
+        let address = unix();
+        let check = |change: fn(&mut SystemInfo), name: &str, words: [&str; 2]| {
+            let mut info = usual();
+            change(&mut info);
+            let finding = of(&about_engine(&info, &examined(EngineKind::Docker, &address)), name);
+            assert_eq!(finding.state, Found::Missing, "{finding:?}");
+            let (why, cure) = (finding.why.unwrap(), finding.cure.unwrap());
+            assert!(why.contains(words[0]) && cure.contains(words[1]), "{why}\n{cure}");
+        };
+        check(|info| info.security_options = None, "system-calls", ["no seccomp", "CONFIG_SECCOMP_FILTER"]);
+        check(|info| info.memory_limit = Some(false), "resources", ["cannot limit memory", "cgroup_enable=memory"]);
+        let rootless: fn(&mut SystemInfo) = |info| {
+            info.pids_limit = Some(false);
+            info.security_options = Some(vec!["name=seccomp".to_owned(), "name=rootless".to_owned()]);
+        };
+        check(rootless, "resources", ["cannot limit processes", "Delegate="]);
+    }
+
+    #[test]
+    fn an_unknown_runtime_is_answered_with_the_known_ones() {
+        let address = unix();
+        let asked = |runtime| about_engine(&usual(), &Examined { runtime, ..examined(EngineKind::Docker, &address) });
+        assert_eq!(of(&asked(Some("runsc")), "runtime").what, "runsc"); // control
+        let finding = of(&asked(Some("kata")), "runtime");
+        assert!(finding.cure.unwrap().contains("runc, runsc"));
+    }
+
+    #[test]
+    fn engines_elsewhere_cannot_do_everything() {
+        let there = EngineAddress::Tcp("tcp://there:2375".to_owned());
+        let docker = Examined { has_network: true, ..examined(EngineKind::Docker, &there) };
+        let findings = about_engine(&usual(), &docker);
+        assert_eq!(of(&findings, "network").state, Found::Missing);
+        assert_eq!(of(&findings, "system-calls").state, Found::Fine); // control
+        let findings = about_engine(&usual(), &examined(EngineKind::Podman, &there));
+        assert_eq!(of(&findings, "system-calls").state, Found::Missing);
+    }
+
+    #[test]
+    fn an_old_python_is_named_with_what_is_needed() {
+        let said = |version| Said { version, ipython: false };
+        assert_eq!(about_python("x", "linux/amd64", &said((3, 11, 2))).state, Found::Fine); // control
+        let finding = about_python("x", "linux/amd64", &said((3, 9, 1)));
+        assert!(finding.why.unwrap().contains("has Python 3.9; sessions need 3.10"));
+    }
+
+    #[test]
+    fn every_way_to_an_engine_has_a_cure_of_its_own() {
+        let error = |why: &str| EngineError::Unreachable {
+            kind: EngineKind::Docker,
+            address: "there".to_owned(),
+            why: why.to_owned(),
+        };
+        let cure = |address: &EngineAddress, why: &str| start_cure(&examined(EngineKind::Docker, address), &error(why));
+        assert!(cure(&unix(), "No such file").contains("systemctl start docker"));
+        assert!(cure(&unix(), "Permission denied (os error 13)").contains("group docker"));
+        let tls = EngineAddress::Tls { address: "tcp://there".to_owned(), certificates: PathBuf::new() };
+        assert!(cure(&tls, "unknown issuer").contains("ca.pem"));
+        assert!(cure(&EngineAddress::Ssh("ssh://there".to_owned()), "x").contains("ssh"));
+    }
+}
