@@ -77,7 +77,7 @@ pub(crate) struct Program<'a> {
 /// Why a program could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    #[error("there is no program of that name on the path of the server")]
+    #[error("there is no program of that name; one without a `/` is looked for on the PATH of the server")]
     NoProgram,
     #[error("the folder it should start in does not exist")]
     NoFolder,
