@@ -155,7 +155,9 @@ class Supervisor:
             waiting = [each.patience for each in self._interpreters.values() if each.patience is not None]
             pause = max(0.0, min(waiting) - time.monotonic()) if waiting else None
             for key, _ in self._selector.select(pause):
-                key.data()
+                # What was heard just before may have closed it, and its number may be another's by now.
+                if self._selector.get_map().get(key.fd) is key:
+                    key.data()
             for interpreter in list(self._interpreters.values()):
                 if interpreter.patience is not None:
                     self._finish(interpreter)
