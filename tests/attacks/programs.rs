@@ -345,12 +345,11 @@ def find(name):
                 pass
 "#;
 
-#[test]
-fn the_code_of_a_session_cannot_reach_into_a_command() {
-    run(async {
-        let session = closed().session();
-        session.ok(FIND).await;
-        let code = r#"
+/// Has a session reach into a process of its own, which works, and into a command, which must not, on the first `roads` of five. The last one is a signal.
+pub(crate) async fn reaches_into_no_command(session: &Session, roads: usize) {
+    session.ok(FIND).await;
+    session.ok(&format!("roads = {roads}")).await;
+    let code = r#"
 import signal, subprocess, threading
 def attempts(process):
     def tried(attempt):
@@ -359,13 +358,14 @@ def attempts(process):
             return 'done'
         except OSError as error:
             return type(error).__name__
-    return [
-        tried(lambda: open(f'/proc/{process}/mem', 'rb')),
-        tried(lambda: open(f'/proc/{process}/environ', 'rb').read()),
-        tried(lambda: os.readlink(f'/proc/{process}/fd/0')),
-        tried(lambda: os.readlink(f'/proc/{process}/exe')),
-        tried(lambda: os.kill(process, signal.SIGCONT)),
-    ]
+    all_roads = (
+        lambda: open(f'/proc/{process}/mem', 'rb'),
+        lambda: open(f'/proc/{process}/environ', 'rb').read(),
+        lambda: os.readlink(f'/proc/{process}/fd/0'),
+        lambda: os.readlink(f'/proc/{process}/exe'),
+        lambda: os.kill(process, signal.SIGCONT),
+    )
+    return [tried(attempt) for attempt in all_roads[:roads]]
 own = os.fork()
 if own == 0:
     signal.pause()
@@ -373,8 +373,15 @@ print(attempts(own))
 os.kill(own, signal.SIGKILL)
 threading.Thread(target=lambda: subprocess.run(['sleep', '1000'])).start()
 print(attempts(find('sleep')))"#;
-        let expected = format!("{:?}\n{:?}\n", ["done"; 5], ["PermissionError"; 5]).replace('"', "'");
-        assert_eq!(session.ok(code).await, expected);
+    let expected = format!("{:?}\n{:?}\n", vec!["done"; roads], vec!["PermissionError"; roads]).replace('"', "'");
+    assert_eq!(session.ok(code).await, expected);
+}
+
+#[test]
+fn the_code_of_a_session_cannot_reach_into_a_command() {
+    run(async {
+        let session = closed().session();
+        reaches_into_no_command(&session, 5).await;
         // And a command cannot reach into the code.
         let code = "
 reach = f'''

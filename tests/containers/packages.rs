@@ -9,9 +9,10 @@ use serde_json::json;
 use super::{on_docker, on_podman};
 use crate::network::{names, network};
 use crate::packages::index::{Index, Manner};
+use crate::packages::sessions::{goes_the_way_of_its_session, install};
 use crate::support::containers::{IMAGE, TestEngine};
 use crate::support::native::host_python;
-use crate::support::server::{Era, Server, Session, ToolResult, program_below};
+use crate::support::server::{Era, Server, program_below};
 use crate::support::{PROGRAM, data_folder};
 
 /// A server whose only index is ours, with sessions in containers of this engine.
@@ -41,46 +42,10 @@ async fn server(engine: &'static TestEngine, index: &Index, arguments: &[&str]) 
     })
 }
 
-fn install(session: &Session<'_>, packages: serde_json::Value) -> ToolResult {
-    session.call("install_package", json!({"package_name": packages}))
-}
-
-fn lacks(session: &Session<'_>, module: &str) -> bool {
-    session.text(&format!("from importlib.util import find_spec; print(find_spec('{module}') is None)")) == "True"
-}
-
 async fn a_package_goes_the_way_of_its_session(engine: &'static TestEngine) {
     let index = Index::start(&host_python("minimal"), Manner::Open);
     let server = server(engine, &index, &[]).await;
-    tokio::task::block_in_place(|| {
-        let session = server.session();
-        assert!(lacks(&session, "tool_kit")); // control
-        let installed = install(&session, json!("tool-kit"));
-        assert!(!installed.is_error(), "{}", installed.text());
-        assert_eq!(installed.text(), "Successfully installed pure-2.0 tool-kit-1.5");
-        assert_eq!(session.text("import tool_kit; tool_kit.main()"), "tool 2");
-        assert_eq!(session.text("!python3 -c 'import tool_kit; tool_kit.main()'; tool-kit"), "tool 2\ntool 2");
-
-        let fork = session.call("fork_session", json!({"names": ["copy"]}));
-        assert!(!fork.is_error(), "{}", fork.text());
-        let fork = Session { server: &server, id: "copy".to_owned() };
-        assert_eq!(fork.text("tool_kit.main()"), "tool 2");
-        for each in [&session, &fork] {
-            assert!(!each.call("reset", json!({})).is_error());
-            assert_eq!(each.text("import tool_kit; tool_kit.main()"), "tool 2", "{}", each.id);
-        }
-
-        // Back before the installation: the package is gone, and a reset does not bring it back.
-        let other = server.session();
-        other.text("x = 1");
-        other.text("x = 2");
-        assert!(other.text("!pip install pure").contains("Successfully installed pure-2.0"));
-        other.text("import pure; x = 3");
-        assert!(!other.call("undo", json!({"cells": 2})).is_error());
-        assert!(lacks(&other, "pure"));
-        assert!(!other.call("reset", json!({})).is_error());
-        assert!(lacks(&other, "pure"));
-    });
+    tokio::task::block_in_place(|| goes_the_way_of_its_session(&server, "python3"));
 }
 
 #[test]

@@ -7,7 +7,7 @@ mod git;
 pub(crate) mod index;
 mod program;
 mod proxy;
-mod sessions;
+pub(crate) mod sessions;
 mod workshop;
 
 use std::collections::BTreeMap;

@@ -16,7 +16,7 @@ fn server(index: &Index, arguments: &[&str]) -> Server {
     server
 }
 
-fn install(session: &Session<'_>, packages: serde_json::Value) -> ToolResult {
+pub(crate) fn install(session: &Session<'_>, packages: serde_json::Value) -> ToolResult {
     session.call("install_package", json!({"package_name": packages}))
 }
 
@@ -24,10 +24,8 @@ fn lacks(session: &Session<'_>, module: &str) -> bool {
     session.text(&format!("from importlib.util import find_spec; print(find_spec('{module}') is None)")) == "True"
 }
 
-#[test]
-fn a_package_is_there_at_once_and_in_every_copy_and_goes_with_an_undo() {
-    let index = Index::start(&host_python("minimal"), Manner::Open);
-    let server = server(&index, &[]);
+/// Follows a package through the life of sessions: it is there at once, after a reset and in a fork, and goes with an undo. `python` is what the sandbox calls its Python.
+pub(crate) fn goes_the_way_of_its_session(server: &Server, python: &str) {
     let session = server.session();
     assert!(lacks(&session, "tool_kit")); // control
     let installed = install(&session, json!("tool-kit"));
@@ -35,11 +33,12 @@ fn a_package_is_there_at_once_and_in_every_copy_and_goes_with_an_undo() {
     assert_eq!(installed.text(), "Successfully installed pure-2.0 tool-kit-1.5");
     assert_eq!(installed.structured()["reset_needed_for"], json!([]));
     assert_eq!(session.text("import tool_kit; tool_kit.main()"), "tool 2");
-    assert_eq!(session.text("!python -c 'import tool_kit; tool_kit.main()'"), "tool 2");
+    let programs = format!("!{python} -c 'import tool_kit; tool_kit.main()'; tool-kit");
+    assert_eq!(session.text(&programs), "tool 2\ntool 2");
 
     let fork = session.call("fork_session", json!({"names": ["copy"]}));
     assert!(!fork.is_error(), "{}", fork.text());
-    let fork = Session { server: &server, id: "copy".to_owned() };
+    let fork = Session { server, id: "copy".to_owned() };
     assert_eq!(fork.text("tool_kit.main()"), "tool 2");
     for each in [&session, &fork] {
         assert!(!each.call("reset", json!({})).is_error());
@@ -47,15 +46,27 @@ fn a_package_is_there_at_once_and_in_every_copy_and_goes_with_an_undo() {
     }
 
     // Back before the installation: the package is gone, and a reset does not bring it back.
-    let other = server.session();
-    other.text("x = 1");
-    other.text("x = 2");
-    assert!(!install(&other, json!(["pure"])).is_error());
-    other.text("import pure; x = 3");
-    assert!(!other.call("undo", json!({"cells": 2})).is_error());
-    assert!(lacks(&other, "pure"));
-    assert!(!other.call("reset", json!({})).is_error());
-    assert!(lacks(&other, "pure"));
+    let by_tool = |session: &Session<'_>| assert!(!install(session, json!(["pure"])).is_error());
+    let by_pip = |session: &Session<'_>| {
+        assert!(session.text("!pip install pure").contains("Successfully installed pure-2.0"));
+    };
+    for installs in [&by_tool as &dyn Fn(&Session<'_>), &by_pip] {
+        let other = server.session();
+        other.text("x = 1");
+        other.text("x = 2");
+        installs(&other);
+        other.text("import pure; x = 3");
+        assert!(!other.call("undo", json!({"cells": 2})).is_error());
+        assert!(lacks(&other, "pure"));
+        assert!(!other.call("reset", json!({})).is_error());
+        assert!(lacks(&other, "pure"));
+    }
+}
+
+#[test]
+fn a_package_is_there_at_once_and_in_every_copy_and_goes_with_an_undo() {
+    let index = Index::start(&host_python("minimal"), Manner::Open);
+    goes_the_way_of_its_session(&server(&index, &[]), "python");
 }
 
 #[test]
