@@ -15,8 +15,8 @@ use super::{Warmth, approvals, programs};
 use crate::config::{Containers, Settings};
 use crate::environment::supplies;
 use crate::sandbox::container::{
-    ContainerBackend, ContainerBind, ContainerNetwork, ContainerPackages, ContainerSettings, EngineAddress,
-    PoolSettings, Supplies, WORK_FOLDER,
+    ContainerBackend, ContainerBind, ContainerNetwork, ContainerPackages, ContainerSettings, PoolSettings, Supplies,
+    WORK_FOLDER,
 };
 use crate::sandbox::{Backend, Network, Preparation};
 
@@ -50,7 +50,7 @@ pub(super) fn backend(
         network,
         ports: packages.ports(),
     });
-    if containers.network.is_some() && !is_here(choice) {
+    if containers.network.is_some() && !choice.address.is_local() {
         bail!(
             "the engine at {} is not on this machine, so nobody could hold its containers to allowed domains and secrets; \
              leave them out, or use an engine of this machine or --backend native",
@@ -59,11 +59,6 @@ pub(super) fn backend(
     }
     let started = ContainerBackend::start(containers, supplies, preparation);
     Ok(Arc::new(started.context("the runtime folder cannot be used")?))
-}
-
-/// Whether the engine is on this machine. Only its containers have networks in which doors can be opened, and see folders of the server.
-pub(super) fn is_here(choice: &Containers) -> bool {
-    matches!(choice.address, EngineAddress::Unix(_))
 }
 
 /// Something of the server that containers may look at.

@@ -213,7 +213,7 @@ impl House {
 fn can_install(settings: &Settings) -> bool {
     let sees_store = match &settings.backend {
         BackendChoice::Native => true,
-        BackendChoice::Containers(choice) => containers::is_here(choice),
+        BackendChoice::Containers(choice) => choice.address.is_local(),
     };
     settings.packages.allowed && sees_store
 }

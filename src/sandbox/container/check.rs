@@ -114,7 +114,7 @@ fn about_engine(info: &SystemInfo, examined: &Examined<'_>) -> Vec<Finding> {
         users(info),
         resources(info),
     ];
-    if examined.has_network && !matches!(examined.address, EngineAddress::Unix(_)) {
+    if examined.has_network && !examined.address.is_local() {
         findings.push(Finding::missing(
             "network",
             "allowed domains and secrets need an engine of this machine",
@@ -151,7 +151,7 @@ fn has_option(info: &SystemInfo, name: &str) -> bool {
 
 fn system_calls(info: &SystemInfo, examined: &Examined<'_>) -> Finding {
     let name = "system-calls";
-    if examined.kind == EngineKind::Podman && !matches!(examined.address, EngineAddress::Unix(_)) {
+    if examined.kind == EngineKind::Podman && !examined.address.is_local() {
         return Finding::missing(
             name,
             "Podman takes the list of system calls only as a file of its own machine",

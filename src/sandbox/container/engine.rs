@@ -76,6 +76,14 @@ pub enum EngineAddress {
     Ssh(String),
 }
 
+impl EngineAddress {
+    /// Whether the engine's containers are processes of this machine, as far as the address tells. Only theirs have networks in which doors can be opened, and see
+    /// folders of the server.
+    pub fn is_local(&self) -> bool {
+        matches!(self, EngineAddress::Unix(_))
+    }
+}
+
 impl fmt::Display for EngineAddress {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -165,9 +173,8 @@ impl Engine {
         Engine { credentials: files.to_vec(), ..self }
     }
 
-    /// Whether the engine's containers are processes of this machine, as far as the address tells.
     pub(super) fn is_local(&self) -> bool {
-        matches!(self.address, EngineAddress::Unix(_))
+        self.address.is_local()
     }
 
     pub(super) async fn info(&self) -> Result<SystemInfo, EngineError> {
