@@ -9,10 +9,10 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde_json::{Value, json};
 
+use crate::support::ends_within;
 use crate::support::server::{Era, MINIMAL, PATIENCE, Server, finished, patiently, program};
 
 /// A name for a keeper, and a folder that its sessions share. What is left is ended with it.
@@ -111,9 +111,7 @@ fn handle(process: u32) -> OwnedFd {
 
 #[track_caller]
 fn ends(handle: &OwnedFd, within: Duration) {
-    let limit = Timespec { tv_sec: within.as_secs() as i64, tv_nsec: 0 };
-    let ended = rustix::event::poll(&mut [PollFd::new(handle, PollFlags::IN)], Some(&limit)).unwrap();
-    assert_eq!(ended, 1, "the process lives on");
+    assert!(ends_within(handle, within), "the process lives on");
 }
 
 /// Every process that a keeper has started, directly or not.
@@ -165,7 +163,7 @@ fn a_killed_keeper_takes_everything_along_and_its_sessions_say_so() {
     let family = descendants(keeper);
     assert!(family.len() >= 3, "guardian, warden, interpreters: {}", family.len());
     kill(keeper);
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + PATIENCE;
     for process in &family {
         ends(process, deadline.saturating_duration_since(Instant::now()));
     }

@@ -10,12 +10,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde_json::json;
 
-use crate::support::is_root;
 use crate::support::server::{Era, MINIMAL, PATIENCE, Server, patiently, program};
+use crate::support::{ends_within, is_root};
 
 /// A server with all it could leave behind, and the places where that would be found.
 struct Scene {
@@ -91,9 +90,7 @@ impl Scene {
         let deadline = Instant::now() + PATIENCE;
         for (id, name, handle) in &self.processes {
             let left = deadline.saturating_duration_since(Instant::now());
-            let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: 0 };
-            let ended = rustix::event::poll(&mut [PollFd::new(handle, PollFlags::IN)], Some(&left)).unwrap();
-            assert_eq!(ended, 1, "the process {id} ({name}) lives on");
+            assert!(ends_within(handle, left), "the process {id} ({name}) lives on");
         }
     }
 

@@ -11,9 +11,12 @@ pub(crate) mod service;
 pub(crate) mod stack;
 
 use std::io::Write;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use cellblock::environment::EnvironmentSpec;
+use rustix::event::{PollFd, PollFlags, Timespec};
 
 /// The program under test.
 pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_cellblock");
@@ -46,6 +49,19 @@ fn configuration() -> String {
 pub(crate) fn skipped(why: &str) {
     // Not `eprintln`: the test harness keeps that to itself when a test passes.
     let _ = writeln!(std::io::stderr(), "skipped: needs {why}");
+}
+
+/// Waits for the end of a process, and tells whether it came in time. Children of other tests end meanwhile, and their signals interrupt waiting.
+pub(crate) fn ends_within(process: &OwnedFd, patience: Duration) -> bool {
+    let deadline = Instant::now() + patience;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        match rustix::event::poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&left)) {
+            Err(rustix::io::Errno::INTR) => {}
+            ended => return ended.expect("a process can be waited for") == 1,
+        }
+    }
 }
 
 /// Whether the tests run as root, which decides what identities sessions get.

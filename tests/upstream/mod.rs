@@ -12,12 +12,12 @@ use std::fs;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::http::client::Raw;
+use crate::support::ends_within;
 use crate::support::native::host_python;
 use crate::support::server::{Era, MINIMAL, PATIENCE, Server, Session, program};
 use crate::support::service::Service;
@@ -71,9 +71,7 @@ impl Notes {
 
 /// Waits for the end of a process.
 fn wait_for_the_end_of(process: &OwnedFd) {
-    let patience = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
-    let mut polled = [PollFd::new(process, PollFlags::IN)];
-    assert_eq!(rustix::event::poll(&mut polled, Some(&patience)).unwrap(), 1, "the process goes on");
+    assert!(ends_within(process, PATIENCE), "the process goes on");
 }
 
 fn register(server: &Server, name: &str, params: Value) {
