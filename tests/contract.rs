@@ -27,7 +27,7 @@ enum Step {
     Raise(&'static str),
     /// Waits, and can be interrupted.
     Sleep,
-    /// Waits for half a second.
+    /// Waits for a second.
     Pause,
     IgnoreInterrupts,
     Exit(i32),
@@ -103,7 +103,7 @@ fn in_python(step: &Step) -> String {
         Step::Get(name) => format!("print({name})"),
         Step::Raise(text) => format!("raise ValueError({text:?})"),
         Step::Sleep => "import time; time.sleep(600)".to_owned(),
-        Step::Pause => "import time; time.sleep(0.5)".to_owned(),
+        Step::Pause => "import time; time.sleep(1)".to_owned(),
         Step::IgnoreInterrupts => {
             "import time\nwhile True:\n    try:\n        time.sleep(600)\n    except KeyboardInterrupt:\n        pass"
                 .to_owned()
@@ -121,7 +121,7 @@ fn in_fake(step: &Step) -> String {
         Step::Get(name) => format!("get {name}"),
         Step::Raise(text) => format!("raise {text}"),
         Step::Sleep => "sleep 600".to_owned(),
-        Step::Pause => "sleep 0.5".to_owned(),
+        Step::Pause => "sleep 1".to_owned(),
         Step::IgnoreInterrupts => "ignore-interrupt".to_owned(),
         Step::Exit(code) => format!("exit {code}"),
     }
@@ -135,6 +135,8 @@ struct Cells<'a> {
 
 /// Longer than any step of a case that is expected to end by itself.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// A limit that code reaches only once it has begun, also on a busy machine.
+const ENOUGH_TO_BEGIN: Duration = Duration::from_secs(2);
 
 impl Cells<'_> {
     async fn try_run(&self, steps: &[Step]) -> Result<Outcome, Refused> {
@@ -273,11 +275,16 @@ on_every_backend! {
         let request = ExecuteRequest { code, timeout: PATIENCE, max_output_chars: 1000, asking: Asking::Nobody };
         let (owner, id) = (Principal::local(), session.session.id.clone());
         session.run(&[Step::Set("x", "warm")]).await;
-        let (wait, cancel) = (Some(Duration::from_millis(300)), CancellationToken::new());
-        let begun = backend.sessions.begin(&owner, &id, request, wait, cancel, News::default()).await.unwrap();
-        let Executed::Underway(underway) = begun else { panic!("{begun:?}") };
+        let (wait, cancel) = (Duration::from_millis(300), CancellationToken::new());
+        let begun = backend.sessions.begin(&owner, &id, request, Some(wait), cancel, News::default()).await.unwrap();
+        let Executed::Underway(mut underway) = begun else { panic!("{begun:?}") };
+        let which = Which::This(underway.handle.clone());
+        while underway.text.is_empty() {
+            let checked = backend.sessions.check(&owner, &which, wait, 1000, News::default()).await.unwrap();
+            let Checked::Underway(later) = checked else { panic!("{checked:?}") };
+            underway = later;
+        }
         assert_eq!((underway.text.as_str(), underway.ahead), ("one\n", 0));
-        let which = Which::This(underway.handle);
         for told_before in [false, true] {
             let checked = backend.sessions.check(&owner, &which, PATIENCE, 1000, News::default()).await.unwrap();
             let Checked::Finished { outcome, again, .. } = checked else { panic!("{checked:?}") };
@@ -320,7 +327,7 @@ on_every_backend! {
     async fn a_time_out_interrupts_and_keeps_the_state(backend) {
         let session = backend.session();
         session.run(&[Step::Set("x", "kept")]).await;
-        let limit = Duration::from_millis(300);
+        let limit = ENOUGH_TO_BEGIN;
         let outcome = session.run_for(limit, &[Step::Print("begun"), Step::Sleep]).await;
         assert_eq!(outcome.status, Status::TimedOut { limit, state: StateAfter::Kept });
         assert!(native::everything(&outcome).starts_with("begun\n"));
@@ -330,10 +337,10 @@ on_every_backend! {
     async fn code_that_ignores_the_interrupt_is_killed_and_files_stay(backend) {
         let session = backend.session();
         session.session.upload("kept", b"bytes").await.unwrap();
-        let limit = Duration::from_millis(200);
+        let limit = ENOUGH_TO_BEGIN;
         let outcome = session.run_for(limit, &[Step::IgnoreInterrupts]).await;
         assert_eq!(outcome.status, Status::TimedOut { limit, state: StateAfter::Lost });
-        assert!(outcome.duration < limit + Duration::from_secs(2), "{:?}", outcome.duration);
+        assert!(outcome.duration < limit + PATIENCE, "{:?}", outcome.duration);
         let refused = session.try_run(&[Step::Print("x")]).await.unwrap_err();
         assert!(matches!(refused, Refused::Ended { .. }), "{refused}");
         session.session.reset().await;

@@ -14,7 +14,7 @@ fn request(variants: &[(&str, &str)], keep: Keep, replace: bool) -> ExploreReque
     let variant = |(name, code): &(&str, &str)| Variant { name: (*name).to_owned(), code: (*code).to_owned() };
     ExploreRequest {
         variants: variants.iter().map(variant).collect(),
-        timeout: Duration::from_millis(1500),
+        timeout: Duration::from_secs(4),
         max_output_chars: 1000,
         keep,
         replace,

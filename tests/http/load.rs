@@ -18,7 +18,7 @@ const COST_OF_ONE: u64 = 40 * 1024;
 const FEW: usize = 16;
 
 /// An answer as somebody gets it whom the load does not concern.
-const PROMPT: Duration = Duration::from_secs(5);
+const PROMPT: Duration = Duration::from_secs(20);
 
 /// Checks that a cell of somebody else is answered, and soon.
 async fn check_served(service: &Service) {

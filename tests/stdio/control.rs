@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde_json::json;
 
@@ -60,8 +60,8 @@ fn shared_workspace(era: Era, more: &[&str]) -> Shared {
 fn a_time_out_names_its_value_and_keeps_the_state() {
     let session = Server::shared().session();
     session.text("kept = 1");
-    let result = session.run_with("kept = 2\nprint('before')\nwhile True: pass", json!({"timeout": 0.5}));
-    result.assert_refused(&["before", "time-out of 0.5 s", "Variables and files are kept"]);
+    let result = session.run_with("kept = 2\nprint('before')\nwhile True: pass", json!({"timeout": 1.5}));
+    result.assert_refused(&["before", "time-out of 1.5 s", "Variables and files are kept"]);
     assert_eq!(result.status(), "timeout");
     assert_eq!(session.text("kept"), "2");
     // The same for code that waits in a system call, and the default limit is said in seconds too.
@@ -76,16 +76,16 @@ fn code_that_ignores_the_interrupt_is_killed_and_the_reply_says_what_is_gone() {
     session.text("kept = 1; open('file', 'w').write('here'); None");
     let code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass";
     let started = Instant::now();
-    let result = session.run_with(code, json!({"timeout": 0.5}));
+    let result = session.run_with(code, json!({"timeout": 2}));
     result.assert_refused(&[
-        "time-out of 0.5 s",
+        "time-out of 2 s",
         "ignored the interrupt",
         "Variables and imports",
         "gone",
         "files",
         "reset",
     ]);
-    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+    assert!(started.elapsed() < PATIENCE, "{:?}", started.elapsed());
     session.run("1").assert_refused(&["this session ended because", "reset"]);
     assert!(!session.call("reset", json!({})).is_error());
     assert_eq!(session.text("open('file').read()"), "'here'");
@@ -97,9 +97,9 @@ fn a_loop_in_c_that_never_looks_at_signals_is_killed_too() {
     let session = Server::shared().session();
     let started = Instant::now();
     // One call of a C function that holds the interpreter for ages.
-    let result = session.run_with("sum(range(10**15))", json!({"timeout": 0.5}));
-    result.assert_refused(&["time-out of 0.5 s"]);
-    assert!(started.elapsed() < Duration::from_secs(15), "{:?}", started.elapsed());
+    let result = session.run_with("sum(range(10**15))", json!({"timeout": 2}));
+    result.assert_refused(&["time-out of 2 s"]);
+    assert!(started.elapsed() < PATIENCE, "{:?}", started.elapsed());
 }
 
 #[test]
@@ -186,7 +186,7 @@ fn every_way_to_die_is_answered_at_once_and_by_name() {
         let started = Instant::now();
         let result = session.run(&format!("print('before', flush=True)\n{code}"));
         result.assert_refused(&["before", word, "Variables and imports of this session are gone", "files", "reset"]);
-        assert!(started.elapsed() < Duration::from_secs(10), "{code} took {:?}", started.elapsed());
+        assert!(started.elapsed() < PATIENCE, "{code} took {:?}", started.elapsed());
         session.run("kept").assert_refused(&["this session ended because", "reset", &session.id]);
         let listed = server.call("list_sessions", json!({}));
         assert!(listed.text().contains(&format!("{}: ended", session.id)), "{}", listed.text());
