@@ -103,13 +103,20 @@ pub(super) async fn install(
         python = place.join("bin/python");
     }
     let target = workshop.path().join("target");
-    let arguments = ["-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:", "--target"];
-    let arguments = arguments.iter().map(OsString::from).chain([target.clone().into_os_string(), "uv".into()]);
+    let arguments = ["-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"];
+    let arguments = arguments.map(OsString::from).into_iter().chain(platforms(std::env::consts::ARCH));
+    let arguments = arguments.chain(["--target".into(), target.clone().into_os_string(), "uv".into()]);
     run(&python, arguments, &variables, &mut |_| {}).await.map_err(|failure| failure.during("install uv with pip"))?;
 
     let installed = own_uv(data_dir);
     std::fs::rename(target.join("bin/uv"), &installed).map_err(while_doing("put uv in its place"))?;
     Ok(installed)
+}
+
+/// Says to pip which builds of uv will do on this kind of machine, the best first. Those for musl are linked statically, so they run in every image too, whatever C library it has.
+fn platforms(machine: &str) -> impl Iterator<Item = OsString> {
+    let builds = ["musllinux_1_1", "musllinux_1_2", "manylinux2014", "manylinux_2_17", "manylinux_2_28"];
+    builds.into_iter().flat_map(move |build| ["--platform".into(), format!("{build}_{machine}").into()])
 }
 
 /// A program that ended badly, with the last it said.
