@@ -52,8 +52,9 @@ def be_readable() -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant that loses its own."""
-    _library.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Makes this process the parent of every descendant that loses its own. Raises OSError where that cannot be had, as in older gVisors."""
+    if _library.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "processes cannot adopt orphans here")
 
 
 def offer_to_die(score: int) -> None:

@@ -941,6 +941,11 @@ def main() -> None:
     if os.getpid() != 1:
         sys.exit("the supervisor ends every process that it does not know, so it must be the first one of a container")
     fences.be_unreadable()
+    try:
+        # The first process does so anyway; stewards must be able to.
+        fences.adopt_orphans()
+    except OSError as error:
+        sys.exit(f"sessions cannot be kept apart under this runtime: {error.strerror}")
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(_IN, 1)

@@ -8,6 +8,7 @@ import fcntl
 import os
 import socket
 import unittest
+from unittest import mock
 
 from cellblock_runner import errands, fences, sockets
 
@@ -55,6 +56,26 @@ class Input(unittest.TestCase):
         file = errands.input_of(None)
         self.addCleanup(os.close, file)
         self.assertEqual(os.read(file, 10), b"")
+
+
+def _adopt_one() -> int:
+    """Adopts orphans, makes one, and returns how it ended, which only its parent can know."""
+    fences.adopt_orphans()
+    between = os.fork()
+    if between == 0:
+        if os.fork() == 0:
+            os._exit(7)
+        os._exit(0)
+    os.waitpid(between, 0)
+    return os.waitstatus_to_exitcode(os.waitpid(-1, 0)[1])
+
+
+class Orphans(unittest.TestCase):
+    def test_they_are_adopted_or_it_is_an_error(self) -> None:
+        self.assertEqual(_status_of_child(_adopt_one), 7)
+        with mock.patch.object(fences, "_library") as library, self.assertRaisesRegex(OSError, "adopt orphans"):
+            library.prctl.return_value = -1
+            fences.adopt_orphans()
 
 
 class Refusal(unittest.TestCase):

@@ -15,7 +15,11 @@ fn sessions_live_are_interrupted_undone_and_reset_under_gvisor() {
         }
         let containers = engine.build().runtime("runsc").start();
         let session = containers.session();
-        session.ok("x = [1]; open('a', 'w').write('one')").await;
+        let first = session.execute("x = [1]; open('a', 'w').write('one')").await;
+        if first.as_ref().is_err_and(|refused| refused.to_string().contains("adopt orphans")) {
+            return skipped("a gVisor that lets processes adopt orphans, such as that of Debian 13");
+        }
+        assert_eq!(first.unwrap().status, Status::Completed);
         // The kernel that gVisor says it is.
         assert_eq!(session.ok("import platform; print(platform.release())").await, "4.4.0\n");
         let limit = Duration::from_secs(2);
