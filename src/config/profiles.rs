@@ -108,8 +108,8 @@ pub(super) fn layer(
         layer.push(Key::Backend, Origin::Flag("--profile"), Written::Text("docker".to_owned()));
     }
     if profile == Profile::PythonDocker {
-        own_file(surroundings, &mut layer, notices)?;
-        own_variables(surroundings, &mut layer);
+        let without_pool = own_file(surroundings, &mut layer, notices)?;
+        own_variables(surroundings, without_pool, &mut layer);
     }
     Ok(layer)
 }
@@ -123,51 +123,62 @@ fn usual(profile: Profile) -> Layer {
     };
     Layer::of(match profile {
         Profile::Default => Vec::new(),
-        Profile::Ipybox => vec![text(Key::Undo, "off")],
+        // What a kernel holds lasts as long as its server. A day without a call is as good as that.
+        Profile::Ipybox => vec![text(Key::Undo, "off"), text(Key::IdleTimeout, "24h")],
         Profile::PythonDocker => vec![
             text(Key::Undo, "off"),
             text(Key::Memory, "256M"),
             text(Key::Cpus, "0.5"),
             text(Key::Timeout, "30s"),
             text(Key::IdleTimeout, "24h"),
+            text(Key::PoolMaxAge, "300s"),
+            text(Key::PoolCreations, "5"),
             list(Key::AllowedModules, &LISTED_MODULES),
             list(Key::BlockedModules, &BLOCKED_MODULES),
         ],
         Profile::CodeExecuter => {
             vec![text(Key::Undo, "off"), text(Key::IdleTimeout, "24h"), list(Key::BlockedModules, &DANGEROUS_MODULES)]
         }
-        Profile::Pyexec => {
-            vec![text(Key::Undo, "off"), text(Key::Memory, "512M"), text(Key::Cpus, "0.5"), text(Key::Timeout, "30s")]
-        }
+        Profile::Pyexec => vec![
+            text(Key::Undo, "off"),
+            text(Key::Memory, "512M"),
+            text(Key::Cpus, "0.5"),
+            text(Key::Timeout, "30s"),
+            text(Key::IdleTimeout, "24h"),
+        ],
     })
 }
 
-/// Reads the configuration file of python-docker-mcp.
-fn own_file(surroundings: &Surroundings<'_>, layer: &mut Layer, notices: &mut Vec<String>) -> Result<(), ConfigError> {
+/// Reads the configuration file of python-docker-mcp. Returns where it switches the pool off, if it does.
+fn own_file(
+    surroundings: &Surroundings<'_>,
+    layer: &mut Layer,
+    notices: &mut Vec<String>,
+) -> Result<Option<Origin>, ConfigError> {
     let named = surroundings.variable("PYTHON_DOCKER_MCP_CONFIG").map(|path| surroundings.absolute(path));
     let usual = surroundings.absolute("~/.python-docker-mcp/config.yaml");
     // A file that is named and missing is passed over, as that server does.
     for path in named.into_iter().chain([usual]) {
         if let Some(text) = surroundings.text(&path)? {
             let containers = surroundings.containers == Some(true);
-            return PythonDockerFile { path: &path, layer, notices, pool_off: false, containers }.read(&text);
+            return PythonDockerFile { path: &path, layer, notices, without_pool: None, containers }.read(&text);
         }
     }
-    Ok(())
+    Ok(None)
 }
 
 struct PythonDockerFile<'a> {
     path: &'a Path,
     layer: &'a mut Layer,
     notices: &'a mut Vec<String>,
-    /// The pool was switched off, whatever its size.
-    pool_off: bool,
+    /// Where the pool is switched off, whatever its size.
+    without_pool: Option<Origin>,
     /// Sandboxes are containers.
     containers: bool,
 }
 
 impl PythonDockerFile<'_> {
-    fn read(mut self, text: &str) -> Result<(), ConfigError> {
+    fn read(mut self, text: &str) -> Result<Option<Origin>, ConfigError> {
         for member in layers::members_of(self.path, text)? {
             let origin = Origin::File { path: self.path.to_owned(), line: member.line };
             match member.name.as_str() {
@@ -180,7 +191,7 @@ impl PythonDockerFile<'_> {
                 _ => self.setting(&member.name.clone(), origin, member.value)?,
             }
         }
-        Ok(())
+        Ok(self.without_pool)
     }
 
     fn table(&self, member: &Member, origin: &Origin) -> Result<Vec<Member>, ConfigError> {
@@ -200,15 +211,13 @@ impl PythonDockerFile<'_> {
             "docker.image" if self.containers => Key::ContainerTag,
             "docker.pool_max_age" => Key::PoolMaxAge,
             "docker.max_concurrent_creations" => Key::PoolCreations,
-            "docker.pool_size" if self.pool_off => return Ok(()),
             "docker.pool_size" => Key::Pool,
             "package.index_url" => Key::PackageIndex,
             "package.trusted_hosts" => Key::PackageTrustedHosts,
             "allowed_modules" => Key::AllowedModules,
             "blocked_modules" => Key::BlockedModules,
             "docker.pool_enabled" if is(false) => {
-                self.pool_off = true;
-                self.layer.push(Key::Pool, origin, Written::Text("0".to_owned()));
+                self.without_pool = Some(origin);
                 return Ok(());
             }
             "docker.network_disabled" if is(false) => {
@@ -244,7 +253,8 @@ fn why(name: &str) -> &'static str {
     }
 }
 
-fn own_variables(surroundings: &Surroundings<'_>, layer: &mut Layer) {
+/// Reads the variables of python-docker-mcp, which win over its file. `without_pool` is where that one switches the pool off.
+fn own_variables(surroundings: &Surroundings<'_>, without_pool: Option<Origin>, layer: &mut Layer) {
     const SETTINGS: [(&str, Key); 5] = [
         ("PYTHON_DOCKER_MCP_MEMORY_LIMIT", Key::Memory),
         ("PYTHON_DOCKER_MCP_CPU_LIMIT", Key::Cpus),
@@ -257,10 +267,12 @@ fn own_variables(surroundings: &Surroundings<'_>, layer: &mut Layer) {
             layer.push(key, Origin::Variable(name.to_owned()), Written::Text(value.to_owned()));
         }
     }
-    if let Some(value) = surroundings.variable("PYTHON_DOCKER_MCP_POOL_ENABLED")
-        && truth(value) != Some(true)
-    {
-        let origin = Origin::Variable("PYTHON_DOCKER_MCP_POOL_ENABLED".to_owned());
+    const ENABLED: &str = "PYTHON_DOCKER_MCP_POOL_ENABLED";
+    let without_pool = match surroundings.variable(ENABLED) {
+        Some(value) => (truth(value) != Some(true)).then(|| Origin::Variable(ENABLED.to_owned())),
+        None => without_pool,
+    };
+    if let Some(origin) = without_pool {
         layer.push(Key::Pool, origin, Written::Text("0".to_owned()));
     }
     if surroundings.variable("PYTHON_DOCKER_MCP_DEBUG").is_some_and(|value| truth(value) == Some(true)) {
@@ -305,13 +317,13 @@ pub(super) fn sandbox_config(
                     notices.push(format!(
                         "{}: {section}.{name} has no effect here{}",
                         path.display(),
-                        why_not(section)
+                        why_not(section, name)
                     ));
                     continue;
                 }
             };
             let rules: Option<Vec<Written>> = value.as_array().and_then(|rules| {
-                rules.iter().map(|rule| rule.as_str().map(|rule| Written::Text(rule.to_owned()))).collect()
+                rules.iter().map(|rule| Some(Written::Text(rule_of_sandbox(rule.as_str()?, key)))).collect()
             });
             let rules = rules.ok_or_else(|| unreadable(format!("{section}.{name} must be a list of texts")))?;
             layer.push(key, Origin::File { path: path.to_owned(), line: None }, Written::List(rules));
@@ -320,9 +332,21 @@ pub(super) fn sandbox_config(
     Ok(layer)
 }
 
-fn why_not(section: &str) -> &'static str {
-    match section {
-        "filesystem" => ": code sees its working folder and what --mount shows, and nothing else of this machine",
+/// Writes a rule of that file with the meaning that it has there: a wildcard stands for any number of labels, and a name for all its ports.
+fn rule_of_sandbox(rule: &str, key: Key) -> String {
+    let rule = rule.strip_prefix("*.").map_or_else(|| rule.to_owned(), |base| format!("**.{base}"));
+    match key {
+        Key::AllowedDomains if !rule.contains(':') => format!("{rule}:*"),
+        _ => rule,
+    }
+}
+
+fn why_not(section: &str, name: &str) -> &'static str {
+    match (section, name) {
+        ("filesystem", "denyRead" | "denyWrite") => {
+            ": code reads and writes everything in its working folder, so keep elsewhere what it must not, and sees nothing else of this machine"
+        }
+        ("filesystem", _) => ": code sees its working folder and what --mount shows, and nothing else of this machine",
         _ => ": code has a network of its own",
     }
 }
@@ -349,13 +373,20 @@ mod tests {
     fn each_profile_brings_its_usual_limits() {
         let limits = |profile: &str| {
             let settings = case().flag(Key::Profile, profile).settings();
-            (settings.limits.memory >> 20, settings.limits.cpus, settings.timeout.as_secs(), settings.undo == Undo::Off)
+            let hours = settings.idle_timeout.as_secs() / 3600;
+            (
+                settings.limits.memory >> 20,
+                settings.limits.cpus,
+                settings.timeout.as_secs(),
+                hours,
+                settings.undo == Undo::Off,
+            )
         };
-        assert_eq!(limits("default"), (2048, 2.0, 120, false));
-        assert_eq!(limits("ipybox"), (2048, 2.0, 120, true));
-        assert_eq!(limits("python-docker-mcp"), (256, 0.5, 30, true));
-        assert_eq!(limits("code-executer"), (2048, 2.0, 120, true));
-        assert_eq!(limits("pyexec"), (512, 0.5, 30, true));
+        assert_eq!(limits("default"), (2048, 2.0, 120, 1, false));
+        assert_eq!(limits("ipybox"), (2048, 2.0, 120, 24, true));
+        assert_eq!(limits("python-docker-mcp"), (256, 0.5, 30, 24, true));
+        assert_eq!(limits("code-executer"), (2048, 2.0, 120, 24, true));
+        assert_eq!(limits("pyexec"), (512, 0.5, 30, 24, true));
         assert!(case().flag(Key::Profile, "pyexce").refusal().contains("pyexec"));
     }
 
@@ -413,9 +444,15 @@ mod tests {
             .variable("PYTHON_DOCKER_MCP_MAX_CONCURRENT_CREATIONS", "1")
             .variable("PYTHON_DOCKER_MCP_DEBUG", "1")
             .settings();
-        assert_eq!((settings.limits.memory >> 20, settings.limits.cpus, settings.pool), (300, 0.25, 3));
+        assert_eq!((settings.limits.memory >> 20, settings.limits.cpus, settings.pool), (300, 0.25, 0));
+        let on = named().variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "1");
+        assert_eq!(on.settings().pool, 9, "a variable wins over the file, and the file has the size");
+        let on = named().variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "1").variable("PYTHON_DOCKER_MCP_POOL_SIZE", "3");
+        assert_eq!(on.settings().pool, 3);
         assert_eq!(settings.log_filter.as_deref(), Some("debug"));
-        let off = named().variable("PYTHON_DOCKER_MCP_POOL_SIZE", "3").variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "0");
+        let off = python_docker()
+            .variable("PYTHON_DOCKER_MCP_POOL_SIZE", "3")
+            .variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "0");
         assert_eq!(off.settings().pool, 0);
         let missing =
             python_docker().file(FILE, "docker: {memory_limit: 100m}").variable("PYTHON_DOCKER_MCP_CONFIG", "no");
@@ -437,6 +474,8 @@ mod tests {
         let file = "docker: {image: 'python-docker-mcp:latest', pool_max_age: 60, max_concurrent_creations: 7}";
         let docker = python_docker().file(FILE, file).flag(Key::Backend, "docker");
         assert_eq!(image(docker), Some(("python-docker-mcp:latest".to_owned(), 60, 7)));
+        let usual = image(python_docker().flag(Key::Backend, "docker")).unwrap();
+        assert_eq!((usual.1, usual.2), (300, 5));
         assert_eq!(image(python_docker().file(FILE, file)), None, "that server's usual file names an image");
     }
 
@@ -466,7 +505,9 @@ mod tests {
                        "filesystem": {"denyRead": [".env"], "allowWrite": ["."]}, "allowPty": true}"#;
         let settings = ipybox(text).settings();
         let rules: Vec<String> = settings.network.rules.iter().map(ToString::to_string).collect();
-        assert_eq!(rules.len(), 3, "{rules:?}");
+        for rule in ["example.com:*", "**.test:*", "!a.test"] {
+            assert!(rules.iter().any(|written| written == rule), "{rule}: {rules:?}");
+        }
         for words in ["allowLocalBinding", "denyRead", "allowWrite", "allowPty"] {
             assert!(told(&settings, words), "{words}: {:?}", settings.notices);
         }

@@ -148,6 +148,10 @@ fn a_service_whose_python_ended_goes_on_with_a_new_one_and_says_so() {
                 &["Error: Python ended", "starts Python anew"],
             ),
             words(EXECUTE, code("1 + 1"), &["(Python was started anew, because ", "\n2"]),
+            fails(EXECUTE, code("import signal; signal.raise_signal(9)"), &["Error: Python ended"]),
+            // The first call after that is looked at too.
+            fails(EXECUTE, code("import os"), &["dangerous operations", "'os'", "(Python was started anew, because "]),
+            exactly(EXECUTE, code("1 + 1"), &["2"]),
         ],
     );
 }

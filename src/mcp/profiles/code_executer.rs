@@ -128,20 +128,16 @@ impl CodeExecuter {
             "exit" => return Ok(said("Goodbye!")),
             _ => {}
         }
-        if !self.modules.is_empty() {
-            let checked = match self.modules.check(visit, &session, code, "").await {
-                // The code itself starts Python anew and says so; there is nothing in it yet that could be checked with.
-                Err(Refused::Ended { .. }) => None,
-                checked => checked.map_err(refusal)?,
-            };
-            if let Some(problem) = checked {
-                return Err(format!(
-                    "Error: The code contains dangerous operations and cannot be executed. ({problem}.)"
-                ));
-            }
+        let (problem, anew) = self.modules.check_anew(visit, &session, code).await.map_err(refusal)?;
+        if let Some(problem) = problem {
+            let anew = anew.map(|note| format!(" {note}")).unwrap_or_default();
+            return Err(format!(
+                "Error: The code contains dangerous operations and cannot be executed. ({problem}.){anew}"
+            ));
         }
-        let Ran { outcome, anew } = visit.run_anew(&session, code, self.timeout, MOST_OUTPUT).await.map_err(refusal)?;
-        Ok(result(&outcome, anew.as_deref()))
+        let Ran { outcome, anew: later } =
+            visit.run_anew(&session, code, self.timeout, MOST_OUTPUT).await.map_err(refusal)?;
+        Ok(result(&outcome, anew.or(later).as_deref()))
     }
 
     async fn stop(&self, visit: Visit<'_>, name: &SessionId, delete: bool) -> Result<CallToolResult, String> {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::Visit;
+use super::{Visit, started_anew};
 use crate::session::{Outcome, Part, Refused, SessionId, Status, Stream};
 
 /// How long the check may take. It reads the code once.
@@ -61,6 +61,25 @@ impl Modules {
         let cell = format!("{first}\n{}", self.cell(code, word.as_str()));
         let outcome = visit.run(session, cell, CHECK_TIME, CHECK_CHARS).await?;
         Ok(verdict(&outcome, word.as_str()))
+    }
+
+    /// The same for a session that may have lost its Python, which is started anew then: the second value says so.
+    pub(super) async fn check_anew(
+        &self,
+        visit: Visit<'_>,
+        session: &SessionId,
+        code: &str,
+    ) -> Result<(Option<Problem>, Option<String>), Refused> {
+        if self.is_empty() {
+            return Ok((None, None));
+        }
+        match self.check(visit, session, code, "").await {
+            Err(Refused::Ended { why, .. }) => {
+                visit.server.shared.sessions.reset(visit.owner, session).await?;
+                Ok((self.check(visit, session, code, "").await?, Some(started_anew(&why))))
+            }
+            checked => Ok((checked?, None)),
+        }
     }
 
     fn cell(&self, code: &str, word: &str) -> String {

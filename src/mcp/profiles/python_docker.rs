@@ -21,7 +21,7 @@ use super::super::toolbox::{Entry, Introduction, Toolbox, Visit};
 use super::super::turns::Extent;
 use super::super::{McpSettings, render};
 use super::modules::{Modules, Problem, answer, runners_own};
-use super::{LONGEST_NAME, Ran, Written, failed, said, schema, started_anew, telling};
+use super::{LONGEST_NAME, Ran, Written, failed, said, schema, telling};
 use crate::auth::Scope;
 use crate::session::{Outcome, Principal, Refused, SessionAccess, SessionId, StateAfter, Status, Stream};
 
@@ -105,17 +105,10 @@ impl PythonDocker {
 
     async fn persistent(&self, visit: Visit<'_>, session: &SessionId, code: &str) -> Result<CallToolResult, Failure> {
         let before = format!("Session ID: {session}\n\n");
-        let mut anew = None;
-        let checked = match self.check(visit, session, code, "").await {
-            Err(Refused::Ended { why, .. }) => {
-                visit.server.shared.sessions.reset(visit.owner, session).await?;
-                anew = Some(started_anew(&why));
-                self.check(visit, session, code, "").await?
-            }
-            checked => checked?,
-        };
-        if let Some(problem) = checked {
-            return Ok(refused_code(&problem, &before));
+        let (problem, anew) = self.modules.check_anew(visit, session, code).await?;
+        if let Some(problem) = problem {
+            let anew = anew.map(|note| format!("{note}\n\n")).unwrap_or_default();
+            return Ok(refused_code(&problem, &format!("{before}{anew}")));
         }
         let Ran { outcome, anew: later } = visit.run_anew(session, code, self.timeout, MOST_OUTPUT).await?;
         let told = self.state_of(visit, session, &outcome, false).await;
