@@ -85,6 +85,10 @@ fn a_member_that_died_or_is_too_old_is_never_handed_out() {
             assert!(Instant::now() < deadline, "a member that is too old waits");
             tokio::task::yield_now().await;
         }
+        // The first call after a long wait.
+        let session = containers.session();
+        assert_eq!(session.ok("print('alive')").await, "alive\n");
+        assert_ne!(engine.container_of(&session).await, old[0]);
         end(&containers, engine, &old).await;
     });
 }

@@ -173,6 +173,25 @@ fn a_name_server_that_changes_its_mind_gains_nothing() {
 }
 
 #[test]
+fn a_name_that_moves_is_followed_and_two_names_may_have_one_address() {
+    run(async {
+        let web = Web::start();
+        let port = web.port();
+        let moved = Web::serve(std::net::TcpListener::bind(("127.0.0.2", port)).unwrap());
+        let names = names().and("moving.test", &[&[HERE], &[address("127.0.0.2")]]);
+        let rules = listed(&[format!("*.test:{port}"), format!("127.0.0.0/8:{port}")]);
+        let native = Builder::new("minimal").network(network(rules, names)).start();
+        let session = native.session();
+        session.ok(CONNECT).await;
+        for name in ["moving.test", "moving.test", "web.test", "other.test"] {
+            assert_eq!(session.ok(&format!("print(connect('{name}', {port}))")).await, "HTTP/1.1 200 OK\n", "{name}");
+        }
+        assert_eq!((web.asked(), moved.asked()), (3, 1));
+        native.end().await;
+    });
+}
+
+#[test]
 fn a_listed_name_that_leads_to_a_special_address_is_refused_in_every_spelling() {
     run(async {
         let web = Web::start();

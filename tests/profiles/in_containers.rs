@@ -66,6 +66,8 @@ fn a_container_lasts_as_long_as_what_it_was_made_for() {
         let there = || engine.containers_with_memory(MEMORY).len();
         text(&server, "execute-persistent", json!({"code": "kept = 1", "session_id": "s"}));
         assert_eq!(there(), 1);
+        // Nobody cleans this one up, although a client has named it.
+        text(&server, "execute-persistent", json!({"code": "left = 1", "session_id": "left"}));
         text(&server, "execute-transient", json!({"code": "print(1)"}));
         text(&server, "cleanup-session", json!({"session_id": "s"}));
         server.finish();

@@ -232,7 +232,7 @@ pub(super) fn packages(server: &Server) {
             fails(
                 "install_package",
                 json!({"package_name": "-r /etc/passwd"}),
-                &["Error executing tool install_package: "],
+                &["Error executing tool install_package: ", "options are not accepted"],
             ),
         ],
     );

@@ -309,13 +309,17 @@ fn folders_that_options_name_are_made_when_they_are_missing() {
 #[test]
 fn failures_have_no_colours_in_any_profile() {
     let wrong = "def outer():\n    return undefined_name\nouter()";
-    let cases: [(&str, Case); 3] = [
+    let cases: [(&str, Case); 4] = [
+        ("code-executer", fails("execute_code", cell(wrong), &["NameError: name 'undefined_name' is not defined"])),
         ("python-docker-mcp", fails(TRANSIENT, cell(wrong), &["NameError: name 'undefined_name' is not defined"])),
         ("pyexec", fails(PYTHON, cell(wrong), &["NameError: name 'undefined_name' is not defined"])),
         ("ipybox", fails(CELL, cell(wrong), &["NameError: name 'undefined_name' is not defined"])),
     ];
     for (profile, case) in cases {
         let server = start(profile, MINIMAL);
+        if profile == "code-executer" {
+            text(&server, "start_code_executer", json!({}));
+        }
         let (blocks, _) = call(&server, case.tool, case.arguments.clone());
         assert!(!blocks[0].contains('\u{1b}') && blocks[0].contains("Traceback"), "{blocks:?}");
         go_through(&server, vec![case]);

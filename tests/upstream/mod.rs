@@ -169,6 +169,15 @@ fn a_cell_that_is_cancelled_cancels_its_calls_and_progress_is_told() {
 }
 
 #[test]
+fn a_module_is_imported_with_well_under_a_second_of_work() {
+    let notes = Notes::new();
+    let server = with_notes(&notes);
+    // The time of the processor, which a busy machine does not lengthen.
+    let code = "import time\nbegun = time.process_time()\nfrom mcptools.notes.add_up import Params, run\ntime.process_time() - begun < 0.9";
+    assert_eq!(server.session().text(code), "True");
+}
+
+#[test]
 fn a_server_that_is_registered_again_takes_effect_without_a_reset() {
     let notes = Notes::new();
     let server = with_notes(&notes);

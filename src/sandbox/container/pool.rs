@@ -117,3 +117,23 @@ impl Pool {
         waiting.into_iter().map(|waiting| waiting.member.0).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_more_members_are_made_at_once_than_was_said_and_none_beyond_the_size() {
+        let settings = PoolSettings { size: 3, max_age: Duration::from_secs(60), creations: 2 };
+        let pool = Pool::default();
+        let claimed = |settings: &PoolSettings| (0..9).filter(|_| pool.claim(settings)).count();
+        assert_eq!(claimed(&settings), 2);
+        pool.add(None); // It could not be made.
+        assert_eq!(claimed(&settings), 1);
+        let hasty = PoolSettings { creations: 64, ..settings };
+        assert_eq!(claimed(&hasty), 1, "those that are being made count too");
+        pool.close();
+        pool.add(None);
+        assert_eq!(claimed(&hasty), 0);
+    }
+}
