@@ -35,7 +35,8 @@ one at a time:
 
 In a container, where nobody outside can do it, these make and watch the processes:
 
-    supervisor  the first process: one stream to the host, everything else behind it
+    first       what the first process does first: it begins the warm process
+    supervisor  the first process then: one stream to the host, everything else behind it
     strands     many streams over that one
     family      the warm process, stewards, checkpoints
     fences      what a process takes from itself

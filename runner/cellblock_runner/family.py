@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import socket
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -49,8 +50,30 @@ _socket, _pair, _receive, _send = socket.socket, socket.socketpair, socket.recv_
 _read_json, _write_json = json.loads, json.dumps
 
 
-def warm_up_and_wait(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
-    """Is the warm process: imports, says so, and makes sessions until the supervisor is gone."""
+def become_warm(orders: int, plan: bytes) -> NoReturn:
+    """Goes on as the warm process, without anything of the supervisor's. Takes over the descriptor for orders."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        fences.be_unreadable()
+        _silence(0, 1)
+        _duplicate(orders, _FIRST_FREE)
+        _close_all(_FIRST_FREE + 1, _EVERY_DESCRIPTOR)
+        wanted = _read_json(plan)
+        if wanted.get("programs") == "refused":
+            # Before anything else: what sessions have written may be read below, and everything that comes of this process inherits it.
+            fences.refuse_programs()
+        _wait_warm(_socket(fileno=_FIRST_FREE), wanted)
+    except BaseException as error:  # noqa: BLE001 - the process ends either way
+        os.write(2, f"the warm interpreter could not start: {error!r}\n".encode())
+    finally:
+        _exit(1)
+
+
+def warm_up(plan: dict[str, Any]) -> Any:
+    """Imports everything that sessions need, and returns the shell that they are to have."""
     gc.disable()
     if not plan["rehearse"]:
         from .zygote import import_some_later
@@ -61,6 +84,12 @@ def warm_up_and_wait(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
     os.environ.update(plan["environment"])
     shell = serve.prepare(plan["preload"], rehearse=plan["rehearse"])
     gc.enable()
+    return shell
+
+
+def _wait_warm(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
+    """Is the warm process: imports, says so, and makes sessions until the supervisor is gone."""
+    shell = warm_up(plan)
     orders.send(_write_json({"say": "warm", "environment": dict(os.environ)}).encode())
     while True:
         message, descriptors, _, _ = _receive(orders, _LARGEST_ORDER, 3)
@@ -189,9 +218,10 @@ def _settle(descriptors: Sequence[int]) -> None:
     _close_all(CHANNEL_DESCRIPTOR + 1, _EVERY_DESCRIPTOR)
 
 
-def _silence() -> None:
+def _silence(*standards: int) -> None:
+    """Has standard streams lead nowhere: those that are named, or all."""
     nothing = _open("/dev/null", os.O_RDWR)
-    for standard in (0, 1, 2):
+    for standard in standards or (0, 1, 2):
         _duplicate(nothing, standard)
     if nothing > 2:
         _close(nothing)

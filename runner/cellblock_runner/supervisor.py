@@ -115,7 +115,7 @@ class Member:
 
 
 class Supervisor:
-    def __init__(self, plan: dict[str, Any]) -> None:
+    def __init__(self, plan: bytes, warm: int, orders: int) -> None:
         self._plan = plan
         self._selector = selectors.DefaultSelector()
         self._decoder = strands.Decoder()
@@ -130,15 +130,15 @@ class Supervisor:
         self._inputs: dict[int, bytearray] = {}
         # What a fresh session has in its environment.
         self._environment: dict[str, str] | None = None
-        self._refuses_programs = plan.get("programs") == "refused"
+        self._refuses_programs = json.loads(plan).get("programs") == "refused"
         # Stewards that were asked for and have not reported yet.
         self._unborn = 0
         # Ends that were told before the process was known.
         self._early: dict[int, int] = {}
-        self._warm: int = 0
-        self._orders: socket.socket | None = None
+        self._warm = warm
+        self._orders = socket.socket(fileno=orders)
 
-    def run(self) -> NoReturn:
+    def run(self, heard: bytes) -> NoReturn:
         os.set_blocking(_IN, False)
         self._selector.register(_IN, selectors.EVENT_READ, self._hear_host)
         wake_reader, wake_writer = os.pipe()
@@ -150,7 +150,8 @@ class Supervisor:
             signal.signal(ignored, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         self._selector.register(wake_reader, selectors.EVENT_READ, lambda: self._bury(wake_reader))
-        self._start_warm()
+        self._listen(self._orders.fileno(), self._hear_warm)
+        self._heed(heard)
         while True:
             waiting = [each.patience for each in self._interpreters.values() if each.patience is not None]
             pause = max(0.0, min(waiting) - time.monotonic()) if waiting else None
@@ -189,6 +190,9 @@ class Supervisor:
             return
         if not data:
             os._exit(0)  # The host has gone.
+        self._heed(data)
+
+    def _heed(self, data: bytes) -> None:
         self._decoder.feed(data)
         while (message := self._decoder.next()) is not None:
             self._obey(*message)
@@ -262,7 +266,6 @@ class Supervisor:
         if member is None:
             member = self._members[number] = Member(number, None, order["work"])
         self._sweep(member, with_checkpoints=False)
-        assert self._orders is not None
         self._make(member, order, self._orders, {"gate": order["gate"], "work": order["work"]})
 
     def _fork(self, number: int, order: dict[str, Any]) -> None:
@@ -356,13 +359,12 @@ class Supervisor:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._warm = os.fork()
         if self._warm == 0:
-            _become_warm(theirs, self._plan)
+            family.become_warm(theirs.detach(), self._plan)
         theirs.close()
         self._orders = ours
         self._listen(ours.fileno(), self._hear_warm)
 
     def _hear_warm(self) -> None:
-        assert self._orders is not None
         message = self._orders.recv(_LARGEST_GREETING)
         if message:
             if self._refuses_programs and fences.count_of_filters(self._warm) <= fences.count_of_filters(os.getpid()):
@@ -847,29 +849,6 @@ class Supervisor:
             pass
 
 
-def _become_warm(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
-    """Goes on as the warm process, without anything of the supervisor's."""
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        number = orders.detach()
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for standard in (0, 1):
-            os.dup2(nothing, standard)
-        os.dup2(number, 3)
-        os.closerange(4, 256)
-        if plan.get("programs") == "refused":
-            # Before anything else: what sessions have written may be read below, and everything that comes of this process inherits it.
-            fences.refuse_programs()
-        family.warm_up_and_wait(socket.socket(fileno=3), plan)
-    except BaseException as error:  # noqa: BLE001 - the process ends either way
-        os.write(2, f"the warm interpreter could not start: {error!r}\n".encode())
-    finally:
-        os._exit(1)
-
-
 def _knock(word: str, door: tuple[str, int]) -> None:
     """Says a word at a door of the network, by which the host knows that the door is one of this container."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as caller:
@@ -936,27 +915,14 @@ def _descriptors(ancillary: list[Any]) -> list[int]:
     return list(found)
 
 
-def main() -> None:
-    """Reads its plan from the host, one line of JSON, and supervises until the host is gone."""
-    if os.getpid() != 1:
-        sys.exit("the supervisor ends every process that it does not know, so it must be the first one of a container")
+def supervise(plan: bytes, heard: bytes, warm: int, orders: int) -> NoReturn:
+    """Supervises until the host is gone. `heard` is what it has said after the plan, `orders` leads to the warm process."""
     fences.be_unreadable()
     try:
         # The first process does so anyway; stewards must be able to.
         fences.adopt_orphans()
     except OSError as error:
         sys.exit(f"sessions cannot be kept apart under this runtime: {error.strerror}")
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(_IN, 1)
-        if not byte:
-            os._exit(0)
-        line += byte
-    plan = json.loads(bytes(line))
-    for folder in plan["folders"]:
+    for folder in json.loads(plan)["folders"]:
         os.makedirs(folder, 0o700, exist_ok=True)
-    Supervisor(plan).run()
-
-
-if __name__ == "__main__":
-    main()
+    Supervisor(plan, warm, orders).run(heard)

@@ -31,6 +31,7 @@ pub(super) const FILES: &[(&str, &str)] = embedded![
     "family.py",
     "fences.py",
     "files.py",
+    "first.py",
     "folders.py",
     "frames.py",
     "harmless.py",

@@ -180,7 +180,7 @@ fn supervisor_command(python: &str, found: &Found) -> Vec<String> {
     // The image's own packages come first; ours are the last resort.
     let ipython = if found.ipython { String::new() } else { format!("sys.path.append('{ready}/ipython'); ") };
     let start = format!(
-        "import sys; sys.path.insert(0, '{ready}/runner'); {ipython}from cellblock_runner.supervisor import main; main()"
+        "import sys; sys.path.insert(0, '{ready}/runner'); {ipython}from cellblock_runner.first import main; main()"
     );
     vec![python.to_owned(), "-I".to_owned(), "-c".to_owned(), start]
 }

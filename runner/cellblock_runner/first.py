@@ -1,0 +1,48 @@
+"""First: what the first process of a container does before it is the supervisor.
+
+What a session waits for is a warm Python, and most of that is importing. So the warm process begins here, before anything is imported that only the
+supervisor needs: the two do their imports side by side.
+"""
+
+from __future__ import annotations
+
+import _socket
+import gc
+import os
+import sys
+
+_IN = 0
+_READ = 64 * 1024
+
+
+def main() -> None:
+    """Reads its plan from the host, one line of JSON, begins the warm process, and supervises until the host is gone."""
+    if os.getpid() != 1:
+        sys.exit("the supervisor ends every process that it does not know, so it must be the first one of a container")
+    # Nothing that is imported becomes garbage.
+    gc.disable()
+    plan, heard = _read_plan()
+    ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+    warm = os.fork()
+    if warm == 0:
+        from . import family
+
+        ours.close()
+        family.become_warm(theirs.detach(), plan)
+    theirs.close()
+    from . import supervisor
+
+    gc.enable()
+    supervisor.supervise(plan, heard, warm, ours.detach())
+
+
+def _read_plan() -> tuple[bytes, bytes]:
+    """Returns the plan, and what was heard after it."""
+    data = b""
+    while b"\n" not in data:
+        more = os.read(_IN, _READ)
+        if not more:
+            os._exit(0)  # The host has gone.
+        data += more
+    plan, _, heard = data.partition(b"\n")
+    return plan, heard
