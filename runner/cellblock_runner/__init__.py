@@ -36,6 +36,7 @@ one at a time:
 In a container, where nobody outside can do it, these make and watch the processes:
 
     first       what the first process does first: it begins the warm process
+    stock       what warming up imports, in one file for all containers of an image
     supervisor  the first process then: one stream to the host, everything else behind it
     strands     many streams over that one
     family      the warm process, stewards, checkpoints

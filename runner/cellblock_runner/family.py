@@ -24,7 +24,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import branch, fences
+from . import branch, fences, stock
 from .channel import CHANNEL_DESCRIPTOR
 
 # Where a session keeps the socket on which a copy of it introduces itself.
@@ -75,6 +75,7 @@ def become_warm(orders: int, plan: bytes) -> NoReturn:
 def warm_up(plan: dict[str, Any]) -> Any:
     """Imports everything that sessions need, and returns the shell that they are to have."""
     gc.disable()
+    stock.offer()
     if not plan["rehearse"]:
         from .zygote import import_some_later
 
@@ -83,6 +84,7 @@ def warm_up(plan: dict[str, Any]) -> Any:
 
     os.environ.update(plan["environment"])
     shell = serve.prepare(plan["preload"], rehearse=plan["rehearse"])
+    stock.withdraw()
     gc.enable()
     return shell
 

@@ -11,6 +11,8 @@ import gc
 import os
 import sys
 
+from . import stock
+
 _IN = 0
 _READ = 64 * 1024
 
@@ -21,6 +23,7 @@ def main() -> None:
         sys.exit("the supervisor ends every process that it does not know, so it must be the first one of a container")
     # Nothing that is imported becomes garbage.
     gc.disable()
+    stock.offer()
     plan, heard = _read_plan()
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     warm = os.fork()
@@ -32,6 +35,7 @@ def main() -> None:
     theirs.close()
     from . import supervisor
 
+    stock.withdraw()
     gc.enable()
     supervisor.supervise(plan, heard, warm, ours.detach())
 

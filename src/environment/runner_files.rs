@@ -53,6 +53,7 @@ pub(super) const FILES: &[(&str, &str)] = embedded![
     "shell.py",
     "sockets.py",
     "state.py",
+    "stock.py",
     "strands.py",
     "supervisor.py",
     "tool_files.py",

@@ -2,7 +2,8 @@
 //!
 //! `walls` looks at a container from inside and out, `family` at forks and undo, `engine` at engines that are not there, end, or lack something, `registry` at images that are fetched, `remote` at engines
 //! that are reached in other ways than by a socket, `restart` at those that go away and come back, `pool` at what waits, `volumes` at what stays on an engine, `keeping` at servers that die, `doctor` at
-//! what it tells, `packages` at what is installed into live sessions, `programs` at commands that need an approval, `runtimes` at gVisor.
+//! what it tells, `packages` at what is installed into live sessions, `programs` at commands that need an approval, `stock` at what they need not import from
+//! files, `runtimes` at gVisor.
 
 mod doctor;
 mod engine;
@@ -15,6 +16,7 @@ mod registry;
 mod remote;
 mod restart;
 mod runtimes;
+mod stock;
 mod volumes;
 mod walls;
 

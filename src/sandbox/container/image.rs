@@ -2,7 +2,7 @@
 //!
 //! Our runner reaches containers in a volume, filled once for each image and each version of ours. The engine may be on another machine, so nothing is mounted
 //! from here: a helper container writes what it reads from its standard input. It is never the engine that unpacks something, and no container that has run a user's
-//! code is written to from outside.
+//! code is written to from outside. At last the helper lays in a stock of what every session imports first.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -28,6 +28,10 @@ pub(super) const OLDEST: (u32, u32) = (3, 10);
 pub(super) const VOLUME_PREFIX: &str = "cellblock-runner-";
 /// Names under which an image may have Python.
 pub(super) const NAMES: [&str; 2] = ["python3", "python"];
+
+/// The file of the runner that the first process of a container runs, and the one that lays in a stock.
+const SUPERVISOR: &str = "first";
+const STOCK: &str = "stock";
 
 /// What we put beside an image, by whoever has it.
 #[async_trait]
@@ -106,7 +110,7 @@ pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, Str
         let work = fill(look, &identity, &volume, python, &runner);
         match tokio::time::timeout(PATIENCE, work).await {
             Ok(Ok(found)) => {
-                let command = supervisor_command(python, &found);
+                let command = command(python, &found, SUPERVISOR);
                 return Ok(Prepared { image: identity, volume, runner: digest, command });
             }
             Ok(Err(Failure::NoPython(why))) => failures.push(why),
@@ -175,19 +179,21 @@ fn shortened(hash: Sha256) -> String {
     hash.finalize().iter().take(10).map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn supervisor_command(python: &str, found: &Found) -> Vec<String> {
+/// Starts a file of the runner, as every Python of ours is started in containers of this image.
+fn command(python: &str, found: &Found, file: &str) -> Vec<String> {
     let ready = format!("{}/ready", spec::RUNNER);
     // The image's own packages come first; ours are the last resort.
     let ipython = if found.ipython { String::new() } else { format!("sys.path.append('{ready}/ipython'); ") };
     let start = format!(
-        "import sys; sys.path.insert(0, '{ready}/runner'); {ipython}from cellblock_runner.first import main; main()"
+        "import sys; sys.path.insert(0, '{ready}/runner'); {ipython}from cellblock_runner.{file} import main; main()"
     );
     vec![python.to_owned(), "-I".to_owned(), "-c".to_owned(), start]
 }
 
-/// Tells what the image has; then reads a list of files, as JSON in a line, and their bytes, and gives the whole its name in one step.
+/// Tells what the image has; then reads a list of files, as JSON in a line, and their bytes, and gives the whole its name in one step. At last it has a stock laid in, if
+/// there is none: a command in a line says how. Without one, sessions import as always.
 const HELPER: &str = r#"
-import compileall, importlib.util, json, os, shutil, sys
+import compileall, importlib.util, json, os, shutil, subprocess, sys
 root = sys.argv[1]
 ready = os.path.join(root, "ready")
 print(json.dumps({
@@ -216,6 +222,9 @@ if files:
         shutil.rmtree(new)
         if not os.path.isdir(ready):
             raise
+command = json.loads(sys.stdin.buffer.readline())
+if not os.path.exists(os.path.join(ready, "stock")):
+    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
 print("filled", flush=True)
 "#;
 
@@ -232,12 +241,12 @@ async fn fill(
     let name = format!("cellblock-helper-{:016x}", fresh_number());
     let body = spec::helper(image, volume, command, labels, look.seccomp);
     let id = look.engine.create(&name, &body).await?;
-    let done = converse(look, &id, runner).await;
+    let done = converse(look, &id, python, runner).await;
     look.engine.remove(&id).await;
     done
 }
 
-async fn converse(look: &Look<'_>, id: &str, runner: &[(String, Vec<u8>)]) -> Result<Found, Failure> {
+async fn converse(look: &Look<'_>, id: &str, python: &str, runner: &[(String, Vec<u8>)]) -> Result<Found, Failure> {
     let Look { engine, supplies, tell, .. } = look;
     let Attached { output, mut input } = engine.attach(id).await?;
     let mut lines = Lines { output, text: String::new(), complaints: String::new() };
@@ -273,6 +282,9 @@ async fn converse(look: &Look<'_>, id: &str, runner: &[(String, Vec<u8>)]) -> Re
             input.write_all(bytes).await.map_err(broken)?;
         }
     }
+    let stock = serde_json::to_vec(&command(python, &found, STOCK)).expect("texts can be written as JSON");
+    input.write_all(&stock).await.map_err(broken)?;
+    input.write_all(b"\n").await.map_err(broken)?;
     input.flush().await.map_err(broken)?;
     match lines.next().await.map_err(Failure::Other)?.as_str() {
         "filled" => Ok(found),
@@ -369,7 +381,7 @@ mod tests {
     #[test]
     fn the_packages_of_the_image_come_before_ours() {
         let command =
-            |ipython| supervisor_command("python3", &Found { version: (3, 12), ipython, ready: true }).concat();
+            |ipython| command("python3", &Found { version: (3, 12), ipython, ready: true }, SUPERVISOR).concat();
         assert!(command(false).contains("sys.path.append('/opt/cellblock/runner/ready/ipython')"));
         assert!(!command(true).contains("ipython"));
     }

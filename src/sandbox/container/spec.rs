@@ -108,8 +108,8 @@ pub(super) fn session(wanted: Wanted<'_>) -> ContainerCreateBody {
     body
 }
 
-/// Returns the request for a container that looks at the image and fills the volume of the runner. It runs our code only, and is root inside because a new
-/// volume belongs to root; it has no capability either.
+/// Returns the request for a container that looks at the image and fills the volume of the runner. It runs our code and the image's own, as every container does before
+/// its first session, and is root inside because a new volume belongs to root; it has no capability either.
 pub(super) fn helper(
     image: &str,
     volume: &str,
