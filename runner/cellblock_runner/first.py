@@ -31,7 +31,7 @@ def main() -> None:
         from . import family
 
         ours.close()
-        family.become_warm(theirs.detach(), plan)
+        family.become_warm(theirs.detach(), plan, is_first=True)
     theirs.close()
     from . import supervisor
 
