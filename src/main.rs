@@ -1,4 +1,4 @@
-//! The program `cellblock`: the server, and, under arguments of their own, the guardian of its jail, what opens doors in containers, or a server of another maker.
+//! The program `cellblock`: the server, and, under arguments of their own, the guardian of its jail, what opens doors in containers, from outside or as a porter, or a server of another maker.
 
 #![forbid(unsafe_code)]
 
@@ -9,6 +9,7 @@ fn main() -> ExitCode {
         // These need a single thread, so they come before any runtime.
         Some(argument) if argument == cellblock_jail::guardian::ARGUMENT => cellblock_jail::guardian::main(),
         Some(argument) if argument == cellblock_jail::doors::ARGUMENT => cellblock_jail::doors::main(),
+        Some(argument) if argument == cellblock_jail::porter::ARGUMENT => cellblock_jail::porter::main(),
         // Becomes a server of another maker, which ends with whoever started it.
         Some(argument) if argument == cellblock::app::WRAPPER_ARGUMENT => {
             let error = cellblock_upstream::exec_with_parent(std::env::args_os().skip(2));

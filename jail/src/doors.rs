@@ -14,6 +14,8 @@
 //! A process of its own, because a thread of the server that had been there could never be trusted to be back. It lives for milliseconds, and nothing of it
 //! stays: a socket belongs to the namespace in which it was made, whoever holds it.
 //!
+//! A server that may not enter has such a process started in there by somebody who may (`porter`). It does the same, except that it is there already.
+//!
 //! Whether a container's programs use this kernel's network at all cannot be seen from here: some runtimes bring a network of their own. Whoever opens doors must
 //! hear something through them before relying on them.
 
@@ -37,7 +39,7 @@ use crate::{sys, wire};
 pub const ARGUMENT: &str = "--cellblock-jail-doors";
 
 /// How long opening doors may take. It takes milliseconds.
-const LIMIT: Duration = Duration::from_secs(10);
+pub(crate) const LIMIT: Duration = Duration::from_secs(10);
 
 /// Engines name containers by this many hexadecimal digits. A shorter name could be part of another.
 const DIGITS_OF_A_CONTAINER: usize = 64;
@@ -64,7 +66,7 @@ pub enum DoorsError {
 }
 
 impl DoorsError {
-    fn failed(attempt: &str) -> impl FnOnce(io::Error) -> DoorsError {
+    pub(crate) fn failed(attempt: &str) -> impl FnOnce(io::Error) -> DoorsError {
         let attempt = attempt.to_owned();
         move |cause| DoorsError::Failed { attempt, cause }
     }
@@ -98,11 +100,29 @@ impl Namespace {
 
     /// Takes a namespace that the caller knows to be the right one.
     pub fn new(network: OwnedFd) -> Result<Namespace, DoorsError> {
-        let own = File::open("/proc/thread-self/ns/net").map_err(DoorsError::failed("look at the server's network"))?;
-        if is_same(&network, &own).map_err(DoorsError::failed("look at the container's network"))? {
+        let own = Identity::of_own_network().map_err(DoorsError::failed("look at the server's network"))?;
+        if Identity::of(&network).map_err(DoorsError::failed("look at the container's network"))? == own {
             return Err(DoorsError::Shared);
         }
         Ok(Namespace(network))
+    }
+}
+
+/// By what the kernel tells namespaces apart. It is the same for all who look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Identity {
+    device: u64,
+    file: u64,
+}
+
+impl Identity {
+    fn of(namespace: impl AsFd) -> io::Result<Identity> {
+        let found = rustix::fs::fstat(namespace)?;
+        Ok(Identity { device: found.st_dev, file: found.st_ino })
+    }
+
+    pub(crate) fn of_own_network() -> io::Result<Identity> {
+        Identity::of(File::open("/proc/thread-self/ns/net")?)
     }
 }
 
@@ -120,25 +140,31 @@ fn has_ended(process: &OwnedFd) -> io::Result<bool> {
     Ok(rustix::io::retry_on_intr(|| rustix::event::poll(&mut events, Some(&at_once)))? > 0)
 }
 
-/// Tells whether two descriptors are of the same namespace.
-fn is_same(one: impl AsFd, other: impl AsFd) -> io::Result<bool> {
-    let (one, other) = (rustix::fs::fstat(one)?, rustix::fs::fstat(other)?);
-    Ok((one.st_dev, one.st_ino) == (other.st_dev, other.st_ino))
+/// What the process that opens doors is told.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct Order {
+    pub(crate) entrance: Entrance,
+    pub(crate) doors: Doors,
 }
 
-/// What the process that opens doors is told. Carries the namespace.
-#[derive(Serialize, Deserialize)]
-struct Order {
-    doors: Doors,
+/// How that process is in the container's network when it opens doors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Entrance {
+    /// It goes in; the order carries the namespace.
+    Enter,
+    /// It was started in there. The network that it must not be in is the server's own.
+    Within { server: Identity },
 }
 
 /// What it answers. Errors of the kernel travel as their numbers.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-enum Word {
+pub(crate) enum Word {
     /// Carries the sockets.
     Opened(Vec<Door>),
     Forbidden(i32),
+    Shared,
     Interfaces(Vec<String>),
     Failed(String, i32),
 }
@@ -161,21 +187,30 @@ pub fn open(program: &Path, namespace: &Namespace, doors: &Doors) -> Result<Vec<
     let answer = ask(&ours, namespace, doors);
     drop(ours);
     collect(&mut child, answer.is_err());
-    match answer.map_err(DoorsError::failed("hear from the process that opens doors"))? {
-        (Word::Opened(doors), sockets) if doors.len() == sockets.len() => Ok(doors.into_iter().zip(sockets).collect()),
-        (Word::Opened(_), _) => Err(DoorsError::failed("take the doors over")(io::ErrorKind::InvalidData.into())),
-        (Word::Forbidden(code), _) => Err(DoorsError::Forbidden(io::Error::from_raw_os_error(code))),
-        (Word::Interfaces(names), _) => Err(DoorsError::Interfaces(names)),
-        (Word::Failed(attempt, code), _) => {
-            Err(DoorsError::Failed { attempt, cause: io::Error::from_raw_os_error(code) })
-        }
-    }
+    taken_over(answer.map_err(DoorsError::failed("hear from the process that opens doors"))?, doors)
 }
 
 fn ask(helper: &OwnedFd, namespace: &Namespace, doors: &Doors) -> io::Result<(Word, Vec<OwnedFd>)> {
     sockopt::set_socket_timeout(helper, sockopt::Timeout::Recv, Some(LIMIT))?;
-    wire::send(helper, &Order { doors: doors.clone() }, &[namespace.0.as_fd()])?;
+    wire::send(helper, &Order { entrance: Entrance::Enter, doors: doors.clone() }, &[namespace.0.as_fd()])?;
     wire::receive(helper)?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+}
+
+/// Takes what was answered: exactly the doors that were wanted, or why there are none.
+pub(crate) fn taken_over(
+    (word, sockets): (Word, Vec<OwnedFd>),
+    wanted: &Doors,
+) -> Result<Vec<(Door, OwnedFd)>, DoorsError> {
+    match word {
+        Word::Opened(doors) if doors == wanted.kinds() && doors.len() == sockets.len() => {
+            Ok(doors.into_iter().zip(sockets).collect())
+        }
+        Word::Opened(_) => Err(DoorsError::failed("take the doors over")(io::ErrorKind::InvalidData.into())),
+        Word::Forbidden(code) => Err(DoorsError::Forbidden(io::Error::from_raw_os_error(code))),
+        Word::Shared => Err(DoorsError::Shared),
+        Word::Interfaces(names) => Err(DoorsError::Interfaces(names)),
+        Word::Failed(attempt, code) => Err(DoorsError::Failed { attempt, cause: io::Error::from_raw_os_error(code) }),
+    }
 }
 
 /// Waits for the end of the process, and makes it end if it hangs.
@@ -190,7 +225,12 @@ fn collect(child: &mut Child, hangs: bool) {
 /// Opens the doors that the server asks for on standard input, once.
 pub fn main() -> ExitCode {
     let server = sys::take_standard_input();
-    match serve(&server) {
+    told(rustix::thread::set_name(c"cb-doors").map_err(io::Error::from).and_then(|()| serve(&server)))
+}
+
+/// Says what kept this process from its work, if anything did.
+pub(crate) fn told(result: io::Result<()>) -> ExitCode {
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("cellblock: doors were not opened: {error}");
@@ -199,13 +239,12 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn serve(server: &OwnedFd) -> io::Result<()> {
-    rustix::thread::set_name(c"cb-doors")?;
-    let Some((Order { doors }, mut descriptors)) = wire::receive(server)? else {
+/// Carries out the one order that the server sends, and answers it.
+pub(crate) fn serve(server: &OwnedFd) -> io::Result<()> {
+    let Some((Order { entrance, doors }, descriptors)) = wire::receive(server)? else {
         return Ok(());
     };
-    let namespace = descriptors.pop().ok_or(io::ErrorKind::InvalidData)?;
-    match enter_and_open(&namespace, &doors) {
+    match enter_and_open(entrance, descriptors.first(), &doors) {
         Ok((doors, sockets)) => {
             let sockets: Vec<_> = sockets.iter().map(AsFd::as_fd).collect();
             wire::send(server, &Word::Opened(doors), &sockets)
@@ -214,12 +253,23 @@ fn serve(server: &OwnedFd) -> io::Result<()> {
     }
 }
 
-fn enter_and_open(namespace: &OwnedFd, doors: &Doors) -> Result<(Vec<Door>, Vec<OwnedFd>), Word> {
+fn enter_and_open(
+    entrance: Entrance,
+    namespace: Option<&OwnedFd>,
+    doors: &Doors,
+) -> Result<(Vec<Door>, Vec<OwnedFd>), Word> {
     let step = |attempt: &'static str| move |error: io::Error| Word::Failed(attempt.to_owned(), code_of(&error));
-    enter(namespace).map_err(|error| match error.kind() {
-        io::ErrorKind::PermissionDenied => Word::Forbidden(code_of(&error)),
-        _ => step("enter the container's network")(error),
-    })?;
+    match entrance {
+        Entrance::Enter => enter(namespace).map_err(|error| match error.kind() {
+            io::ErrorKind::PermissionDenied => Word::Forbidden(code_of(&error)),
+            _ => step("enter the container's network")(error),
+        })?,
+        Entrance::Within { server } => {
+            if Identity::of_own_network().map_err(step("look at the container's network"))? == server {
+                return Err(Word::Shared);
+            }
+        }
+    }
     // Before anything is changed: this may be a network that others use.
     let interfaces = network::other_interfaces().map_err(step("list the interfaces of the container"))?;
     if !interfaces.is_empty() {
@@ -235,10 +285,11 @@ fn enter_and_open(namespace: &OwnedFd, doors: &Doors) -> Result<(Vec<Door>, Vec<
     Ok(opened)
 }
 
-fn enter(namespace: &OwnedFd) -> io::Result<()> {
+fn enter(namespace: Option<&OwnedFd>) -> io::Result<()> {
+    let namespace = namespace.ok_or(io::ErrorKind::InvalidData)?;
     let owner = sys::owner_of(namespace)?;
     // That of a rootless engine. Whoever owns it has every right in there and none outside.
-    if !is_same(&owner, File::open("/proc/self/ns/user")?)? {
+    if Identity::of(&owner)? != Identity::of(File::open("/proc/self/ns/user")?)? {
         move_into_link_name_space(owner.as_fd(), Some(LinkNameSpaceType::User))?;
     }
     move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?;

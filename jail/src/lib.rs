@@ -10,7 +10,7 @@
 //! The server starts the guardian as a fresh process of the same binary (`guardian::main`), because this work needs a single thread.
 //! If the server dies, the guardian kills the warden, and with a pid namespace's first process the kernel ends everything in it.
 //!
-//! `doors` is for sandboxes that others make: it opens ways out of the network of a container.
+//! `doors` is for sandboxes that others make: it opens ways out of the network of a container. `porter` is how it comes there where this server may not go.
 //!
 //! All unsafe code of Cellblock is in `sys`. There is no async code here: the server wraps the sockets of `wire` itself.
 //!
@@ -27,6 +27,7 @@ mod landlock;
 mod netlink;
 pub mod network;
 mod nftables;
+pub mod porter;
 pub mod posture;
 pub mod probe;
 mod program;

@@ -35,6 +35,17 @@ pub enum Door {
     AnyPort,
 }
 
+impl Doors {
+    /// What they are, in the order in which they are opened.
+    pub(crate) fn kinds(&self) -> Vec<Door> {
+        let others = match self {
+            Doors::Ports(ports) => ports.iter().copied().map(Door::Port).collect(),
+            Doors::All => vec![Door::AnyPort],
+        };
+        std::iter::once(Door::Names).chain(others).collect()
+    }
+}
+
 const NAMES_PORT: u16 = 53;
 /// Connections that wait to be accepted. The server accepts at once.
 const BACKLOG: i32 = 128;
@@ -42,12 +53,10 @@ const BACKLOG: i32 = 128;
 /// Makes this network namespace a dead end and opens its doors.
 pub(crate) fn open(doors: &Doors) -> io::Result<(Vec<Door>, Vec<OwnedFd>)> {
     make_every_address_local()?;
-    let mut kinds = vec![Door::Names];
     let mut sockets = vec![bound(SocketType::DGRAM, NAMES_PORT)?];
     match doors {
         Doors::Ports(ports) => {
             for port in ports {
-                kinds.push(Door::Port(*port));
                 sockets.push(listening(*port)?);
             }
         }
@@ -59,11 +68,10 @@ pub(crate) fn open(doors: &Doors) -> io::Result<(Vec<Door>, Vec<OwnedFd>)> {
                 Err(error) => return Err(io::Error::from(error)),
             };
             nftables::redirect_everything_to(port)?;
-            kinds.push(Door::AnyPort);
             sockets.push(socket);
         }
     }
-    Ok((kinds, sockets))
+    Ok((doors.kinds(), sockets))
 }
 
 /// Makes sure that what is meant for an address of nobody is refused at once, here and now.

@@ -94,6 +94,12 @@ pub(crate) fn owner_of(namespace: impl AsFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
+/// Returns where the dynamic loader of this process lies in its memory; zero where there is none.
+pub(crate) fn loader_address() -> u64 {
+    // SAFETY: reads one value that the kernel gave this process at its start.
+    unsafe { libc::getauxval(libc::AT_BASE) }
+}
+
 /// Brings the loopback interface of this network namespace up.
 pub(crate) fn bring_loopback_up() -> io::Result<()> {
     let socket = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, None)?;
