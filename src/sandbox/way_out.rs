@@ -18,6 +18,7 @@ use cellblock_egress::rules::{Listens, Rules};
 use cellblock_egress::secrets::Vault;
 use cellblock_jail::network::{Door, Doors};
 
+pub(in crate::sandbox) use container::random_word;
 pub use container::{KNOCK_AT, Unproven, WayOutError};
 
 /// What the sandboxes of a backend can reach.

@@ -222,8 +222,16 @@ impl Engine {
         let _ = self.docker.remove_container(id, Some(options)).await;
     }
 
+    /// The same, and waits until the engine knows nothing of it: one that removes itself at this moment is still known for a while.
+    pub(super) async fn remove_wholly(&self, id: &str) {
+        self.remove(id).await;
+        while self.knows(id).await {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
     /// Tells whether the engine still knows a container. One that cannot be reached knows nothing.
-    pub(super) async fn knows(&self, id: &str) -> bool {
+    async fn knows(&self, id: &str) -> bool {
         !matches!(self.inspect(id).await, Err(EngineError::Missing(_) | EngineError::Unreachable { .. }))
     }
 

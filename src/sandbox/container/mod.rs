@@ -9,9 +9,10 @@
 //!
 //! `engine` speaks the API, `spec` says what a container is and checks what was made, `profile` which system calls it may make, `image` looks at the image and adds
 //! our runner beside it. `line` carries everything between here and the supervisor over one stream (`strands`); `sandbox` is one container and its
-//! sessions; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left; `check` is what `doctor` tells; `way_out` opens a container's network to what an operator lists.
+//! sessions; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left; `check` is what `doctor` tells; `way_out` opens a container's network to what an operator lists, with a
+//! `porter` where the server itself may not.
 //!
-//! No container ever has a network that leads anywhere, a capability, a device, the engine's socket, or a folder of the host that the operator did not name, but for those of packages, which cannot be
+//! No container that runs a user's code ever has a network that leads anywhere, a capability, a device, the engine's socket, or a folder of the host that the operator did not name, but for those of packages, which cannot be
 //! written to. The engine's copying of files into and out of containers is not used.
 
 mod check;
@@ -20,6 +21,7 @@ mod facts;
 mod image;
 mod line;
 mod pool;
+mod porter;
 mod profile;
 mod sandbox;
 mod spec;
@@ -53,9 +55,10 @@ pub use self::image::Supplies;
 use self::image::{Look, Prepared, fresh_number};
 use self::pool::Pool;
 pub use self::pool::PoolSettings;
+use self::porter::Porters;
 use self::sandbox::{Container, ContainerSandbox, Fresh, House, Made, Maker};
 pub use self::spec::{ContainerBind, WORK as WORK_FOLDER};
-use self::spec::{LABEL_PLACE, LABEL_ROLE, LABEL_SERVER, ROLE_SESSION, User, Wanted};
+use self::spec::{LABEL_PLACE, LABEL_ROLE, LABEL_SERVER, ROLE_PORTER, ROLE_SESSION, User, Wanted};
 use self::tenancy::Tenancy;
 pub use self::way_out::ContainerNetwork;
 use super::{Backend, Interpreter, LaunchError, Preparation, Sandbox, SandboxLimits};
@@ -348,12 +351,14 @@ impl Inner {
         let image = image::prepare(&look, &settings.image).await?;
         self.tenancy.sweep_volumes(&engine, &image.runner).await;
         let blind = self.look_for_folders(&engine, &image, &seccomp).await;
+        let porters = Porters::new(engine.clone(), self.tenancy.file("porter"), self.labels(ROLE_PORTER));
         let house = House {
             limits: settings.limits.clone(),
             has_user_namespace,
             runtime: settings.runtime.clone().filter(|runtime| !["runc", "crun"].contains(&runtime.as_str())),
             owns_work_folder: !settings.binds.iter().any(|bind| bind.inside == Path::new(WORK_FOLDER)),
             network: settings.network.clone(),
+            porters: Arc::new(porters),
         };
         Ok(Standing { engine, image, house: Arc::new(house), seccomp, blind })
     }

@@ -17,6 +17,7 @@ use tracing::warn;
 use super::engine::Engine;
 use super::facts::{self, Fate, Mark, Meter};
 use super::line::{Fault, FaultKind, Line};
+use super::porter::Porters;
 use super::spec::{self, User};
 use super::way_out::{ContainerNetwork, WayOut};
 use crate::sandbox::{
@@ -31,7 +32,7 @@ const KILL_PATIENCE: Duration = Duration::from_secs(10);
 /// How long an interpreter may take to come to its branch point.
 const BRANCH_PATIENCE: Duration = Duration::from_secs(10);
 /// How long a removal by the engine may take.
-const REMOVAL_PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const REMOVAL_PATIENCE: Duration = Duration::from_secs(20);
 
 /// How much later one lane of an interpreter may bring what was written earlier than what another one brought: a few microseconds by the order in which the supervisor
 /// reads, and a journey to the engine and back when one has used up its credit.
@@ -71,6 +72,8 @@ pub(super) struct House {
     pub(super) owns_work_folder: bool,
     /// What sessions may reach; nothing without.
     pub(super) network: Option<ContainerNetwork>,
+    /// Open the doors of containers that the server may not enter.
+    pub(super) porters: Arc<Porters>,
 }
 
 impl std::fmt::Debug for House {
@@ -138,7 +141,7 @@ impl Container {
                 return Err(failed(format!("the container is not as it must be: {what}")));
             }
             let way_out = match &house.network {
-                Some(network) => Some(network.open(&id, named, &line).await?),
+                Some(network) => Some(network.open(&id, named, &line, &house.porters).await?),
                 None => None,
             };
             Ok((line, process, way_out))
@@ -276,14 +279,7 @@ impl Container {
         if self.removed.swap(true, Ordering::Relaxed) {
             return;
         }
-        let gone = async {
-            self.engine.remove(&self.id).await;
-            // One that removes itself at this moment is still known for a while.
-            while self.engine.knows(&self.id).await {
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
-        };
-        if tokio::time::timeout(REMOVAL_PATIENCE, gone).await.is_err() {
+        if tokio::time::timeout(REMOVAL_PATIENCE, self.engine.remove_wholly(&self.id)).await.is_err() {
             warn!("a container could not be removed");
         }
     }

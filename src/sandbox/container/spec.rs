@@ -26,6 +26,8 @@ pub(super) const LABEL_PLACE: &str = "cellblock.place";
 pub(super) const LABEL_ROLE: &str = "cellblock.role";
 /// The role of containers that have sessions.
 pub(super) const ROLE_SESSION: &str = "session";
+/// The role of containers that open the doors of another.
+pub(super) const ROLE_PORTER: &str = "porter";
 /// The role of volumes that hold a runner.
 pub(super) const ROLE_RUNNER: &str = "runner";
 /// What a volume holds: which runner, and for which image.
@@ -82,7 +84,7 @@ pub(super) fn session(wanted: Wanted<'_>) -> ContainerCreateBody {
     }
     let mut mounts = vec![runner_mount(wanted.volume, true)];
     mounts.extend(self::mounts(wanted.binds));
-    let mut body = common(wanted.image, wanted.command, wanted.labels, wanted.seccomp);
+    let mut body = common(wanted.image, wanted.command, wanted.labels, Some(wanted.seccomp));
     body.user = Some(format!("{}:{}", wanted.user.uid, wanted.user.gid));
     let host = body.host_config.get_or_insert_default();
     host.runtime = wanted.runtime.map(str::to_owned);
@@ -117,7 +119,7 @@ pub(super) fn helper(
     labels: HashMap<String, String>,
     seccomp: &str,
 ) -> ContainerCreateBody {
-    let mut body = common(image, command, labels, seccomp);
+    let mut body = common(image, command, labels, Some(seccomp));
     body.user = Some("0:0".to_owned());
     let host = body.host_config.get_or_insert_default();
     host.mounts = Some(vec![runner_mount(volume, false)]);
@@ -129,8 +131,46 @@ pub(super) fn helper(
     body
 }
 
-/// What every container of ours has.
-fn common(image: &str, command: Vec<String>, labels: HashMap<String, String>, seccomp: &str) -> ContainerCreateBody {
+/// What a porter is made of.
+pub(super) struct Porter<'a> {
+    /// An image in which there is nothing.
+    pub(super) image: &'a str,
+    /// Whose network it is in.
+    pub(super) container: &'a str,
+    /// All that it sees: files of this server, and the socket at which it is awaited.
+    pub(super) binds: &'a [ContainerBind],
+    pub(super) command: Vec<String>,
+    pub(super) variables: Vec<(String, String)>,
+    pub(super) labels: HashMap<String, String>,
+}
+
+/// Returns the request for a container that opens the doors of another and ends. It runs our program only, and is the one that has capabilities: over a network
+/// that leads nowhere, and over ports. What it does is not in our own list of system calls, so it has the engine's.
+pub(super) fn porter(wanted: Porter<'_>) -> ContainerCreateBody {
+    let mut body = common(wanted.image, wanted.command, wanted.labels, None);
+    body.user = Some("0:0".to_owned());
+    body.env = Some(wanted.variables.iter().map(|(name, value)| format!("{name}={value}")).collect());
+    // The name goes with the network, engines say.
+    body.hostname = None;
+    let host = body.host_config.get_or_insert_default();
+    host.network_mode = Some(format!("container:{}", wanted.container));
+    host.cap_add = Some(["NET_ADMIN", "NET_BIND_SERVICE"].map(str::to_owned).to_vec());
+    host.mounts = Some(mounts(wanted.binds).collect());
+    host.memory = Some(512 * 1024 * 1024);
+    host.memory_swap = host.memory;
+    host.pids_limit = Some(OWN_PROCESSES);
+    host.ulimits = Some(vec![ulimit("nofile", OPEN_FILES), ulimit("nproc", OPEN_FILES), ulimit("core", 1)]);
+    body
+}
+
+/// What every container of ours has. Without a list of system calls of ours, the engine's holds.
+fn common(
+    image: &str,
+    command: Vec<String>,
+    labels: HashMap<String, String>,
+    seccomp: Option<&str>,
+) -> ContainerCreateBody {
+    let seccomp = seccomp.map(|seccomp| format!("seccomp={seccomp}"));
     let (program, arguments) = command.split_first().expect("a container runs something");
     ContainerCreateBody {
         image: Some(image.to_owned()),
@@ -155,7 +195,7 @@ fn common(image: &str, command: Vec<String>, labels: HashMap<String, String>, se
             network_mode: Some("none".to_owned()),
             readonly_rootfs: Some(true),
             cap_drop: Some(vec!["ALL".to_owned()]),
-            security_opt: Some(vec!["no-new-privileges".to_owned(), format!("seccomp={seccomp}")]),
+            security_opt: Some(std::iter::once("no-new-privileges".to_owned()).chain(seccomp).collect()),
             privileged: Some(false),
             ipc_mode: Some("private".to_owned()),
             cgroupns_mode: Some(HostConfigCgroupnsModeEnum::PRIVATE),
@@ -302,6 +342,37 @@ mod tests {
         }
         assert_eq!(host.tmpfs.unwrap()[WORK], "rw,exec,nosuid,nodev,mode=1777,size=1048576,nr_inodes=100");
         assert_eq!(host.mounts.unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_porter_has_two_capabilities_and_nothing_that_it_could_change() {
+        let bind = |name: &str| ContainerBind { host: name.into(), inside: name.into(), writable: false };
+        let body = porter(Porter {
+            image: "sha256:1",
+            container: "c0ffee",
+            binds: &[bind("/program"), bind("/lodge")],
+            command: vec!["/loader".to_owned(), "/program".to_owned()],
+            variables: vec![("A".to_owned(), "b".to_owned())],
+            labels: HashMap::from([(LABEL_ROLE.to_owned(), ROLE_PORTER.to_owned())]),
+        });
+        assert_eq!((body.entrypoint, body.cmd), (Some(vec!["/loader".to_owned()]), Some(vec!["/program".to_owned()])));
+        assert_eq!((body.hostname, body.env), (None, Some(vec!["A=b".to_owned()])));
+        assert_eq!(body.labels.unwrap()[LABEL_ROLE], ROLE_PORTER);
+        let host = body.host_config.unwrap();
+        assert!(host.mounts.iter().flatten().all(|mount| mount.read_only == Some(true)));
+        assert_eq!((host.binds.as_ref(), host.tmpfs.as_ref(), host.devices.as_ref()), (None, None, None));
+        let text = serde_json::to_value(&host).unwrap();
+        for (member, expected) in [
+            ("NetworkMode", serde_json::json!("container:c0ffee")),
+            ("CapAdd", serde_json::json!(["NET_ADMIN", "NET_BIND_SERVICE"])),
+            ("CapDrop", serde_json::json!(["ALL"])),
+            ("SecurityOpt", serde_json::json!(["no-new-privileges"])),
+            ("ReadonlyRootfs", serde_json::json!(true)),
+            ("Privileged", serde_json::json!(false)),
+            ("AutoRemove", serde_json::json!(true)),
+        ] {
+            assert_eq!(text[member], expected, "{member}");
+        }
     }
 
     #[test]

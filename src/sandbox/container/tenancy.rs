@@ -60,9 +60,14 @@ impl Tenancy {
 
     /// Keeps a text in a file of this server and returns its path.
     pub(super) fn keep(&self, name: &str, text: &str) -> io::Result<String> {
-        let file = self.folder.join(format!("{}-{name}", self.server)).to_string_lossy().into_owned();
+        let file = self.file(name);
         fs::write(&file, text)?;
-        Ok(file)
+        Ok(file.to_string_lossy().into_owned())
+    }
+
+    /// Names a file of this server. What begins with its path is removed with the server, or by the next one.
+    pub(super) fn file(&self, name: &str) -> PathBuf {
+        self.folder.join(format!("{}-{name}", self.server))
     }
 
     /// Removes what servers of this place left that live no more.

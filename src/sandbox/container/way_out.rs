@@ -1,8 +1,8 @@
 //! What containers may reach, and the way out of each.
 //!
 //! The engine gives no container a network. Where an operator lists something, doors are opened in it from outside (`sandbox::way_out`), before any code of a user runs
-//! in there; nothing inside has a right over the network. That needs an engine whose containers are processes of this machine, and the right to enter them; where
-//! it cannot be done, there is no container, never one that could reach more or less than was listed.
+//! in there; nothing inside has a right over the network. That needs an engine whose containers are processes of this machine. A server that may not enter them has
+//! the engine start a `porter`. Where neither can be done, there is no container, never one that could reach more or less than was listed.
 //!
 //! A container is one network. Sessions that were forked share it with their source. So all of them reach what each of them may, and what was refused is told to all
 //! of them, as something that one of them did. Where a person decides about a connection, the supervisor is asked first whose it is (`Askers`).
@@ -24,8 +24,9 @@ use serde_json::json;
 use tempfile::NamedTempFile;
 
 use super::line::Line;
+use super::porter::{PorterError, Porters};
 use super::spec::ContainerBind;
-use crate::sandbox::way_out::{KNOCK_AT, WayOutError};
+use crate::sandbox::way_out::{KNOCK_AT, Unproven, WayOutError};
 use crate::sandbox::{Asker, Blocked, LaunchError, LayerKind, Network, Reason, Rules};
 
 /// How long a word from inside may take. It takes a millisecond once Python runs.
@@ -62,8 +63,15 @@ impl ContainerNetwork {
     }
 
     /// Opens the way out of a container that runs nothing but our supervisor. `process` is its first one, as the engine of this machine says.
-    pub(super) async fn open(&self, container: &str, process: Option<i64>, line: &Line) -> Result<WayOut, LaunchError> {
-        let gateway = self.gateway(container, process, line).await.map_err(|error| LaunchError::LayerMissing {
+    pub(super) async fn open(
+        &self,
+        container: &str,
+        process: Option<i64>,
+        line: &Line,
+        porters: &Porters,
+    ) -> Result<WayOut, LaunchError> {
+        let gateway = self.gateway(container, process, line, porters).await;
+        let gateway = gateway.map_err(|error| LaunchError::LayerMissing {
             kind: LayerKind::Network,
             why: format!("{:#}", anyhow::Error::new(error)),
         })?;
@@ -71,10 +79,20 @@ impl ContainerNetwork {
         Ok(WayOut { gateway, rules: self.network.rules.clone(), members: Mutex::default(), askers })
     }
 
-    async fn gateway(&self, container: &str, process: Option<i64>, line: &Line) -> Result<Gateway, WayOutError> {
-        let process = process.and_then(|process| u32::try_from(process).ok()).ok_or(DoorsError::Elsewhere)?;
-        let namespace = Namespace::of_container(process, container)?;
-        let unproven = self.network.enter(&self.program, namespace).await?;
+    async fn gateway(
+        &self,
+        container: &str,
+        process: Option<i64>,
+        line: &Line,
+        porters: &Porters,
+    ) -> Result<Gateway, NoWayOut> {
+        let unproven = match self.enter(container, process).await {
+            Err(WayOutError::Doors(DoorsError::Forbidden(_))) => {
+                let doors = porters.open(&self.program, container, &self.network.doors()).await?;
+                self.network.unproven(doors)?
+            }
+            entered => entered?,
+        };
         let order = json!({
             "word": unproven.word(),
             "address": KNOCK_AT.ip().to_string(),
@@ -82,8 +100,23 @@ impl ContainerNetwork {
         });
         // What it answers does not matter; what arrives does.
         let (_, gateway) = tokio::join!(line.ask(b'n', 0, order), unproven.heard(KNOCK_PATIENCE));
-        gateway
+        Ok(gateway?)
     }
+
+    async fn enter(&self, container: &str, process: Option<i64>) -> Result<Unproven, WayOutError> {
+        let process = process.and_then(|process| u32::try_from(process).ok()).ok_or(DoorsError::Elsewhere)?;
+        let namespace = Namespace::of_container(process, container)?;
+        self.network.enter(&self.program, namespace).await
+    }
+}
+
+/// Why a container has no way out.
+#[derive(Debug, thiserror::Error)]
+enum NoWayOut {
+    #[error(transparent)]
+    WayOut(#[from] WayOutError),
+    #[error("the server may not enter the container's network, and a porter could not open it either")]
+    Porter(#[from] PorterError),
 }
 
 /// The way out of one container, for all sessions in it.

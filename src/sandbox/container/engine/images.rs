@@ -4,15 +4,16 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
 use std::time::Duration;
 
-use bollard::body_try_stream;
 use bollard::errors::Error;
 use bollard::models::{CreateImageInfo, ImageInspect, ImageSummary};
 use bollard::query_parameters::{
     BuildImageOptionsBuilder, BuilderVersion, CreateImageOptionsBuilder, ListImagesOptionsBuilder,
     RemoveImageOptionsBuilder,
 };
+use bollard::{body_full, body_try_stream};
 use bytes::Bytes;
 use futures_util::{Stream, StreamExt};
+use sha2::{Digest, Sha256};
 
 use super::{Engine, EngineError, LONGEST_REFUSAL, credentials};
 
@@ -114,6 +115,29 @@ impl Engine {
         }
     }
 
+    /// Returns the identity of an image in which there is nothing, under a name of ours; makes it if the engine has none.
+    ///
+    /// An image of that name with something in it is refused, and left alone.
+    pub(in crate::sandbox::container) async fn empty_image(&self, name: &str) -> Result<String, EngineError> {
+        let found = match self.image(name).await {
+            Err(EngineError::Missing(_)) => {
+                let options = CreateImageOptionsBuilder::default().from_src("-").repo(name).tag("latest").build();
+                let archive = body_full(Bytes::from_static(&EMPTY_ARCHIVE));
+                let mut news = std::pin::pin!(self.docker.create_image(Some(options), Some(archive), None));
+                while let Some(news) = news.next().await {
+                    news.map_err(|error| self.failure(error, &format!("image {name}")))?;
+                }
+                self.image(name).await
+            }
+            found => found,
+        }?;
+        let layers = found.root_fs.and_then(|files| files.layers).unwrap_or_default();
+        match found.id {
+            Some(id) if layers == [empty_layer()] => Ok(id),
+            _ => Err(EngineError::Refused(format!("the image {name} is not the empty one that is made here"))),
+        }
+    }
+
     /// Lists the images that have a label with this value, newest first.
     pub async fn images(&self, label: &str, value: &str) -> Result<Vec<ImageFacts>, EngineError> {
         let filters = HashMap::from([("label", vec![format!("{label}={value}")])]);
@@ -172,6 +196,15 @@ impl Engine {
             other => self.failure(other, &format!("image {name}")),
         })
     }
+}
+
+/// An archive ends with two blocks of zeros, and this one begins with them.
+const EMPTY_ARCHIVE: [u8; 1024] = [0; 1024];
+
+/// The name of a layer is the digest of its archive.
+fn empty_layer() -> String {
+    let digest = Sha256::digest(EMPTY_ARCHIVE);
+    digest.iter().fold("sha256:".to_owned(), |text, byte| format!("{text}{byte:02x}"))
 }
 
 fn inspected(found: ImageInspect) -> ImageFacts {

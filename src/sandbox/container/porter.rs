@@ -1,0 +1,289 @@
+//! Porters: containers that open the doors of others, for a server that may not enter those itself.
+//!
+//! Whoever may use an engine that runs as root, and is not root, can have it do what the server may not: be in the network of a container. So the engine starts
+//! a porter there, which is this very program, and which brings the doors and ends (`jail::porter`):
+//!
+//! ```text
+//! server ── engine API ── engine ── container of a session, without a network
+//!    │                       └───── porter, in the network of that container
+//!    └──────── one socket ──────────┘   the doors come over here
+//! ```
+//!
+//! Its image is empty. All that is in it are files of this server that it is made of, its loader and its libraries too, so that nothing of anybody else's runs with its
+//! two capabilities. It is gone before the first word is sent through the doors, and has seen nothing of a user's.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bollard::container::LogOutput;
+use bollard::models::ContainerCreateBody;
+use cellblock_jail::doors::DoorsError;
+use cellblock_jail::network::{Door, Doors};
+use cellblock_jail::porter::{ARGUMENT, Libraries, Lodge, WORD};
+use futures_util::{Stream, StreamExt};
+use tracing::{debug, warn};
+
+use super::engine::{Engine, EngineError};
+use super::image::fresh_number;
+use super::sandbox::REMOVAL_PATIENCE;
+use super::spec::{self, ContainerBind};
+use crate::sandbox::way_out::random_word;
+
+/// The name of the image in which there is nothing.
+const IMAGE: &str = "cellblock-porter";
+
+/// How long a porter may take, from its start to its end. On an idle machine that is a fifth of a second.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// So much of what a porter says is kept.
+const MOST_SAID: usize = 4 * 1024;
+
+/// Where a porter finds what it is made of, and whom it is sent to.
+const LOADER: &str = "/cellblock/loader";
+const PROGRAM: &str = "/cellblock/program";
+const LIBRARIES: &str = "/cellblock/libraries";
+const LODGE: &str = "/cellblock/lodge";
+
+/// Why a porter brought no doors.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum PorterError {
+    #[error("the files of this program cannot be found")]
+    Files(#[source] io::Error),
+    #[error("the file of this program cannot be read by everybody; change its rights (chmod a+rx)")]
+    Unreadable,
+    #[error("the socket at which it is awaited cannot be made")]
+    Lodge(#[source] io::Error),
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error("it did not end within {} s", PATIENCE.as_secs())]
+    Hangs,
+    #[error("{}", .said.as_deref().map_or_else(|| "it said nothing".to_owned(), |said| format!("it said: {said}")))]
+    Failed {
+        said: Option<String>,
+        #[source]
+        cause: DoorsError,
+    },
+}
+
+/// Has the engine start porters.
+pub(super) struct Porters {
+    engine: Engine,
+    /// How the paths of lodges begin. Only this server's user can go there.
+    lodges: PathBuf,
+    labels: HashMap<String, String>,
+    /// Held by whoever looks for the image, so that it is made once.
+    looking: tokio::sync::Mutex<()>,
+}
+
+impl Porters {
+    pub(super) fn new(engine: Engine, lodges: PathBuf, labels: HashMap<String, String>) -> Porters {
+        Porters { engine, lodges, labels, looking: tokio::sync::Mutex::default() }
+    }
+
+    /// Opens doors in the network of a running container, by a porter that is `program`. Nothing of the porter is left afterwards.
+    pub(super) async fn open(
+        &self,
+        program: &Path,
+        container: &str,
+        doors: &Doors,
+    ) -> Result<Vec<(Door, OwnedFd)>, PorterError> {
+        let number = fresh_number();
+        let word = random_word().map_err(PorterError::Lodge)?;
+        let path = PathBuf::from(format!("{}-{number:016x}", self.lodges.display()));
+        let lodge = Arc::new(Lodge::open(&path, &word).map_err(PorterError::Lodge)?);
+        let luggage = Luggage::of(program, Libraries::own().map_err(PorterError::Files)?)?;
+        let image = {
+            let _alone = self.looking.lock().await;
+            self.engine.empty_image(IMAGE).await?
+        };
+        let body = luggage.container(&image, container, &path, &word, self.labels.clone());
+        let id = self.engine.create(&format!("cellblock-porter-{number:016x}"), &body).await?;
+        let removal = Removal { engine: self.engine.clone(), id: Some(id.clone()) };
+        let brought = self.received(&id, lodge, doors.clone()).await;
+        removal.done().await;
+        brought
+    }
+
+    /// Starts a porter and waits for its end. What it brought is in the lodge by then, or will never be.
+    async fn received(&self, id: &str, lodge: Arc<Lodge>, doors: Doors) -> Result<Vec<(Door, OwnedFd)>, PorterError> {
+        let closing = Closing(lodge.clone());
+        let waiting = tokio::task::spawn_blocking(move || lodge.doors(&doors));
+        let attached = self.engine.attach(id).await?;
+        self.engine.start(id).await?;
+        let said = tokio::time::timeout(PATIENCE, last_words(attached.output)).await;
+        let said = said.map_err(|_| PorterError::Hangs)?;
+        drop(closing);
+        let brought = waiting.await.map_err(|error| PorterError::Lodge(io::Error::other(error)))?;
+        debug!(opened = brought.is_ok(), "a porter has ended");
+        brought.map_err(|cause| PorterError::Failed { said, cause })
+    }
+}
+
+/// Closes a lodge, so that nobody waits there for a porter that has ended or was never started.
+struct Closing(Arc<Lodge>);
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+/// Removes a container, also when nobody waits for that any more.
+struct Removal {
+    engine: Engine,
+    id: Option<String>,
+}
+
+impl Removal {
+    async fn done(mut self) {
+        let Some(id) = &self.id else { return };
+        // Podman removes no container on whose network another one depends.
+        if tokio::time::timeout(REMOVAL_PATIENCE, self.engine.remove_wholly(id)).await.is_err() {
+            warn!("a porter could not be removed");
+        }
+        self.id = None;
+    }
+}
+
+impl Drop for Removal {
+    fn drop(&mut self) {
+        if let (Some(id), Ok(runtime)) = (self.id.take(), tokio::runtime::Handle::try_current()) {
+            let engine = self.engine.clone();
+            runtime.spawn(async move { engine.remove(&id).await });
+        }
+    }
+}
+
+/// Returns the last line that a container writes until it ends. It is a claim of whatever runs there.
+async fn last_words(
+    mut output: Pin<Box<dyn Stream<Item = Result<LogOutput, bollard::errors::Error>> + Send>>,
+) -> Option<String> {
+    let mut said = Vec::new();
+    while let Some(Ok(piece)) = output.next().await {
+        let piece = piece.into_bytes();
+        said.extend_from_slice(&piece[..piece.len().min(MOST_SAID - said.len())]);
+    }
+    let said = String::from_utf8_lossy(&said);
+    said.lines().map(str::trim).rfind(|line| !line.is_empty()).map(str::to_owned)
+}
+
+/// The files of the host that a porter is made of.
+#[derive(Debug, PartialEq, Eq)]
+struct Luggage {
+    program: PathBuf,
+    loader: Option<PathBuf>,
+    /// With the names that they have inside.
+    libraries: Vec<(PathBuf, String)>,
+}
+
+impl Luggage {
+    fn of(program: &Path, Libraries { loader, shared }: Libraries) -> Result<Luggage, PorterError> {
+        let rights = fs::metadata(program).map_err(PorterError::Files)?.permissions().mode();
+        // A porter has no right over files of others.
+        if rights & 0o005 != 0o005 {
+            return Err(PorterError::Unreadable);
+        }
+        let mut libraries: Vec<(PathBuf, String)> = Vec::new();
+        for library in shared {
+            let name = library.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            // There is one place for each name. The loader, too, takes the first that it finds.
+            if !libraries.iter().any(|(_, known)| *known == name) {
+                libraries.push((library, name));
+            }
+        }
+        Ok(Luggage { program: program.to_owned(), loader, libraries })
+    }
+
+    /// Describes a porter for a container that is awaited at a lodge with a word.
+    fn container(
+        &self,
+        image: &str,
+        container: &str,
+        lodge: &Path,
+        word: &str,
+        labels: HashMap<String, String>,
+    ) -> ContainerCreateBody {
+        let inside = |name: &str| format!("{LIBRARIES}/{name}");
+        let shown = |host: &Path, inside: String| ContainerBind {
+            host: host.to_owned(),
+            inside: PathBuf::from(inside),
+            writable: false,
+        };
+        let mut binds = vec![shown(&self.program, PROGRAM.to_owned()), shown(lodge, LODGE.to_owned())];
+        binds.extend(self.loader.iter().map(|loader| shown(loader, LOADER.to_owned())));
+        binds.extend(self.libraries.iter().map(|(library, name)| shown(library, inside(name))));
+        let mut command = vec![PROGRAM, ARGUMENT, LODGE];
+        let mut variables = vec![(WORD.to_owned(), word.to_owned())];
+        if self.loader.is_some() {
+            command.splice(..0, [LOADER, "--library-path", LIBRARIES]);
+            // A library is wanted by a name that need not be that of its file. One that is there already is known by both.
+            let all: Vec<String> = self.libraries.iter().map(|(_, name)| inside(name)).collect();
+            variables.push(("LD_PRELOAD".to_owned(), all.join(":")));
+        }
+        let command = command.into_iter().map(str::to_owned).collect();
+        spec::porter(spec::Porter { image, container, binds: &binds, command, variables, labels })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn body(loader: Option<&str>, shared: &[&str]) -> ContainerCreateBody {
+        let libraries =
+            Libraries { loader: loader.map(PathBuf::from), shared: shared.iter().map(PathBuf::from).collect() };
+        let luggage = Luggage::of(Path::new("/bin/sh"), libraries).unwrap();
+        luggage.container("sha256:1", "c0ffee", Path::new("/run/lodge"), "word", HashMap::new())
+    }
+
+    /// What is shown inside, as `host inside`.
+    fn shown(body: &ContainerCreateBody) -> Vec<String> {
+        let mounts = body.host_config.as_ref().unwrap().mounts.iter().flatten();
+        mounts.map(|mount| format!("{} {}", mount.source.as_ref().unwrap(), mount.target.as_ref().unwrap())).collect()
+    }
+
+    #[test]
+    fn a_porter_brings_its_own_loader_and_libraries() {
+        let body = body(Some("/lib/ld.so"), &["/lib/libc-2.31.so", "/lib/libz.so.1", "/other/libz.so.1"]);
+        let expected = [
+            "/bin/sh /cellblock/program",
+            "/run/lodge /cellblock/lodge",
+            "/lib/ld.so /cellblock/loader",
+            "/lib/libc-2.31.so /cellblock/libraries/libc-2.31.so",
+            "/lib/libz.so.1 /cellblock/libraries/libz.so.1",
+        ];
+        assert_eq!(shown(&body), expected);
+        assert_eq!(body.entrypoint.unwrap(), ["/cellblock/loader"]);
+        let words = ["--library-path", "/cellblock/libraries", "/cellblock/program", ARGUMENT, "/cellblock/lodge"];
+        assert_eq!(body.cmd.unwrap(), words);
+        let preloaded = "LD_PRELOAD=/cellblock/libraries/libc-2.31.so:/cellblock/libraries/libz.so.1";
+        assert_eq!(body.env.unwrap(), ["CELLBLOCK_PORTER_WORD=word", preloaded]);
+    }
+
+    #[test]
+    fn a_program_that_is_linked_to_nothing_is_started_itself() {
+        let body = body(None, &[]);
+        assert_eq!(shown(&body).len(), 2);
+        assert_eq!(body.entrypoint.unwrap(), ["/cellblock/program"]);
+        assert_eq!(body.cmd.unwrap(), [ARGUMENT, "/cellblock/lodge"]);
+        assert_eq!(body.env.unwrap(), ["CELLBLOCK_PORTER_WORD=word"]);
+    }
+
+    #[test]
+    fn a_program_that_others_may_not_read_is_named_as_the_reason() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let of = |rights| {
+            fs::set_permissions(file.path(), fs::Permissions::from_mode(rights)).unwrap();
+            Luggage::of(file.path(), Libraries { loader: None, shared: Vec::new() })
+        };
+        assert!(of(0o755).is_ok()); // control
+        assert!(matches!(of(0o750), Err(PorterError::Unreadable)));
+    }
+}
