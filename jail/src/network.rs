@@ -74,16 +74,25 @@ pub(crate) fn open(doors: &Doors) -> io::Result<(Vec<Door>, Vec<OwnedFd>)> {
     Ok((doors.kinds(), sockets))
 }
 
-/// Makes sure that what is meant for an address of nobody is refused at once, here and now.
+/// Makes sure that what is meant for an address of nobody is refused at once, here and now: one that is set aside for examples, at a port without a door.
 ///
-/// The discard port of an address that is set aside for examples: no rule is about it, and nobody is there.
-pub(crate) fn leads_nowhere() -> io::Result<()> {
+/// Where everything is redirected, whoever accepts decides.
+pub(crate) fn leads_nowhere(doors: Option<&Doors>) -> io::Result<()> {
+    let Some(port) = port_without_door(doors) else { return Ok(()) };
     let socket = rustix::net::socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    let nobody = SocketAddr::from((Ipv4Addr::new(192, 0, 2, 1), 9));
+    let nobody = SocketAddr::from((Ipv4Addr::new(192, 0, 2, 1), port));
     match rustix::net::connect(&socket, &nobody) {
         Err(rustix::io::Errno::NETUNREACH | rustix::io::Errno::CONNREFUSED) => Ok(()),
         Ok(()) => Err(io::Error::other("an address of nobody answered")),
         Err(error) => Err(io::Error::other(format!("an address of nobody is not refused but: {error}"))),
+    }
+}
+
+fn port_without_door(doors: Option<&Doors>) -> Option<u16> {
+    match doors {
+        None => Some(1),
+        Some(Doors::Ports(ports)) => (1..=u16::MAX).find(|port| !ports.contains(port)),
+        Some(Doors::All) => None,
     }
 }
 
@@ -164,4 +173,23 @@ fn make_every_address_local() -> io::Result<()> {
 /// The kernel has no such family, or it is switched off on the interface (`EACCES`; for want of rights it would be `EPERM`).
 fn no_such_family(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EAFNOSUPPORT | libc::EOPNOTSUPP | libc::EACCES))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_rule_is_in_the_way_of_the_port_at_which_nobody_is() {
+        assert_eq!(port_without_door(None), Some(1));
+        assert_eq!(port_without_door(Some(&Doors::Ports(vec![80, 443]))), Some(1));
+        assert_eq!(port_without_door(Some(&Doors::Ports((1..=9).collect()))), Some(10));
+        assert_eq!(port_without_door(Some(&Doors::All)), None);
+    }
+
+    #[test]
+    fn doors_are_named_in_the_order_in_which_they_are_opened() {
+        assert_eq!(Doors::Ports(vec![443, 80]).kinds(), [Door::Names, Door::Port(443), Door::Port(80)]);
+        assert_eq!(Doors::All.kinds(), [Door::Names, Door::AnyPort]);
+    }
 }
