@@ -163,7 +163,7 @@ fn ending(status: &Status) -> Option<String> {
         Status::Cancelled { .. } => Some("interrupted".to_owned()),
         Status::Died { exit: Exit::Code(code) } => Some(format!("Python left with exit code {code}")),
         Status::Died { exit: Exit::Signal(signal) } => Some(format!("Python was ended by signal {signal}")),
-        Status::Died { exit: Exit::OutOfMemory { limit } } => {
+        Status::Died { exit: Exit::OutOfMemory { limit, .. } } => {
             Some(format!("the code needed more than its {} MiB of memory (see --memory)", limit >> 20))
         }
         Status::Died { exit: Exit::SandboxGone { .. } } => {

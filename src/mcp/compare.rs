@@ -213,7 +213,7 @@ fn why_not_ok(outcome: &Outcome) -> Option<String> {
             format!("stopped at its time-out of {}{how}", Seconds(*limit))
         }
         Status::Cancelled { .. } => "cancelled".to_owned(),
-        Status::Died { exit: Exit::OutOfMemory { limit } } => {
+        Status::Died { exit: Exit::OutOfMemory { limit, .. } } => {
             format!("used more than its {} of memory", bytes_text(*limit))
         }
         Status::Died { exit } => format!("Python ended: {}", exit_text(*exit)),
@@ -460,7 +460,10 @@ mod tests {
             (Status::TimedOut { limit, state: StateAfter::Kept }, "stopped at its time-out of 60 s"),
             (Status::TimedOut { limit, state: StateAfter::Lost }, "was killed"),
             (Status::Cancelled { state: StateAfter::Kept }, "cancelled"),
-            (Status::Died { exit: Exit::OutOfMemory { limit: 512 << 20 } }, "used more than its 512 MiB of memory"),
+            (
+                Status::Died { exit: Exit::OutOfMemory { limit: 512 << 20, files_kept: true } },
+                "used more than its 512 MiB of memory",
+            ),
             (Status::Died { exit: Exit::Signal(11) }, "SIGSEGV"),
             (Status::Nonsense { what: "a frame of 9 GiB".to_owned() }, "a frame of 9 GiB"),
             (Status::Reset, "reset"),

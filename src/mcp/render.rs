@@ -472,16 +472,15 @@ fn ending(outcome: &Outcome) -> Option<String> {
                            and files are gone."
                 .to_owned()
         }
-        Status::Died { exit: Exit::OutOfMemory { limit } } => format!(
+        Status::Died { exit: exit @ Exit::OutOfMemory { limit, .. } } => format!(
             "The execution was stopped because it used more than this session's {} of memory. {} \
              Then load the data in smaller parts.",
             bytes_text(*limit),
-            lost(can_undo)
+            if exit.files_kept() { lost(can_undo) } else { LOST_WITH_FILES }
         ),
-        Status::Died { exit: exit @ Exit::SandboxGone { files_kept: false } } => format!(
-            "The session is lost: {}. Its variables, imports and files are gone. Call `reset` to begin anew.",
-            exit_text(*exit)
-        ),
+        Status::Died { exit } if !exit.files_kept() => {
+            format!("The session is lost: {}. {LOST_WITH_FILES}", exit_text(*exit))
+        }
         Status::Died { exit } => {
             format!("Python ended while the code ran: {}. {}", exit_text(*exit), lost(can_undo))
         }
@@ -505,6 +504,9 @@ pub(super) fn untold(error: &PythonError, output: &Output) -> Option<String> {
         _ => Some(summary(error)),
     }
 }
+
+/// What a sandbox that is gone took with it: nothing is left that could be undone.
+const LOST_WITH_FILES: &str = "Its variables, imports and files are gone. Call `reset` to begin anew.";
 
 /// Says what a dead interpreter took with it, and the ways out.
 fn lost(can_undo: u32) -> &'static str {
@@ -535,7 +537,7 @@ pub(super) fn exit_text(exit: Exit) -> String {
             Some(meaning) => format!("signal {signal}, {meaning}"),
             None => format!("signal {signal}"),
         },
-        Exit::OutOfMemory { limit } => format!("it used more than {} of memory", bytes_text(limit)),
+        Exit::OutOfMemory { limit, .. } => format!("it used more than {} of memory", bytes_text(limit)),
         Exit::SandboxGone { .. } => {
             "its container was ended from outside, or the container engine went away".to_owned()
         }
@@ -903,9 +905,14 @@ mod tests {
     #[test]
     fn a_dead_interpreter_says_why_and_what_to_do() {
         let died = |exit| Status::Died { exit };
+        let out_of_memory = |files_kept| died(Exit::OutOfMemory { limit: 512 << 20, files_kept });
         check_failure(
-            died(Exit::OutOfMemory { limit: 512 * 1024 * 1024 }),
-            &["more than this session's 512 MiB of memory", "are gone", "`reset`", "smaller parts"],
+            out_of_memory(true),
+            &["more than this session's 512 MiB of memory", "are gone; files", "are kept", "`reset`", "smaller parts"],
+        );
+        check_failure(
+            out_of_memory(false),
+            &["more than this session's 512 MiB of memory", "files are gone", "`reset`", "smaller parts"],
         );
         check_failure(died(Exit::Signal(11)), &["signal 11, SIGSEGV", "are gone", "`reset`"]);
         check_failure(died(Exit::Signal(31)), &["a system call that the sandbox forbids"]);

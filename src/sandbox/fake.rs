@@ -1034,7 +1034,10 @@ impl Script {
             }
             "exit" => Err(Interruption::Exit(Exit::Code(rest.parse().unwrap_or(0)))),
             "crash" => Err(Interruption::Exit(Exit::Signal(11))),
-            "oom" => Err(Interruption::Exit(Exit::OutOfMemory { limit: 512 * 1024 * 1024 })),
+            "oom" => {
+                let files_kept = rest != "everywhere";
+                Err(Interruption::Exit(Exit::OutOfMemory { limit: 512 * 1024 * 1024, files_kept }))
+            }
             "garbage" => Ok(self.channel.write_all(b"\xff\xff\xff\xffgarbage").await?),
             "unknown" => self.say(json!({"type": "from-the-future"}), b"?").await,
             "other-done" => self.say_in_order(json!({"type": "done", "id": 0, "status": "ok"})).await,

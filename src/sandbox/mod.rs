@@ -234,6 +234,8 @@ pub enum Exit {
     /// The sandbox used more memory than it may and the kernel chose this process.
     OutOfMemory {
         limit: u64,
+        /// The sandbox goes on without it, or its working folder is the operator's.
+        files_kept: bool,
     },
     /// Its whole sandbox was ended from outside, or whoever made the sandbox went away.
     SandboxGone {
@@ -242,6 +244,16 @@ pub enum Exit {
     },
     /// The kernel no longer knows.
     Unknown,
+}
+
+impl Exit {
+    /// Tells whether the files of the working folder are still there after it.
+    pub fn files_kept(self) -> bool {
+        match self {
+            Exit::OutOfMemory { files_kept, .. } | Exit::SandboxGone { files_kept } => files_kept,
+            Exit::Code(_) | Exit::Signal(_) | Exit::Unknown => true,
+        }
+    }
 }
 
 /// Bytes of memory held by a sandbox.

@@ -298,7 +298,12 @@ async fn a_dead_interpreter_is_reported_at_once_with_what_it_printed() {
     for (code, exit, word) in [
         ("exit 3", Exit::Code(3), "exit code 3"),
         ("crash", Exit::Signal(11), "signal 11"),
-        ("oom", Exit::OutOfMemory { limit: 512 * 1024 * 1024 }, "512 MiB"),
+        (
+            "oom",
+            Exit::OutOfMemory { limit: 512 << 20, files_kept: true },
+            "512 MiB of memory; variables are gone, files",
+        ),
+        ("oom everywhere", Exit::OutOfMemory { limit: 512 << 20, files_kept: false }, "variables and files are gone"),
     ] {
         let setting = setting();
         setting.ok("other", "set x 1").await;

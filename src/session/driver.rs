@@ -1033,9 +1033,9 @@ impl Driver {
             }
             Err(error) => {
                 debug!(session = self.id.as_str(), %error, "no interpreter could be started");
-                let left = match self.exit {
-                    Exit::SandboxGone { files_kept: false } => "variables and files are gone",
-                    _ => "files in the working folder are kept",
+                let left = match self.exit.files_kept() {
+                    true => "files in the working folder are kept",
+                    false => "variables and files are gone",
                 };
                 self.ended = Some(format!("Python could not be started again ({error}); {left}"));
                 self.replacement_failed(&error);
@@ -1121,9 +1121,9 @@ impl Driver {
         }
         info!(session = self.id.as_str(), ?exit, "interpreter ended");
         self.exit = exit;
-        let left = match exit {
-            Exit::SandboxGone { files_kept: false } => "variables and files are gone",
-            _ => "variables are gone, files in the working folder are kept",
+        let left = match exit.files_kept() {
+            true => "variables are gone, files in the working folder are kept",
+            false => "variables and files are gone",
         };
         self.ended = Some(format!("{}; {left}", describe(exit)));
         self.happen(Event::InterpreterGone);
@@ -1584,7 +1584,7 @@ fn describe(exit: Exit) -> String {
         Exit::Signal(9) => "its Python process was killed (signal 9)".to_owned(),
         Exit::Signal(11) => "its Python process crashed (signal 11, a fault in native code)".to_owned(),
         Exit::Signal(signal) => format!("its Python process was ended by signal {signal}"),
-        Exit::OutOfMemory { limit } => format!("it used more than its {} MiB of memory", limit / (1024 * 1024)),
+        Exit::OutOfMemory { limit, .. } => format!("it used more than its {} MiB of memory", limit / (1024 * 1024)),
         Exit::SandboxGone { .. } => {
             "its container was ended from outside, or the container engine went away".to_owned()
         }

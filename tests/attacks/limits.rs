@@ -21,7 +21,7 @@ fn tight() -> &'static Native {
     BACKEND.get_or_init(|| Builder::new("minimal").limits(TIGHT).start())
 }
 
-const OUT_OF_MEMORY: Status = Status::Died { exit: Exit::OutOfMemory { limit: TIGHT.memory } };
+const OUT_OF_MEMORY: Status = Status::Died { exit: Exit::OutOfMemory { limit: TIGHT.memory, files_kept: true } };
 
 #[test]
 fn a_session_over_its_memory_ends_and_the_reply_names_the_limit() {

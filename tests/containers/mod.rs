@@ -39,3 +39,9 @@ fn on_podman<F: Future<Output = ()>>(test: impl FnOnce(&'static TestEngine) -> F
         native::run(test(engine));
     }
 }
+
+/// Runs a test with every engine that is here.
+fn on_every_engine<F: Future<Output = ()>>(test: impl Fn(&'static TestEngine) -> F) {
+    on_docker(&test);
+    on_podman(&test);
+}

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use cellblock::sandbox::container::ContainerBind;
 use cellblock::sandbox::{Exit, LayerKind, SandboxLimits};
-use cellblock::session::Status;
+use cellblock::session::{Refused, Status};
 use cellblock_jail::posture::Posture;
 
-use super::on_docker;
+use super::{on_docker, on_every_engine};
 use crate::support::native::{self, ROOMY};
 
 #[test]
@@ -146,17 +146,35 @@ print(may(lambda: os.kill(child, signal.SIGKILL)))";
     });
 }
 
+/// The kernel chooses by size and by score; here the host has given the highest to the first process.
 #[test]
-fn a_session_that_takes_too_much_memory_is_told_so() {
-    on_docker(async |engine| {
+fn a_container_that_ends_for_want_of_memory_says_that_its_files_are_gone() {
+    on_every_engine(async |engine| {
         let limits = SandboxLimits { memory: 160 << 20, family_memory: 160 << 20, ..ROOMY };
         let containers = engine.build().limits(limits).start();
         let session = containers.session();
-        session.ok("x = 1").await;
+        session.ok("open('data', 'w').write('here')").await;
+        let container = engine.container_of(&session).await;
+        let first = engine.command(&["inspect", "--format", "{{.State.Pid}}", &container]);
+        for (process, score) in [(first.trim(), "1000"), (&session.host_pid().await.to_string(), "0")] {
+            std::fs::write(format!("/proc/{process}/oom_score_adj"), score).unwrap();
+        }
         let outcome = session.execute("data = bytearray(400 << 20)").await.unwrap();
-        assert_eq!(outcome.status, Status::Died { exit: Exit::OutOfMemory { limit: 160 << 20 } });
-        session.reset().await;
-        assert_eq!(session.ok("print(len(bytearray(10 << 20)))").await, format!("{}\n", 10 << 20)); // control
+        let exit = Exit::OutOfMemory { limit: 160 << 20, files_kept: false };
+        assert_eq!(outcome.status, Status::Died { exit });
+        let refused = session.execute("1").await.unwrap_err();
+        assert!(
+            matches!(&refused, Refused::Ended { why, .. } if why.contains("variables and files are gone")),
+            "{refused}"
+        );
+        assert!(!session.reset().await.files_kept);
+        assert_eq!(session.ok("import os; print(os.listdir())").await, "[]\n");
+        // Control: when the interpreter is chosen, as usual, they are kept.
+        session.ok("open('data', 'w').write('here')").await;
+        let outcome = session.execute("data = bytearray(400 << 20)").await.unwrap();
+        assert_eq!(outcome.status, Status::Died { exit: Exit::OutOfMemory { limit: 160 << 20, files_kept: true } });
+        assert!(session.reset().await.files_kept);
+        assert_eq!(session.ok("print(open('data').read())").await, "here\n");
         containers.end().await;
     });
 }

@@ -57,10 +57,10 @@ pub(super) fn ending(status: &Status, way_back: &str) -> Option<String> {
             "The code was stopped because its session was closed or the server is ending. Its variables and files are gone."
                 .to_owned()
         }
-        Status::Died { exit: exit @ Exit::OutOfMemory { .. } } => {
+        Status::Died { exit: exit @ Exit::OutOfMemory { files_kept: true, .. } } => {
             format!("Python was stopped: {}. {}", render::exit_text(*exit), lost())
         }
-        Status::Died { exit: exit @ Exit::SandboxGone { files_kept: false } } => format!(
+        Status::Died { exit } if !exit.files_kept() => format!(
             "The session is lost: {}. Its variables, imports and files are gone. {way_back}",
             render::exit_text(*exit)
         ),
@@ -156,11 +156,13 @@ mod tests {
     #[test]
     fn an_ending_says_what_is_lost_and_what_to_do() {
         let limit = Duration::from_secs(2);
+        let out_of_memory = |files_kept| Status::Died { exit: Exit::OutOfMemory { limit: 1 << 28, files_kept } };
         for (status, words) in [
             (Status::TimedOut { limit, state: StateAfter::Kept }, &["longer than 2 s", "are kept"][..]),
             (Status::TimedOut { limit, state: StateAfter::Lost }, &["ignored", "gone", "Begin again."]),
             (Status::Died { exit: Exit::Code(3) }, &["exit code 3", "gone", "Begin again."]),
-            (Status::Died { exit: Exit::OutOfMemory { limit: 1 << 28 } }, &["256 MiB", "Begin again."]),
+            (out_of_memory(true), &["256 MiB", "are kept", "Begin again."]),
+            (out_of_memory(false), &["256 MiB", "files are gone", "Begin again."]),
             (Status::Nonsense { what: "noise".to_owned() }, &["noise", "Begin again."]),
             (Status::Closed, &["closed", "gone"]),
             (Status::Reset, &["reset", "gone"]),

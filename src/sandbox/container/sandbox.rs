@@ -177,6 +177,16 @@ impl Container {
         !self.line.has_ended() && !self.fate.borrow().died
     }
 
+    /// Tells whether the files of the working folder are still there: they go with the container, unless the folder is the operator's.
+    fn has_files(&self) -> bool {
+        self.is_alive() || !self.house.owns_work_folder
+    }
+
+    /// How a process ended that the kernel chose because memory ran out. It may have chosen the first process too, and with it the container.
+    fn out_of_memory(&self) -> Exit {
+        Exit::OutOfMemory { limit: self.house.limits.memory, files_kept: self.has_files() }
+    }
+
     /// Makes the first session, in a container that has none.
     pub(super) async fn first_session(
         self: &Arc<Container>,
@@ -610,7 +620,7 @@ impl Process for ContainerProgram {
         };
         let may_be_memory = matches!(exit, Exit::Signal(9) | Exit::Unknown);
         if may_be_memory && self.container.meter.ran_out_since(self.mark).await {
-            return Exit::OutOfMemory { limit: self.container.house.limits.memory };
+            return self.container.out_of_memory();
         }
         exit
     }
@@ -676,14 +686,12 @@ impl ContainerProcess {
     async fn judge(&self, exit: Exit) -> Exit {
         let may_be_memory = matches!(exit, Exit::Signal(9) | Exit::Unknown) && !self.killed.load(Ordering::Relaxed);
         if may_be_memory && self.container.meter.ran_out_since(self.mark).await {
-            return Exit::OutOfMemory { limit: self.container.house.limits.memory };
+            return self.container.out_of_memory();
         }
         match exit {
             Exit::Unknown if self.killed.load(Ordering::Relaxed) => Exit::Signal(9),
             // Somebody else ended the container, or the engine, which carries what it says, is gone.
-            Exit::Unknown if !self.container.is_alive() => {
-                Exit::SandboxGone { files_kept: !self.container.house.owns_work_folder }
-            }
+            Exit::Unknown if !self.container.is_alive() => Exit::SandboxGone { files_kept: self.container.has_files() },
             other => other,
         }
     }

@@ -649,7 +649,8 @@ pub(super) fn exit_of(status: std::process::ExitStatus, out_of_memory: impl Fn()
     use std::os::unix::process::ExitStatusExt;
     match (status.signal(), status.code()) {
         (Some(signal), _) if signal == Signal::KILL.as_raw() => match out_of_memory() {
-            Some(limit) => Exit::OutOfMemory { limit },
+            // Only a process ended: the folder is its sandbox's.
+            Some(limit) => Exit::OutOfMemory { limit, files_kept: true },
             None => Exit::Signal(signal),
         },
         (Some(signal), _) => Exit::Signal(signal),

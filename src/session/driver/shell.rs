@@ -114,7 +114,7 @@ async fn run(ask: u64, command: &ShellCommand, launcher: Arc<dyn Launcher>, outl
     let (code, text) = match exit {
         Exit::Code(code) => (code, None),
         Exit::Signal(signal) => (-signal, None),
-        Exit::OutOfMemory { limit } => {
+        Exit::OutOfMemory { limit, .. } => {
             let most = limit / (1024 * 1024);
             (-9, Some(format!("the command was ended because the session used more than its {most} MiB of memory")))
         }
