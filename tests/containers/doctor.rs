@@ -51,7 +51,7 @@ fn doctor_has_a_cure_for_what_is_missing() {
     engine.import(empty);
     finds(engine, &["--container-tag", empty], &["it has no Python that could be started", "--container-tag"]);
     let unknown = ["--container-tag", IMAGE, "--runtime", "no-such-runtime"];
-    finds(engine, &unknown, &["does not know no-such-runtime", "name one that it knows"]);
+    finds(engine, &unknown, &["does not know the runtime no-such-runtime", "name one that it knows"]);
     let (status, output) = doctor("unix:///nowhere.sock", &[]);
     assert_eq!(status, Some(1), "{output}");
     let words = ["engine        MISSING", "Docker cannot be reached at unix:///nowhere.sock", "cure: start it"];

@@ -7,7 +7,7 @@ use cellblock::sandbox::{Exit, LaunchError};
 use cellblock::session::{Refused, Status};
 use serde_json::json;
 
-use super::on_docker;
+use super::{on_docker, on_podman};
 use crate::support::containers::{IMAGE, TestEngine};
 use crate::support::daemon::Daemon;
 use crate::support::server::{Era, Server, program_below};
@@ -138,7 +138,23 @@ fn a_runtime_that_the_engine_does_not_know_is_refused_with_those_it_does() {
     on_docker(async |engine| {
         let containers = engine.build().runtime("no-such-runtime").start();
         let why = failure(containers.session().execute("1").await.unwrap_err());
-        assert!(why.contains("no runtime \"no-such-runtime\"") && why.contains("runc"), "{why}");
+        assert!(why.contains("does not know the runtime no-such-runtime") && why.contains("runc"), "{why}");
+        containers.end().await;
+    });
+}
+
+#[test]
+fn podman_is_not_taken_to_use_a_runtime_that_it_does_not() {
+    on_podman(async |engine| {
+        // Podman's API takes any name for a runtime, and passes over it.
+        let containers = engine.build().runtime("runsc").start();
+        let why = failure(containers.session().execute("1").await.unwrap_err());
+        assert!(why.contains("Podman makes all containers with") && why.contains("containers.conf"), "{why}");
+        containers.end().await;
+        // Control: the one that the service has.
+        let usual = engine.command(&["info", "--format", "{{.DefaultRuntime}}"]);
+        let containers = engine.build().runtime(usual.trim().rsplit('/').next().unwrap()).start();
+        assert_eq!(containers.session().ok("print('there')").await, "there\n");
         containers.end().await;
     });
 }

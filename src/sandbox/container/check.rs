@@ -1,4 +1,5 @@
-//! What `doctor` tells about an engine before a container is made: whether it is there, what it can enforce, and whether the image will do.
+//! What an engine says about itself before a container is made: whether it is there, what it can enforce, and whether the image will do. `doctor` tells all of it; the
+//! backend reads the same answers with the same functions.
 //!
 //! Nothing is fetched and nothing stays. What a container really is, only one that was made can tell.
 
@@ -109,7 +110,7 @@ fn about_engine(info: &SystemInfo, examined: &Examined<'_>) -> Vec<Finding> {
     let engine = format!("{} {version} at {}", examined.kind.name(), examined.address);
     let mut findings = vec![
         Finding::fine("engine", engine),
-        runtime(info, examined.runtime),
+        runtime(info, examined),
         system_calls(info, examined),
         users(info),
         resources(info),
@@ -124,28 +125,76 @@ fn about_engine(info: &SystemInfo, examined: &Examined<'_>) -> Vec<Finding> {
     findings
 }
 
-fn runtime(info: &SystemInfo, wanted: Option<&str>) -> Finding {
+fn runtime(info: &SystemInfo, examined: &Examined<'_>) -> Finding {
+    let name = "runtime";
+    let usual = usual_runtime(info);
+    match examined.runtime.map(|wanted| (wanted, missing_runtime(examined.kind, info, wanted))) {
+        Some((_, Some(MissingRuntime { why, cure }))) => Finding::missing(name, why, cure),
+        Some((wanted, None)) => {
+            Finding::fine(name, format!("{wanted}{}", other_runtimes(info, &[Some(wanted), usual])))
+        }
+        None => {
+            let others = other_runtimes(info, &[usual]);
+            Finding::fine(name, format!("{}, the engine's usual one{others}", usual.unwrap_or("not told")))
+        }
+    }
+}
+
+/// Why an engine would make no container with a runtime, and what to do about it.
+pub(super) struct MissingRuntime {
+    pub(super) why: String,
+    pub(super) cure: String,
+}
+
+/// Tells whether an engine would not make containers with this runtime, as far as that can be known before it is asked to.
+pub(super) fn missing_runtime(kind: EngineKind, info: &SystemInfo, wanted: &str) -> Option<MissingRuntime> {
+    let known = known_runtimes(info);
+    match kind {
+        // One that lists none may know it all the same, and refuses the container if it does not.
+        EngineKind::Docker if known.is_empty() || known.contains(&wanted) => None,
+        EngineKind::Docker => Some(MissingRuntime {
+            why: format!("the engine does not know the runtime {wanted}"),
+            cure: format!("name one that it knows ({}), or add {wanted} to the engine's settings", known.join(", ")),
+        }),
+        // Its API takes any name and makes every container with the runtime that the service has.
+        EngineKind::Podman if usual_runtime(info).is_some_and(|usual| usual == wanted) => None,
+        EngineKind::Podman => Some(MissingRuntime {
+            why: format!(
+                "Podman makes all containers with {}",
+                usual_runtime(info).unwrap_or("a runtime that it does not name")
+            ),
+            cure: format!(
+                "set runtime = \"{wanted}\" in its containers.conf and start its service anew, or use Docker"
+            ),
+        }),
+    }
+}
+
+fn known_runtimes(info: &SystemInfo) -> Vec<&str> {
     let mut known: Vec<&str> = info.runtimes.iter().flat_map(|known| known.keys()).map(String::as_str).collect();
     known.sort_unstable();
-    let usual = info.default_runtime.as_deref().filter(|name| !name.is_empty());
-    let others: Vec<&str> =
-        known.iter().copied().filter(|name| Some(*name) != usual && Some(*name) != wanted).collect();
-    let beside = if others.is_empty() { String::new() } else { format!("; it also knows {}", others.join(", ")) };
-    match wanted {
-        // An engine that lists none may know it all the same.
-        Some(name) if known.is_empty() || known.contains(&name) => Finding::fine("runtime", format!("{name}{beside}")),
-        Some(name) => Finding::missing(
-            "runtime",
-            format!("the engine does not know {name}"),
-            format!("name one that it knows ({}), or add {name} to the engine's settings", known.join(", ")),
-        ),
-        None => Finding::fine("runtime", format!("{}, the engine's usual one{beside}", usual.unwrap_or("not told"))),
-    }
+    known
+}
+
+/// The runtime that an engine uses when it is told none. Podman tells its path.
+fn usual_runtime(info: &SystemInfo) -> Option<&str> {
+    let told = info.default_runtime.as_deref()?;
+    told.rsplit('/').next().filter(|name| !name.is_empty())
+}
+
+fn other_runtimes(info: &SystemInfo, told: &[Option<&str>]) -> String {
+    let others: Vec<&str> = known_runtimes(info).into_iter().filter(|name| !told.contains(&Some(name))).collect();
+    if others.is_empty() { String::new() } else { format!("; it also knows {}", others.join(", ")) }
+}
+
+/// Tells whether the users of an engine's containers are other users on its machine, because it has a user namespace.
+pub(super) fn has_user_namespace(info: &SystemInfo) -> bool {
+    ["userns", "rootless"].into_iter().any(|name| has_option(info, name))
 }
 
 fn has_option(info: &SystemInfo, name: &str) -> bool {
     let options = info.security_options.iter().flatten();
-    // Docker writes `name=seccomp,profile=builtin`, older engines the bare name.
+    // Docker and Podman write `name=seccomp,profile=builtin`, older engines the bare name.
     options.flat_map(|option| option.split(',')).any(|part| part.strip_prefix("name=").unwrap_or(part) == name)
 }
 
@@ -290,6 +339,16 @@ mod tests {
         .unwrap()
     }
 
+    /// What a usual Podman says: paths, and runtimes that need not be there.
+    fn usual_podman() -> SystemInfo {
+        serde_json::from_value(serde_json::json!({
+            "ServerVersion": "4.3.1", "Architecture": "amd64", "DefaultRuntime": "/usr/bin/crun",
+            "Runtimes": {"crun": {"path": "/usr/bin/crun"}, "runsc": {"path": "/usr/bin/runsc"}},
+            "SecurityOptions": ["name=seccomp,profile=default"],
+        }))
+        .unwrap()
+    }
+
     fn of(findings: &[Finding], name: &str) -> Finding {
         findings.iter().find(|finding| finding.name == name).expect("it was looked at").clone()
     }
@@ -332,6 +391,32 @@ mod tests {
         assert_eq!(of(&asked(Some("runsc")), "runtime").what, "runsc"); // control
         let finding = of(&asked(Some("kata")), "runtime");
         assert!(finding.cure.unwrap().contains("runc, runsc"));
+    }
+
+    #[test]
+    fn podman_has_one_runtime_whatever_it_lists() {
+        let info = |usual: &str| SystemInfo { default_runtime: Some(usual.to_owned()), ..usual_podman() };
+        let missing = |usual: &str| missing_runtime(EngineKind::Podman, &info(usual), "runsc");
+        assert!(missing("/usr/bin/runsc").is_none() && missing("runsc").is_none()); // control
+        for usual in ["/usr/sbin/runc", "crun", "/usr/bin/runsc-old", ""] {
+            assert!(missing(usual).is_some_and(|missing| missing.cure.contains("containers.conf")), "{usual}");
+        }
+    }
+
+    #[test]
+    fn a_user_namespace_is_known_by_the_whole_name_of_an_option() {
+        let told = |options: &[&str]| {
+            let options = options.iter().map(|option| (*option).to_owned()).collect();
+            has_user_namespace(&SystemInfo { security_options: Some(options), ..usual() })
+        };
+        let seccomp = "name=seccomp,profile=builtin";
+        for option in ["name=userns", "name=rootless", "userns", "rootless", "name=userns,mode=auto"] {
+            assert!(told(&[seccomp, option]), "{option}");
+        }
+        for option in ["name=cgroupns", "name=userns-remapped", "name=notrootless", "name=seccomp,profile=userns", ""] {
+            assert!(!told(&[seccomp, option]), "{option}");
+        }
+        assert!(!has_user_namespace(&SystemInfo { security_options: None, ..usual() }));
     }
 
     #[test]

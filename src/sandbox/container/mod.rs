@@ -325,19 +325,11 @@ impl Inner {
         let engine = Engine::connect(settings.kind, &settings.address).await.map_err(|error| error.to_string())?;
         let engine = engine.with_credentials(&settings.credentials);
         let info = engine.info().await.map_err(|error| error.to_string())?;
-        if let Some(runtime) = &settings.runtime
-            && info.runtimes.as_ref().is_some_and(|known| !known.is_empty() && !known.contains_key(runtime))
-            && settings.kind == EngineKind::Docker
-        {
-            let mut known: Vec<&str> =
-                info.runtimes.iter().flat_map(|known| known.keys()).map(String::as_str).collect();
-            known.sort_unstable();
-            return Err(format!("the engine has no runtime \"{runtime}\"; it has {}", known.join(", ")));
+        let runtime = settings.runtime.as_deref();
+        if let Some(missing) = runtime.and_then(|runtime| check::missing_runtime(settings.kind, &info, runtime)) {
+            return Err(format!("{}; {}", missing.why, missing.cure));
         }
         self.tenancy.sweep(&engine).await;
-        let options = info.security_options.unwrap_or_default();
-        let has_user_namespace =
-            options.iter().any(|option| option.contains("name=userns") || option.contains("name=rootless"));
         self.check_network(&engine)?;
         let seccomp = self.seccomp()?;
         let look = Look {
@@ -354,7 +346,7 @@ impl Inner {
         let porters = Porters::new(engine.clone(), self.tenancy.file("porter"), self.labels(ROLE_PORTER));
         let house = House {
             limits: settings.limits.clone(),
-            has_user_namespace,
+            has_user_namespace: check::has_user_namespace(&info),
             runtime: settings.runtime.clone().filter(|runtime| !["runc", "crun"].contains(&runtime.as_str())),
             owns_work_folder: !settings.binds.iter().any(|bind| bind.inside == Path::new(WORK_FOLDER)),
             network: settings.network.clone(),
@@ -527,7 +519,8 @@ impl Inner {
         let shown = shown.map_err(|error| LaunchError::Start { why: error.to_string() })?;
         let body = spec::session(Wanted {
             image: &standing.image.image,
-            runtime: self.settings.runtime.as_deref(),
+            // Podman has one for all containers, which was looked at; it takes any other name for this, and tells none.
+            runtime: self.settings.runtime.as_deref().filter(|_| self.settings.kind == EngineKind::Docker),
             limits: &self.settings.limits,
             binds: &shown,
             user,

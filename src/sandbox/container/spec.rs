@@ -273,6 +273,7 @@ pub(super) fn verify(asked: &ContainerCreateBody, made: &ContainerInspectRespons
         (host.userns_mode.as_deref() != Some("host"), "it has given up the engine's user namespace"),
         (host.devices.as_ref().is_none_or(Vec::is_empty), "it has devices"),
         (config.user == asked.user, "it runs as another user"),
+        (asked_host.runtime.is_none() || host.runtime == asked_host.runtime, "it has another runtime"),
         (host.memory == asked_host.memory, "its memory is not limited as it must be"),
         (host.pids_limit == asked_host.pids_limit, "its processes are not limited"),
     ];
@@ -293,7 +294,7 @@ mod tests {
     fn wanted<'a>(limits: &'a SandboxLimits, binds: &'a [ContainerBind]) -> Wanted<'a> {
         Wanted {
             image: "sha256:1",
-            runtime: None,
+            runtime: Some("runsc"),
             limits,
             binds,
             user: User { uid: 7, gid: 8 },
@@ -329,6 +330,7 @@ mod tests {
             ("CapDrop", serde_json::json!(["ALL"])),
             ("SecurityOpt", serde_json::json!(["no-new-privileges", "seccomp={}"])),
             ("Privileged", serde_json::json!(false)),
+            ("Runtime", serde_json::json!("runsc")),
             ("AutoRemove", serde_json::json!(true)),
             ("IpcMode", serde_json::json!("private")),
             ("CgroupnsMode", serde_json::json!("private")),
@@ -380,7 +382,7 @@ mod tests {
         let limits = limits();
         let body = session(wanted(&limits, &[]));
         assert_eq!(verify(&body, &made(&body)), None); // control
-        let weaken: [fn(&mut HostConfig); 10] = [
+        let weaken: [fn(&mut HostConfig); 12] = [
             |host| host.privileged = Some(true),
             |host| host.readonly_rootfs = Some(false),
             |host| host.cap_add = Some(vec!["NET_ADMIN".to_owned()]),
@@ -391,6 +393,9 @@ mod tests {
             |host| host.pid_mode = Some("host".to_owned()),
             |host| host.userns_mode = Some("host".to_owned()),
             |host| host.memory = Some(0),
+            |host| host.runtime = Some("runc".to_owned()),
+            // What Podman says, which passes over the name of a runtime.
+            |host| host.runtime = Some("oci".to_owned()),
         ];
         for change in weaken {
             let mut weakened = made(&body);
