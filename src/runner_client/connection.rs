@@ -222,7 +222,8 @@ impl Connection {
             if self.is_sending() && self.poll_write(context)?.is_ready() {
                 return Poll::Ready(Ok(Event::Sent));
             }
-            let mut progress = self.poll_channel(context)?.is_ready();
+            // What follows a frame that waits for its place stays where it is: nobody knows how much it will be.
+            let mut progress = self.pending.is_none() && self.poll_channel(context)?.is_ready();
             for pipe in Pipe::BOTH {
                 progress |= self.poll_pipe(pipe, context).is_ready();
             }
@@ -721,6 +722,30 @@ mod tests {
         let begun = tokio::time::Instant::now();
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "text"));
         assert!(begun.elapsed() <= Duration::from_millis(1100), "{:?}", begun.elapsed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn while_a_frame_waits_for_its_place_what_follows_it_stays_in_the_channel() {
+        // Without a skew nothing waits; it is the control.
+        for skew in [Duration::from_secs(1), Duration::ZERO] {
+            let (mut connection, mut inside) = connect_with(skew).await;
+            // Its markers never come.
+            inside.say(json!({"type": "clear", "id": 1, "seq": 77, "wait": false})).await;
+            let mut sent = 0;
+            let flood = async {
+                while sent < 16 << 20 {
+                    inside.channel.write_all(&[0; CHUNK]).await.unwrap();
+                    sent += CHUNK;
+                }
+                std::future::pending::<()>().await;
+            };
+            let told = tokio::select! {
+                told = connection.next() => told.unwrap(),
+                () = flood => unreachable!("it waits"),
+            };
+            assert_eq!(told, Event::Claim(Claim::Clear { id: 1, wait: false }));
+            assert!(sent <= 1 << 20, "{sent} bytes were taken in the meantime");
+        }
     }
 
     #[tokio::test(start_paused = true)]
