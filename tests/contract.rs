@@ -14,8 +14,8 @@ use cellblock::session::{
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use crate::support::containers::TestEngine;
 use crate::support::native::{self, Session};
+use crate::support::places::Place;
 
 /// Something that every backend's interpreter can do.
 enum Step {
@@ -40,20 +40,13 @@ struct TestBackend {
 }
 
 enum Kind {
-    Native,
-    Containers(&'static TestEngine),
+    Real(Place),
     Fake(Arc<FakeBackend>),
 }
 
 impl TestBackend {
-    fn native() -> TestBackend {
-        TestBackend { kind: Kind::Native, sessions: native::shared().sessions.clone() }
-    }
-
-    /// The backend of an engine, if there is one here.
-    fn containers(engine: Option<&'static TestEngine>) -> Option<TestBackend> {
-        let engine = engine?;
-        Some(TestBackend { kind: Kind::Containers(engine), sessions: engine.shared().sessions.clone() })
+    fn of(place: Place) -> TestBackend {
+        TestBackend { kind: Kind::Real(place), sessions: place.sessions().clone() }
     }
 
     fn fake() -> TestBackend {
@@ -68,7 +61,7 @@ impl TestBackend {
     /// Says the steps in the language of the backend.
     fn code(&self, steps: &[Step]) -> String {
         let say = match self.kind {
-            Kind::Native | Kind::Containers(_) => in_python,
+            Kind::Real(_) => in_python,
             Kind::Fake(_) => in_fake,
         };
         steps.iter().map(say).collect::<Vec<_>>().join("\n")
@@ -77,15 +70,7 @@ impl TestBackend {
     /// Notes what exists on the host because of this session; the answer tells how much of it is left.
     async fn traces(&self, session: &Session) -> Box<dyn Fn() -> usize> {
         match &self.kind {
-            Kind::Native => {
-                let paths = native::traces_of(session.host_pid().await);
-                Box::new(move || paths.iter().filter(|path| path.exists()).count())
-            }
-            Kind::Containers(engine) => {
-                let engine = *engine;
-                let container = engine.container_of(session).await;
-                Box::new(move || engine.containers().iter().filter(|id| **id == container).count())
-            }
+            Kind::Real(place) => place.traces(session).await,
             Kind::Fake(fake) => {
                 let fake = fake.clone();
                 Box::new(move || fake.sandboxes())
@@ -195,37 +180,16 @@ fn parts(outcome: &Outcome) -> Vec<(Stream, String)> {
 }
 
 macro_rules! on_every_backend {
-    ($(async fn $name:ident($backend:ident) $body:block)*) => {
-        $(async fn $name($backend: &TestBackend) $body)*
-
-        mod native_backend {
-            $(#[test]
-            fn $name() {
-                crate::support::native::run(async { super::$name(&super::TestBackend::native()).await })
-            })*
-        }
-
-        mod docker_backend {
-            $(#[test]
-            fn $name() {
-                let Some(backend) = super::TestBackend::containers(crate::support::containers::docker()) else { return };
-                crate::support::native::run(async { super::$name(&backend).await })
-            })*
-        }
-
-        mod podman_backend {
-            $(#[test]
-            fn $name() {
-                let Some(backend) = super::TestBackend::containers(crate::support::containers::podman()) else { return };
-                crate::support::native::run(async { super::$name(&backend).await })
-            })*
-        }
-
-        mod fake_backend {
-            $(#[test]
-            fn $name() {
-                crate::support::native::run(async { super::$name(&super::TestBackend::fake()).await })
-            })*
+    ($($cases:tt)*) => {
+        crate::support::places::cases! {
+            TestBackend,
+            [
+                native_backend: Some(super::TestBackend::of(crate::support::places::Place::Native)),
+                docker_backend: crate::support::places::Place::docker().map(super::TestBackend::of),
+                podman_backend: crate::support::places::Place::podman().map(super::TestBackend::of),
+                fake_backend: Some(super::TestBackend::fake()),
+            ],
+            { $($cases)* }
         }
     };
 }

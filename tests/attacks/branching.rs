@@ -2,40 +2,50 @@
 //!
 //! Whatever a session does to itself, the same must hold afterwards (`Scene::assert_unharmed`): its neighbours live and can be copied, every process of its
 //! family has given up everything, and no twin runs, which has more rights than a session.
+//!
+//! Natively the warden makes copies, from outside. In a container the session makes them itself, and what it has changed in itself is changed in them: a copy is then whatever the session makes of
+//! itself, in its own container, with no more rights. What it says to the supervisor on that occasion is in `introductions`.
 
 use std::path::PathBuf;
-use std::sync::OnceLock;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cellblock::session::{ForkReport, Refused, Status};
 use cellblock_jail::wire::LeftOut;
 use serde_json::{Value, json};
+use tokio::sync::Mutex;
 use tokio_util::sync::CancellationToken;
 
-use crate::support::native::{self, Builder, Native, Session, Twin, run};
+use crate::support::native::{self, Builder, ROOMY, Session, Twin, run};
+use crate::support::places::{Ground, PerPlace, Place, in_every_place};
 use crate::support::{is_root, skipped};
 
 /// A backend for sessions that do their worst.
-fn attacked() -> &'static Native {
-    static BACKEND: OnceLock<Native> = OnceLock::new();
-    BACKEND.get_or_init(|| Builder::new("minimal").start())
+fn attacked(place: Place) -> &'static Ground {
+    static GROUNDS: PerPlace<Ground> = PerPlace::new();
+    GROUNDS.get(place, || place.limited(ROOMY))
 }
 
 /// A hostile session and a peaceful one.
 struct Scene {
+    place: Place,
     hostile: Session,
-    neighbour: Session,
-    /// Of the hostile session; empty where nobody can tell whose a twin is.
+    /// Several scenes may have the same one; each looks at it alone.
+    neighbour: Arc<Mutex<Session>>,
+    /// Of the hostile session; empty where nobody can tell whose a twin is, or there are none.
     groups: Vec<PathBuf>,
 }
 
 impl Scene {
-    async fn new() -> Scene {
-        let (hostile, neighbour) = (attacked().session(), attacked().session());
-        neighbour.ok("x = 'alive'").await;
+    async fn new(place: Place) -> Scene {
+        Scene::beside(place, peaceful(place).await).await
+    }
+
+    async fn beside(place: Place, neighbour: Arc<Mutex<Session>>) -> Scene {
+        let hostile = attacked(place).session();
         hostile.ok("x = 'carried'").await;
-        let groups = native::control_groups(hostile.host_pid().await);
-        Scene { hostile, neighbour, groups }
+        let groups = if place.is_native() { native::control_groups(hostile.host_pid().await) } else { Vec::new() };
+        Scene { place, hostile, neighbour, groups }
     }
 
     /// Runs the attack and asks for a fork. What comes of it is a fork that works, or a refusal.
@@ -47,7 +57,7 @@ impl Scene {
     async fn forked(&self) -> Result<(Session, ForkReport), Refused> {
         let (mut forks, report) = self.hostile.try_forks(1).await?;
         let fork = forks.remove(0);
-        fork.assert_locked_down().await;
+        self.place.assert_locked_down(&fork).await;
         assert_eq!(fork.ok("print(x)").await, "carried\n");
         Ok((fork, report))
     }
@@ -55,12 +65,16 @@ impl Scene {
     /// Checks what must hold whatever the session has done.
     async fn assert_unharmed(&self) {
         self.assert_twins_stopped();
-        assert_eq!(self.neighbour.ok("print(x)").await, "alive\n");
+        let neighbour = self.neighbour.lock().await;
+        assert_eq!(neighbour.ok("print(x)").await, "alive\n");
         // Control: somebody peaceful can be copied.
-        let copy = self.neighbour.fork().await;
+        let copy = neighbour.fork().await;
         assert_eq!(copy.ok("print(x)").await, "alive\n");
         copy.close().await;
-        assert_eq!(attacked().session().ok("print(1)").await, "1\n");
+        if self.place.is_native() {
+            // What new sessions are made from lives. In containers nobody shares it.
+            assert_eq!(attacked(self.place).session().ok("print(1)").await, "1\n");
+        }
     }
 
     /// A twin runs while it makes a system call for the warden. One that is still running a little later runs for somebody else.
@@ -103,17 +117,31 @@ enum Expected {
     Either,
 }
 
+/// A session that does nothing wrong.
+async fn peaceful(place: Place) -> Arc<Mutex<Session>> {
+    let session = attacked(place).session();
+    session.ok("x = 'alive'").await;
+    Arc::new(Mutex::new(session))
+}
+
 /// Runs cases side by side, because most of them wait for a time limit.
-async fn side_by_side(expected: Expected, cases: &'static [(&'static str, &'static str)]) {
-    let tasks: Vec<_> =
-        cases.iter().map(|(name, attack)| (name, tokio::spawn(forks_as_expected(expected, name, attack)))).collect();
+async fn side_by_side(place: Place, expected: Expected, cases: &'static [(&'static str, &'static str)]) {
+    let neighbour = peaceful(place).await;
+    let run = |(name, attack)| tokio::spawn(forks_as_expected(place, neighbour.clone(), expected, name, attack));
+    let tasks: Vec<_> = cases.iter().map(|case| (case.0, run(*case))).collect();
     for (name, task) in tasks {
         task.await.unwrap_or_else(|error| panic!("{name}: {error}"));
     }
 }
 
-async fn forks_as_expected(expected: Expected, name: &'static str, attack: &'static str) {
-    let scene = Scene::new().await;
+async fn forks_as_expected(
+    place: Place,
+    neighbour: Arc<Mutex<Session>>,
+    expected: Expected,
+    name: &'static str,
+    attack: &'static str,
+) {
+    let scene = Scene::beside(place, neighbour).await;
     match scene.forked_after(attack).await {
         Ok((fork, _)) => {
             assert!(expected != Expected::Refusal, "{name}: there is a fork");
@@ -127,59 +155,62 @@ async fn forks_as_expected(expected: Expected, name: &'static str, attack: &'sta
     let goes_on = scene.assert_alive_or_ended().await;
     if expected == Expected::Fork {
         assert!(goes_on, "{name}: the source goes on");
-        scene.hostile.assert_locked_down().await;
+        place.assert_locked_down(&scene.hostile).await;
     }
     scene.assert_unharmed().await;
     scene.hostile.close().await;
     assert!(native::twins_of(&scene.groups).is_empty(), "{name}: nothing is left");
 }
 
-#[test]
-fn names_that_a_session_replaces_are_not_the_ones_that_copies_are_made_with() {
-    run(side_by_side(
-        Expected::Fork,
-        &[
-            ("the fork of os", "import os, posix; os.fork = posix.fork = lambda: 0; assert os.fork() == 0"),
-            ("the kill of os", "import os, posix; os.kill = posix.kill = lambda *_: 1/0"),
-            ("the number of the process", "import os, posix; os.getpid = posix.getpid = lambda: 1"),
-            ("the names of all modules", "import sys; sys.modules.pop('os'); sys.modules.pop('posix')"),
-        ],
-    ));
-}
+in_every_place! {
+    async fn names_that_a_session_replaces_are_not_the_ones_that_copies_are_made_with(place) {
+        side_by_side(
+            place,
+            Expected::Fork,
+            &[
+                ("the fork of os", "import os, posix; os.fork = posix.fork = lambda: 0; assert os.fork() == 0"),
+                ("the kill of os", "import os, posix; os.kill = posix.kill = lambda *_: 1/0"),
+                ("the number of the process", "import os, posix; os.getpid = posix.getpid = lambda: 1"),
+                ("the names of all modules", "import sys; sys.modules.pop('os'); sys.modules.pop('posix')"),
+            ],
+        )
+        .await;
+    }
 
-#[test]
-fn a_runner_whose_functions_are_replaced_gets_a_proper_copy_or_none() {
-    run(side_by_side(
-        Expected::Refusal,
-        &[
-            ("it says it is a copy", "import sys; sys.modules['cellblock_runner.branch'].stand_still = lambda: True"),
-            ("it says it was copied", "import sys; sys.modules['cellblock_runner.branch'].stand_still = lambda: False"),
-            (
-                "it gives the sign and does not fork",
-                "import sys, os\nsys.modules['cellblock_runner.branch'].stand_still = lambda: os.kill(os.getpid(), 18)",
-            ),
-            ("it packs nothing", "import sys; sys.modules['cellblock_runner.luggage'].pack = lambda *_: None"),
-            ("it never answers", "import sys; sys.modules['cellblock_runner.serve'].Session._branch = lambda *_: None"),
-            (
-                "it ends",
-                "import sys, os; sys.modules['cellblock_runner.serve'].Session._branch = lambda *_: os._exit(0)",
-            ),
-            (
-                "it kills itself",
-                "import sys, os\nsys.modules['cellblock_runner.branch'].stand_still = lambda: os.kill(os.getpid(), 9)",
-            ),
-        ],
-    ));
-}
+    async fn a_runner_whose_functions_are_replaced_gets_a_proper_copy_or_none(place) {
+        side_by_side(
+            place,
+            Expected::Refusal,
+            &[
+                ("it says it is a copy", "import sys; sys.modules['cellblock_runner.branch'].stand_still = lambda: True"),
+                ("it says it was copied", "import sys; sys.modules['cellblock_runner.branch'].stand_still = lambda: False"),
+                (
+                    "it gives the sign and does not fork",
+                    "import sys, os\nsys.modules['cellblock_runner.branch'].stand_still = lambda: os.kill(os.getpid(), 18)",
+                ),
+                ("it packs nothing", "import sys; sys.modules['cellblock_runner.luggage'].pack = lambda *_: None"),
+                ("it never answers", "import sys; sys.modules['cellblock_runner.serve'].Session._branch = lambda *_: None"),
+                (
+                    "it ends",
+                    "import sys, os; sys.modules['cellblock_runner.serve'].Session._branch = lambda *_: os._exit(0)",
+                ),
+                (
+                    "it kills itself",
+                    "import sys, os\nsys.modules['cellblock_runner.branch'].stand_still = lambda: os.kill(os.getpid(), 9)",
+                ),
+            ],
+        )
+        .await;
+    }
 
-#[test]
-fn a_runner_that_answers_twice_or_stops_twice_is_copied_once() {
-    run(side_by_side(
-        Expected::Either,
-        &[
-            (
-                "it answers twice",
-                "
+    async fn a_runner_that_answers_twice_or_stops_twice_is_copied_once(place) {
+        side_by_side(
+            place,
+            Expected::Either,
+            &[
+                (
+                    "it answers twice",
+                    "
 import sys
 session = sys.modules['cellblock_runner.serve'].Session
 true_branch = session._branch
@@ -188,69 +219,50 @@ def branch(self, number, header):
     self._channel.send({'type': 'branched', 'id': number, 'lost': ['everything']})
     self._channel.send({'type': 'branched', 'id': number + 1, 'lost': []})
 session._branch = branch",
-            ),
-            ("it stops twice", "import os; os.register_at_fork(before=lambda: os.kill(os.getpid(), 19))"),
-            ("it goes on twice", "import os; os.register_at_fork(before=lambda: os.kill(os.getpid(), 18))"),
-            (
-                "its tables of descriptors part",
-                "import ctypes\nassert ctypes.CDLL(None).syscall(436, 900, 900, 2) == 0",
-            ),
-            (
-                "its handlers raise",
-                "import os; os.register_at_fork(before=lambda: 1/0, after_in_child=lambda: 1/0, after_in_parent=lambda: 1/0)",
-            ),
-            ("it is a child of nobody", "import os\ntry: os.setsid()\nexcept OSError: pass"),
-            ("it cannot be read", "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)"),
-        ],
-    ));
-}
+                ),
+                ("it stops twice", "import os; os.register_at_fork(before=lambda: os.kill(os.getpid(), 19))"),
+                ("it goes on twice", "import os; os.register_at_fork(before=lambda: os.kill(os.getpid(), 18))"),
+                (
+                    "its tables of descriptors part",
+                    "import ctypes\nassert ctypes.CDLL(None).syscall(436, 900, 900, 2) == 0",
+                ),
+                (
+                    "its handlers raise",
+                    "import os; os.register_at_fork(before=lambda: 1/0, after_in_child=lambda: 1/0, after_in_parent=lambda: 1/0)",
+                ),
+                ("it is a child of nobody", "import os\ntry: os.setsid()\nexcept OSError: pass"),
+                ("it cannot be read", "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)"),
+            ],
+        )
+        .await;
+    }
 
-#[test]
-fn fork_handlers_that_never_return_or_end_the_process_hold_nobody_up() {
-    run(side_by_side(
-        Expected::Refusal,
-        &[
-            ("before, it waits", "import os, threading; os.register_at_fork(before=lambda: threading.Event().wait())"),
-            ("before, it ends", "import os; os.register_at_fork(before=lambda: os._exit(5))"),
-            ("before, it is killed", "import os; os.register_at_fork(before=lambda: os.kill(os.getpid(), 9))"),
-            (
-                "before, it calls and calls",
-                "import os\ndef call():\n    while True: os.getppid()\nos.register_at_fork(before=call)",
-            ),
-            ("in the copy, it ends", "import os; os.register_at_fork(after_in_child=lambda: os._exit(5))"),
-        ],
-    ));
-    run(side_by_side(
-        Expected::Either,
-        &[("afterwards, it ends", "import os; os.register_at_fork(after_in_parent=lambda: os._exit(5))")],
-    ));
-}
+    async fn fork_handlers_that_never_return_or_end_the_process_hold_nobody_up(place) {
+        side_by_side(
+            place,
+            Expected::Refusal,
+            &[
+                ("before, it waits", "import os, threading; os.register_at_fork(before=lambda: threading.Event().wait())"),
+                ("before, it ends", "import os; os.register_at_fork(before=lambda: os._exit(5))"),
+                ("before, it is killed", "import os; os.register_at_fork(before=lambda: os.kill(os.getpid(), 9))"),
+                (
+                    "before, it calls and calls",
+                    "import os\ndef call():\n    while True: os.getppid()\nos.register_at_fork(before=call)",
+                ),
+                ("in the copy, it ends", "import os; os.register_at_fork(after_in_child=lambda: os._exit(5))"),
+            ],
+        )
+        .await;
+        side_by_side(
+            place,
+            Expected::Either,
+            &[("afterwards, it ends", "import os; os.register_at_fork(after_in_parent=lambda: os._exit(5))")],
+        )
+        .await;
+    }
 
-#[test]
-fn a_session_that_comes_to_its_branch_point_too_late_goes_on() {
-    run(async {
-        let scene = Scene::new().await;
-        // Longer than anybody waits, once. The state after this very cell is what cannot be kept.
-        let slow = "
-import sys, time
-luggage = sys.modules['cellblock_runner.luggage']
-true_pack, delays = luggage.pack, [5]
-def pack(*arguments):
-    if delays: time.sleep(delays.pop())
-    return true_pack(*arguments)
-luggage.pack = pack";
-        scene.hostile.ok(slow).await;
-        assert_eq!(scene.hostile.ok("print(x)").await, "carried\n", "it does not stand still with nobody looking");
-        let (fork, _) = scene.forked().await.unwrap_or_else(|refused| panic!("{refused}"));
-        assert_eq!(fork.ok("print(delays)").await, "[]\n");
-        scene.assert_unharmed().await;
-    });
-}
-
-#[test]
-fn a_copy_that_never_greets_ends_with_its_source() {
-    run(async {
-        let scene = Scene::new().await;
+    async fn a_copy_that_never_greets_ends_with_its_source(place) {
+        let scene = Scene::new(place).await;
         scene
             .hostile
             .ok("import os, threading; os.register_at_fork(after_in_child=lambda: threading.Event().wait())")
@@ -264,6 +276,58 @@ fn a_copy_that_never_greets_ends_with_its_source() {
             matches!(refused, Refused::ClosedWhileWaiting | Refused::Unknown { .. } | Refused::CannotCopy { .. }),
             "{refused:?}"
         );
+        scene.assert_unharmed().await;
+    }
+
+    async fn thousands_of_descriptors_are_no_hindrance(place) {
+        let scene = Scene::new(place).await;
+        let many = "
+import os
+held = [os.open('/dev/null', os.O_RDONLY) for _ in range(1500)]
+pipes = [end for _ in range(700) for end in os.pipe()]";
+        let (fork, report) = scene.forked_after(many).await.unwrap();
+        // A fork in a container has a folder of another name, which is told beside it.
+        assert!(report.lost.contains(&"700 pipes".to_owned()), "{:?}", report.lost);
+        // Its own are free to be made, up to the limit.
+        fork.ok(
+            "for each in held + pipes: os.close(each)\nmore = [os.open('/dev/null', os.O_RDONLY) for _ in range(3000)]",
+        )
+        .await;
+        // All of them: nothing can be opened for the copy itself.
+        let all = "
+try:
+    while True: held.append(os.open('/dev/null', os.O_RDONLY))
+except OSError: held.pop()";
+        scene.hostile.execute(all).await.unwrap();
+        match scene.forked().await {
+            Ok((fork, _)) => fork.close().await,
+            Err(refused) => assert!(matches!(refused, Refused::CannotCopy { .. }), "{refused:?}"),
+        }
+        scene.hostile.execute("for each in held: os.close(each)").await.unwrap();
+        assert!(scene.forked().await.is_ok(), "with descriptors to spare it works again");
+        scene.assert_unharmed().await;
+    }
+}
+
+// What follows is about the warden's way of making copies: twins, the instructions that they use, and its patience.
+
+#[test]
+fn a_session_that_comes_to_its_branch_point_too_late_goes_on() {
+    run(async {
+        let scene = Scene::new(Place::Native).await;
+        // Longer than anybody waits, once. The state after this very cell is what cannot be kept.
+        let slow = "
+import sys, time
+luggage = sys.modules['cellblock_runner.luggage']
+true_pack, delays = luggage.pack, [5]
+def pack(*arguments):
+    if delays: time.sleep(delays.pop())
+    return true_pack(*arguments)
+luggage.pack = pack";
+        scene.hostile.ok(slow).await;
+        assert_eq!(scene.hostile.ok("print(x)").await, "carried\n", "it does not stand still with nobody looking");
+        let (fork, _) = scene.forked().await.unwrap_or_else(|refused| panic!("{refused}"));
+        assert_eq!(fork.ok("print(delays)").await, "[]\n");
         scene.assert_unharmed().await;
     });
 }
@@ -352,7 +416,7 @@ fn instructions_that_a_session_writes_over_make_no_twin_run() {
     run(async {
         // Control: with instructions of its own a session is copied like any other, from private and from shared memory.
         for shared in ["False", "True"] {
-            let scene = Scene::new().await;
+            let scene = Scene::new(Place::Native).await;
             let attack = format!("{OWN_CLONE}\nwhere = own_clone({shared})");
             let (fork, _) = scene.forked_after(&attack).await.unwrap_or_else(|refused| panic!("{shared}: {refused}"));
             let again = fork.fork().await;
@@ -361,7 +425,7 @@ fn instructions_that_a_session_writes_over_make_no_twin_run() {
         }
         for (name, word) in TRAPS {
             // The instruction that the twin of the session uses, which is the one that the warm interpreter stood at.
-            let scene = Scene::new().await;
+            let scene = Scene::new(Place::Native).await;
             let code = word.to_le_bytes();
             let attack = format!(
                 "{OWN_CLONE}\nwhere = own_clone(False)\nfor place in fork_of_libc(): overwrite(place, bytes({code:?}))"
@@ -369,7 +433,7 @@ fn instructions_that_a_session_writes_over_make_no_twin_run() {
             scene.hostile.ok(&attack).await;
             scene.refused(name).await;
             // The one that copies of its next checkpoint use, which is shared by mapping and changes when the checkpoint is made.
-            let scene = Scene::new().await;
+            let scene = Scene::new(Place::Native).await;
             scene.hostile.ok(&format!("{OWN_CLONE}\nwhere = own_clone(True, 'itself', {word})")).await;
             scene.refused(name).await;
         }
@@ -397,7 +461,7 @@ impl Scene {
         if self.assert_alive_or_ended().await {
             // An undo comes from the same memory; whatever it gives, it is locked down.
             if self.hostile.try_undo(1).await.is_ok() {
-                native::assert_locked_down(self.hostile.host_pid().await);
+                self.hostile.assert_locked_down().await;
             }
         }
         self.assert_unharmed().await;
@@ -413,7 +477,7 @@ fn a_thread_that_races_with_the_copying_wins_nothing() {
     }
     run(async {
         for (name, word) in TRAPS {
-            let scene = Scene::new().await;
+            let scene = Scene::new(Place::Native).await;
             // A thread without the interpreter's lock writes the bad bytes and the good ones, over and over.
             let attack = format!(
                 "{OWN_CLONE}
@@ -444,7 +508,7 @@ for racer in racers: racer.start()"
             // The session may have run into its own trap; a copy of it has no thread that races.
             let _ = scene.hostile.execute("stop.value = 1").await;
             if scene.assert_alive_or_ended().await {
-                native::assert_locked_down(scene.hostile.host_pid().await);
+                scene.hostile.assert_locked_down().await;
             }
             scene.assert_unharmed().await;
             scene.hostile.close().await;
@@ -483,7 +547,7 @@ fn calls_that_copies_are_made_with_are_refused_to_sessions_at_all_times() {
         return;
     }
     run(async {
-        let scene = Scene::new().await;
+        let scene = Scene::new(Place::Native).await;
         scene.hostile.ok(CALLER).await;
         for _ in 0..10 {
             let (fork, report) = scene.forked().await.unwrap();
@@ -519,7 +583,7 @@ fn calls_that_copies_are_made_with_are_refused_to_sessions_at_all_times() {
 #[test]
 fn a_fork_holds_nothing_of_its_source_and_the_source_nothing_of_the_fork() {
     run(async {
-        let scene = Scene::new().await;
+        let scene = Scene::new(Place::Native).await;
         let hold = "
 import os, socket
 open('mine', 'w').write('source')
@@ -566,37 +630,6 @@ def leads_to(name):
     except OSError: return ''
 print(json.dumps([int(name) for name in os.listdir('/proc/self/fd') if leads_to(name).startswith('socket')]))";
         assert_eq!(fork.json(sockets).await, json!([1000]), "the channel is the only socket of a fork");
-        scene.assert_unharmed().await;
-    });
-}
-
-#[test]
-fn thousands_of_descriptors_are_no_hindrance() {
-    run(async {
-        let scene = Scene::new().await;
-        let many = "
-import os
-held = [os.open('/dev/null', os.O_RDONLY) for _ in range(1500)]
-pipes = [end for _ in range(700) for end in os.pipe()]";
-        let (fork, report) = scene.forked_after(many).await.unwrap();
-        assert_eq!(report.lost, ["700 pipes"]);
-        // Its own are free to be made, up to the limit.
-        fork.ok(
-            "for each in held + pipes: os.close(each)\nmore = [os.open('/dev/null', os.O_RDONLY) for _ in range(3000)]",
-        )
-        .await;
-        // All of them: nothing can be opened for the copy itself.
-        let all = "
-try:
-    while True: held.append(os.open('/dev/null', os.O_RDONLY))
-except OSError: held.pop()";
-        scene.hostile.execute(all).await.unwrap();
-        match scene.forked().await {
-            Ok((fork, _)) => fork.close().await,
-            Err(refused) => assert!(matches!(refused, Refused::CannotCopy { .. }), "{refused:?}"),
-        }
-        scene.hostile.execute("for each in held: os.close(each)").await.unwrap();
-        assert!(scene.forked().await.is_ok(), "with descriptors to spare it works again");
         scene.assert_unharmed().await;
     });
 }

@@ -440,7 +440,7 @@ print(find('sleep'))";
             } else {
                 skipped("root (control groups of a session)");
             }
-            native::assert_locked_down(command);
+            native::assert_locked_down(command, &native::OURS);
             let limits = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
             assert_eq!(limits(command), limits(interpreter));
             cancel.cancel();

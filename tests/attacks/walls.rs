@@ -12,83 +12,92 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::support::native::{self, Builder, run};
+use crate::support::places::{Place, in_every_place};
 use crate::support::{is_root, skipped};
 
-/// A folder of the host that anybody may write to, shown inside like the environment: read-only.
-fn open_folder() -> (TempDir, Bind) {
-    let folder = tempfile::Builder::new().prefix("cellblock-open-").tempdir().unwrap();
-    std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
-    let bind = Bind { host: folder.path().to_owned(), inside: PathBuf::from("/opt/open") };
-    (folder, bind)
+/// What of the host is not there, beside its files and processes.
+fn hidden(place: Place) -> Vec<String> {
+    let everywhere = ["/dev/kmsg", "/dev/mem"];
+    let of_place = match place {
+        // These are of the host, or not there.
+        Place::Native => vec![
+            "/sys/kernel",
+            "/boot",
+            "/root",
+            "/home",
+            "/run",
+            "/etc/shadow",
+            "/etc/machine-id",
+            "/dev/tty",
+            "/dev/ptmx",
+        ],
+        // Those are of the image, and `/sys` is the kernel's, which cannot be written to. What must not be there is the engine.
+        Place::Containers(_) => vec!["/var/run/docker.sock", "/run/docker.sock", "/run/podman/podman.sock"],
+    };
+    let engine = match place {
+        Place::Native => None,
+        Place::Containers(engine) => Some(engine.address.to_string().replace("unix://", "")),
+    };
+    everywhere.into_iter().chain(of_place).map(str::to_owned).chain(engine).collect()
 }
 
-/// Tries to write into the folder of the host and to a kernel setting; tells the errors.
-const WRITE: &str = "
-import errno, json, os
-def attempt(path, flags):
-    try:
-        os.close(os.open(path, flags, 0o644))
-    except OSError as error:
-        return errno.errorcode[error.errno]
-    return 'done'
-print(json.dumps([attempt('/opt/open/file', os.O_CREAT | os.O_WRONLY), attempt('/proc/sys/kernel/core_pattern', os.O_WRONLY),
-                  attempt('/work/file', os.O_CREAT | os.O_WRONLY)]))";
+/// Parts of `/proc` that are not about one's own processes.
+const PARTS_OF_PROC: [&str; 25] = [
+    "keys",
+    "key-users",
+    "timer_list",
+    "config.gz",
+    "kallsyms",
+    "kcore",
+    "kmsg",
+    "sysrq-trigger",
+    "sys",
+    "fs",
+    "irq",
+    "bus",
+    "modules",
+    "interrupts",
+    "iomem",
+    "ioports",
+    "slabinfo",
+    "sched_debug",
+    "cmdline",
+    "partitions",
+    "diskstats",
+    "locks",
+    "scsi",
+    "acpi",
+    "sysvipc",
+];
 
-#[test]
-fn read_only_mounts_and_landlock_each_hold_alone() {
-    run(async {
-        let cases: [(&[LeftOut], [&str; 3]); 4] = [
-            (&[], ["EROFS", "ENOENT", "done"]),
-            // Landlock alone. Without the mounts' protection the kernel's settings are visible, and still closed.
-            (&[LeftOut::ReadOnlyMounts], ["EACCES", "EACCES", "done"]),
-            // Mounts alone.
-            (&[LeftOut::Landlock], ["EROFS", "ENOENT", "done"]),
-            // Control: with neither, the folder is open. The settings are closed all the same, because no session is the host's root.
-            (&[LeftOut::ReadOnlyMounts, LeftOut::Landlock], ["done", "EACCES", "done"]),
-        ];
-        for (left_out, expected) in cases {
-            let (folder, bind) = open_folder();
-            let backend = Builder::new("minimal").leave_out(left_out).bind(bind).start();
-            assert_eq!(backend.session().json(WRITE).await, json!(expected), "without {left_out:?}");
-            assert_eq!(folder.path().join("file").exists(), expected[0] == "done");
-            backend.end().await;
-        }
-        if is_root() {
-            // Control: the host's root may open the setting.
-            let opened = "import os; os.close(os.open('/proc/sys/kernel/core_pattern', os.O_WRONLY)); print('done')";
-            assert_eq!(native::outside(opened).trim(), "done");
-        } else {
-            skipped("root (the control that kernel settings can be opened)");
-        }
-    });
-}
+/// Those of them that engines show: facts about the machine, none of which can be written to. (What `kallsyms`, `iomem` and `ioports` show to whoever is not root has zeros for addresses.)
+const SHOWN_BY_ENGINES: [&str; 17] = [
+    "key-users",
+    "config.gz",
+    "kallsyms",
+    "sys",
+    "fs",
+    "irq",
+    "bus",
+    "modules",
+    "interrupts",
+    "iomem",
+    "ioports",
+    "cmdline",
+    "partitions",
+    "diskstats",
+    "locks",
+    "sched_debug",
+    "sysvipc",
+];
 
-#[test]
-fn a_layer_that_is_left_out_is_told_as_missing() {
-    run(async {
-        let backend = Builder::new("minimal").leave_out(&[LeftOut::Landlock]).start();
-        let outcome = backend.session().execute("1").await.unwrap();
-        assert_eq!(missing_layers(&outcome), ["landlock"]);
-        backend.end().await;
-        // Control: with everything in place nothing is missing.
-        let outcome = native::shared().session().execute("1").await.unwrap();
-        assert!(missing_layers(&outcome).is_empty());
-    });
-}
-
-fn missing_layers(outcome: &Outcome) -> Vec<&'static str> {
-    let layers = outcome.isolation.layers.iter();
-    layers.filter(|(_, layer)| matches!(layer, Layer::Missing { .. })).map(|(kind, _)| kind.name()).collect()
-}
-
-#[test]
-fn only_the_working_and_temporary_folders_can_be_written_to() {
-    run(async {
+in_every_place! {
+    async fn only_the_working_and_temporary_folders_can_be_written_to(place) {
         let code = "
 import json, os
 writable = []
 for folder, folders, files in os.walk('/', onerror=None):
-    if folder.startswith(('/proc/', '/usr/', '/opt/cellblock/env/', '/opt/cellblock/python/')):
+    if folder.startswith(('/proc/', '/sys/', '/usr/', '/opt/cellblock/')):
         folders.clear()
     try:
         path = os.path.join(folder, 'written-by-a-test')
@@ -97,26 +106,35 @@ for folder, folders, files in os.walk('/', onerror=None):
         writable.append(folder)
     except OSError:
         pass
-print(json.dumps(sorted(writable)))";
-        let writable = native::shared().session().json(code).await;
-        assert_eq!(writable, json!(["/dev/shm", "/tmp", "/tmp/home", "/work"]));
-    });
-}
+def opened(path):
+    try: os.close(os.open(path, os.O_WRONLY))
+    except OSError: return False
+    return True
+files = ['/etc/passwd', '/proc/sys/kernel/core_pattern', '/proc/sysrq-trigger', '/dev/null']
+print(json.dumps([sorted(writable), [path for path in files if opened(path)]]))";
+        let answer = place.session().json(code).await;
+        // Forks of a session in a container have their folders in `/forks`.
+        let forks = (!place.is_native()).then_some("/forks");
+        let folders: Vec<&str> = ["/dev/shm"].into_iter().chain(forks).chain(["/tmp", "/tmp/home", "/work"]).collect();
+        // The device is a control: opening for writing is no matter of chance.
+        assert_eq!(answer, json!([folders, ["/dev/null"]]));
+    }
 
-#[test]
-fn an_operator_mount_is_writable_only_when_it_was_given_so() {
-    run(async {
+    async fn an_operator_mount_is_writable_only_when_it_was_given_so(place) {
         let (open, closed) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         std::fs::write(closed.path().join("data"), "read me").unwrap();
+        if is_root() {
+            // A session in a container is the owner of its folders.
+            for folder in [&open, &closed] {
+                std::os::unix::fs::chown(folder.path(), Some(12_345), Some(12_345)).unwrap();
+            }
+        }
         let mount = |folder: &TempDir, inside: &str, writable| OperatorMount {
             host: folder.path().to_owned(),
             inside: PathBuf::from(inside),
             writable,
         };
-        let backend = Builder::new("minimal")
-            .mount(mount(&open, "/work/open", true))
-            .mount(mount(&closed, "/work/closed", false))
-            .start();
+        let ground = place.showing(&[mount(&open, "/work/open", true), mount(&closed, "/work/closed", false)]);
         let code = "
 import json
 def write(path):
@@ -126,45 +144,42 @@ def write(path):
         return error.errno
     return 0
 print(json.dumps([write('open/file'), write('closed/file'), write('closed/data'), open('closed/data').read()]))";
-        assert_eq!(backend.session().json(code).await, json!([0, 30, 30, "read me"]));
+        assert_eq!(ground.session().json(code).await, json!([0, 30, 30, "read me"]));
         assert_eq!(std::fs::read_to_string(open.path().join("file")).unwrap(), "x");
         assert_eq!(std::fs::read_dir(closed.path()).unwrap().count(), 1);
-        backend.end().await;
-    });
-}
+        ground.end().await;
+    }
 
-#[test]
-fn files_processes_and_names_of_the_host_cannot_be_seen() {
-    run(async {
+    async fn files_processes_and_names_of_the_host_cannot_be_seen(place) {
         let secret = tempfile::Builder::new().prefix("cellblock-secret-").tempdir().unwrap();
         let file = secret.path().join("token");
         std::fs::write(&file, "canary").unwrap();
         let own = std::process::id();
         let host_name = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        let code = format!(
-            "
+        let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml").to_owned();
+        let seen = [file.display().to_string(), manifest, format!("/proc/{own}/status")];
+        let code = |paths: &[String]| {
+            format!(
+                "
 import json, os, socket
-paths = [{file:?}, {manifest:?}, '/sys/kernel', '/boot', '/root', '/home', '/run', '/etc/shadow', '/etc/machine-id', '/dev/kmsg', '/dev/mem', '/dev/tty', '/dev/ptmx', '/proc/{own}/status']
 try:
     os.kill({own}, 0)
     killed = 'done'
 except OSError as error:
     killed = error.errno
-print(json.dumps([[path for path in paths if os.path.lexists(path)], killed, socket.gethostname(), os.uname().nodename]))",
-            file = file.display().to_string(),
-            manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"),
-        );
-        assert_eq!(native::shared().session().json(&code).await, json!([[], 3, "cellblock", "cellblock"]));
+print(json.dumps([[path for path in {paths:?} if os.path.lexists(path)], killed, socket.gethostname(), os.uname().nodename]))"
+            )
+        };
+        let all = [&seen[..], &hidden(place)].concat();
+        assert_eq!(place.session().json(&code(&all)).await, json!([[], 3, "cellblock", "cellblock"]));
         // Control: outside they are there.
-        let outside: Value = serde_json::from_str(&native::outside(&code)).unwrap();
-        assert!(outside[0].as_array().unwrap().len() >= 6, "{outside}");
+        let outside: Value = serde_json::from_str(&native::outside(&code(&all))).unwrap();
+        let there: Vec<String> = serde_json::from_value(outside[0].clone()).unwrap();
+        assert!(seen.iter().all(|path| there.contains(path)) && there.len() > seen.len(), "{outside}");
         assert_eq!((&outside[1], &outside[2]), (&json!("done"), &json!(host_name)));
-    });
-}
+    }
 
-#[test]
-fn nothing_readable_in_proc_holds_the_hosts_environment() {
-    run(async {
+    async fn nothing_readable_in_proc_holds_the_hosts_environment(place) {
         // A variable of this very process; the program that started the tests has set it.
         let canary = std::env::var("CARGO_PKG_DESCRIPTION").expect("cargo sets it");
         let code = format!(
@@ -185,17 +200,15 @@ for folder, folders, files in os.walk('/proc'):
 seen += [name for name, value in os.environ.items() if canary.decode() in value]
 print(json.dumps([seen, read > 20]))"
         );
-        assert_eq!(native::shared().session().json(&code).await, json!([[], true]));
+        assert_eq!(place.session().json(&code).await, json!([[], true]));
         // Control: the test process itself has it there.
         let environment = std::fs::read("/proc/self/environ").unwrap();
         assert!(String::from_utf8_lossy(&environment).contains(&canary[4..]));
-    });
-}
+    }
 
-#[test]
-fn only_listed_parts_of_proc_say_anything() {
-    run(async {
-        let code = "
+    async fn only_listed_parts_of_proc_say_anything(place) {
+        let code = format!(
+            "
 import json, os
 def says(path):
     try:
@@ -203,50 +216,53 @@ def says(path):
         return bool(open(path, 'rb').read(1))
     except OSError:
         return False
-hidden = ['keys', 'key-users', 'timer_list', 'config.gz', 'kallsyms', 'kcore', 'kmsg', 'sysrq-trigger', 'sys', 'fs', 'irq', 'bus',
-          'modules', 'interrupts', 'iomem', 'ioports', 'slabinfo', 'sched_debug', 'cmdline', 'partitions', 'diskstats', 'locks', 'scsi', 'acpi', 'sysvipc']
-print(json.dumps([name for name in hidden if says(f'/proc/{name}')]))";
-        assert_eq!(native::shared().session().json(code).await, json!([]));
-        let outside: Value = serde_json::from_str(&native::outside(code)).unwrap();
-        assert!(outside.as_array().unwrap().len() > 8, "{outside}");
-    });
-}
+print(json.dumps([name for name in {PARTS_OF_PROC:?} if says(f'/proc/{{name}}')]))"
+        );
+        let told: Vec<String> = serde_json::from_value(place.session().json(&code).await).unwrap();
+        let shown: &[&str] = if place.is_native() { &[] } else { &SHOWN_BY_ENGINES };
+        assert!(told.iter().all(|name| shown.contains(&name.as_str())), "{told:?}");
+        // Control: outside there is more.
+        let outside: Vec<String> = serde_json::from_str(&native::outside(&code)).unwrap();
+        assert!(outside.len() > 8 && outside.len() > told.len(), "{outside:?}");
+    }
 
-#[test]
-fn the_first_process_can_be_neither_read_nor_ended() {
-    run(async {
-        let session = native::shared().session();
-        let code = "
-import json, os, signal
+    async fn the_first_process_can_be_neither_read_nor_ended(place) {
+        let session = place.session();
+        // Natively no signal reaches init. A supervisor listens to some, so that landlock has to keep them from it, which it can since Linux 6.12.
+        let is_apart = place.is_native() || session.isolation().await.contains("signals");
+        let signals = if is_apart { "SIGKILL, SIGTERM, SIGSTOP, SIGINT, SIGSEGV" } else { "SIGKILL, SIGSTOP, SIGINT, SIGSEGV" };
+        let code = format!(
+            "
+import json, os
+from signal import *
 closed = []
 for name in ('mem', 'maps', 'environ', 'auxv', 'stack', 'syscall'):
     try:
-        closed.append(bool(open(f'/proc/1/{name}', 'rb').read(1)))
+        closed.append(bool(open(f'/proc/1/{{name}}', 'rb').read(1)))
     except OSError:
         closed.append(False)
 for name in ('root', 'cwd', 'exe', 'fd', 'ns/net'):
     try:
-        closed.append(bool(os.listdir(f'/proc/1/{name}') if name == 'fd' else os.readlink(f'/proc/1/{name}')))
+        closed.append(bool(os.listdir(f'/proc/1/{{name}}') if name == 'fd' else os.readlink(f'/proc/1/{{name}}')))
     except OSError:
         closed.append(False)
-for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP, signal.SIGINT, signal.SIGSEGV):
+for number in ({signals}):
     try:
         os.kill(1, number)
     except OSError:
         pass
-print(json.dumps([any(closed), bool(open('/proc/self/maps').read(1)), bool(os.readlink('/proc/self/ns/net'))]))";
+print(json.dumps([any(closed), bool(open('/proc/self/maps').read(1)), bool(os.readlink('/proc/self/ns/net'))]))"
+        );
         // The last two are controls: one's own process can be read.
-        assert_eq!(session.json(code).await, json!([false, true, true]));
-        assert_eq!(session.ok("print(open('/proc/1/comm').read(), end='')").await, "cb-init\n");
+        assert_eq!(session.json(&code).await, json!([false, true, true]));
+        let name = session.ok("print(open('/proc/1/comm').read(), end='')").await;
+        assert!(if place.is_native() { name == "cb-init\n" } else { name.starts_with("python") }, "{name}");
         // Control: signals work on one's own children.
         let child = "import subprocess; child = subprocess.Popen(['sleep', '60']); child.kill(); print(child.wait())";
         assert_eq!(session.ok(child).await, "-9\n");
-    });
-}
+    }
 
-#[test]
-fn there_is_no_network() {
-    run(async {
+    async fn there_is_no_network(place) {
         let four = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let six = TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).ok();
         let datagrams = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
@@ -292,17 +308,19 @@ print(json.dumps({{
             six = six.as_ref().map_or(1, port),
             udp = datagrams.local_addr().unwrap().port(),
         );
-        let inside = native::shared().session().json(&code).await;
+        let inside = place.session().json(&code).await;
         for (what, expected) in [
             ("loopback", &["ECONNREFUSED"][..]),
-            ("loopback6", &["ECONNREFUSED"]),
+            // Docker's containers have no IPv6 at all.
+            ("loopback6", if place.is_native() { &["ECONNREFUSED"] } else { &["ECONNREFUSED", "EADDRNOTAVAIL"] }),
             ("abstract", &["ECONNREFUSED", "EPERM"]),
             ("away", &["ENETUNREACH"]),
             ("metadata", &["ENETUNREACH"]),
             ("away6", &["ENETUNREACH"]),
             ("datagram", &["ENETUNREACH"]),
             ("multicast", &["ENETUNREACH"]),
-            ("echo", &["EACCES", "EPERM"]),
+            // Docker lets every group in a container ask for echoes; they go nowhere.
+            ("echo", if place.is_native() { &["EACCES", "EPERM"] } else { &["EACCES", "EPERM", "ENETUNREACH"] }),
             ("raw", &["EPERM"]),
             ("name", &["unknown"]),
         ] {
@@ -324,5 +342,73 @@ print(json.dumps({{
         let mut datagram = [0; 16];
         assert_eq!(datagrams.recv(&mut datagram).unwrap(), 6);
         drop(abstract_socket);
+    }
+}
+
+/// A folder of the host that anybody may write to, shown inside like the environment: read-only.
+fn open_folder() -> (TempDir, Bind) {
+    let folder = tempfile::Builder::new().prefix("cellblock-open-").tempdir().unwrap();
+    std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
+    let bind = Bind { host: folder.path().to_owned(), inside: PathBuf::from("/opt/open") };
+    (folder, bind)
+}
+
+/// Tries to write into the folder of the host and to a kernel setting; tells the errors.
+const WRITE: &str = "
+import errno, json, os
+def attempt(path, flags):
+    try:
+        os.close(os.open(path, flags, 0o644))
+    except OSError as error:
+        return errno.errorcode[error.errno]
+    return 'done'
+print(json.dumps([attempt('/opt/open/file', os.O_CREAT | os.O_WRONLY), attempt('/proc/sys/kernel/core_pattern', os.O_WRONLY),
+                  attempt('/work/file', os.O_CREAT | os.O_WRONLY)]))";
+
+/// Natively only: an engine makes no container without one of its layers for us.
+#[test]
+fn read_only_mounts_and_landlock_each_hold_alone() {
+    run(async {
+        let cases: [(&[LeftOut], [&str; 3]); 4] = [
+            (&[], ["EROFS", "ENOENT", "done"]),
+            // Landlock alone. Without the mounts' protection the kernel's settings are visible, and still closed.
+            (&[LeftOut::ReadOnlyMounts], ["EACCES", "EACCES", "done"]),
+            // Mounts alone.
+            (&[LeftOut::Landlock], ["EROFS", "ENOENT", "done"]),
+            // Control: with neither, the folder is open. The settings are closed all the same, because no session is the host's root.
+            (&[LeftOut::ReadOnlyMounts, LeftOut::Landlock], ["done", "EACCES", "done"]),
+        ];
+        for (left_out, expected) in cases {
+            let (folder, bind) = open_folder();
+            let backend = Builder::new("minimal").leave_out(left_out).bind(bind).start();
+            assert_eq!(backend.session().json(WRITE).await, json!(expected), "without {left_out:?}");
+            assert_eq!(folder.path().join("file").exists(), expected[0] == "done");
+            backend.end().await;
+        }
+        if is_root() {
+            // Control: the host's root may open the setting.
+            let opened = "import os; os.close(os.open('/proc/sys/kernel/core_pattern', os.O_WRONLY)); print('done')";
+            assert_eq!(native::outside(opened).trim(), "done");
+        } else {
+            skipped("root (the control that kernel settings can be opened)");
+        }
     });
+}
+
+#[test]
+fn a_layer_that_is_left_out_is_told_as_missing() {
+    run(async {
+        let backend = Builder::new("minimal").leave_out(&[LeftOut::Landlock]).start();
+        let outcome = backend.session().execute("1").await.unwrap();
+        assert_eq!(missing_layers(&outcome), ["landlock"]);
+        backend.end().await;
+        // Control: with everything in place nothing is missing.
+        let outcome = native::shared().session().execute("1").await.unwrap();
+        assert!(missing_layers(&outcome).is_empty());
+    });
+}
+
+fn missing_layers(outcome: &Outcome) -> Vec<&'static str> {
+    let layers = outcome.isolation.layers.iter();
+    layers.filter(|(_, layer)| matches!(layer, Layer::Missing { .. })).map(|(kind, _)| kind.name()).collect()
 }

@@ -298,9 +298,7 @@ impl Containers {
 
     /// What separates a session, as its results tell: one line per layer.
     pub(crate) async fn isolation(&self) -> String {
-        let outcome = self.session().execute("pass").await.expect("the session takes the cell");
-        let layers = outcome.isolation.layers.iter();
-        layers.map(|(kind, layer)| format!("{}: {layer:?}\n", kind.name())).collect()
+        self.session().isolation().await
     }
 
     /// Ends the backend and everything it made.

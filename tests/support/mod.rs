@@ -1,12 +1,13 @@
 //! The mechanics of all tests: the shared Python environment, backends, the built program.
 //!
-//! `native` and `containers` make sandboxes inside the test process, `daemon` has engines of one test, `ordinary` somebody who may use one, `server` starts the program as its users do. What a test shows belongs to the test.
+//! `native` and `containers` make sandboxes inside the test process, `places` is both, `daemon` has engines of one test, `ordinary` somebody who may use one, `server` starts the program as its users do. What a test shows belongs to the test.
 
 pub(crate) mod containers;
 pub(crate) mod daemon;
 pub(crate) mod native;
 pub(crate) mod npm;
 pub(crate) mod ordinary;
+pub(crate) mod places;
 pub(crate) mod server;
 pub(crate) mod service;
 pub(crate) mod stack;

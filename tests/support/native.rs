@@ -279,6 +279,13 @@ impl Session {
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("no JSON ({error}): {text}"))
     }
 
+    /// What separates the session, as its results tell: one line per layer.
+    pub(crate) async fn isolation(&self) -> String {
+        let outcome = self.execute("pass").await.expect("the session takes the cell");
+        let layers = outcome.isolation.layers.iter();
+        layers.map(|(kind, layer)| format!("{}: {layer:?}\n", kind.name())).collect()
+    }
+
     pub(crate) async fn reset(&self) -> ResetReport {
         self.try_reset().await.expect("a reset works")
     }
@@ -354,7 +361,7 @@ impl Session {
     pub(crate) async fn assert_locked_down(&self) {
         let interpreter = self.host_pid().await;
         self.settle().await;
-        assert_locked_down(interpreter);
+        assert_locked_down(interpreter, &OURS);
     }
 
     /// The stopped processes that keep this session's states: its twin and its checkpoints. Only root can tell whose they are.
@@ -382,8 +389,18 @@ impl Session {
     }
 }
 
+/// What the processes of a sandbox have, whoever made it.
+pub(crate) struct LockDown {
+    /// Namespaces that are not the host's.
+    pub(crate) namespaces: &'static [&'static str],
+    pub(crate) filters: u32,
+}
+
+/// What natively all have: the filter of the sandbox and the closing one.
+pub(crate) const OURS: LockDown = LockDown { namespaces: &NAMESPACES, filters: 2 };
+
 /// Checks that every process in the pid namespace of `interpreter` has given up everything.
-pub(crate) fn assert_locked_down(interpreter: u32) {
+pub(crate) fn assert_locked_down(interpreter: u32, expected: &LockDown) {
     let namespace = |pid: u32| std::fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
     let wanted = namespace(interpreter).expect("the interpreter lives");
     let own = Posture::read(std::process::id()).expect("this process may look at itself");
@@ -398,9 +415,10 @@ pub(crate) fn assert_locked_down(interpreter: u32) {
         assert_eq!(posture.capabilities, [0; 5], "{process:?}");
         assert!(posture.no_new_privileges, "{process:?}");
         assert_eq!(posture.seccomp, 2, "{process:?}");
-        assert!(posture.seccomp_filters >= 2 || process.name == "cb-init", "{process:?}: {posture:?}");
-        for name in NAMESPACES {
-            assert_ne!(posture.namespaces[name], own.namespaces[name], "{name} of {process:?}");
+        let filters = posture.seccomp_filters;
+        assert!(filters >= expected.filters || process.name == "cb-init", "{process:?}: {posture:?}");
+        for name in expected.namespaces {
+            assert_ne!(posture.namespaces[*name], own.namespaces[*name], "{name} of {process:?}");
         }
     }
     assert!(count > 0, "the interpreter at least was looked at");
@@ -480,12 +498,17 @@ pub(crate) fn traces_of(pid: u32) -> Vec<PathBuf> {
 
 /// The folders of the control groups that were made for a process.
 pub(crate) fn control_groups(pid: u32) -> Vec<PathBuf> {
+    control_groups_of(pid, "/cellblock-")
+}
+
+/// The folders of the control groups of a process whose path has this in it.
+pub(crate) fn control_groups_of(pid: u32, name: &str) -> Vec<PathBuf> {
     let membership = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).expect("the process lives");
     let mut folders = Vec::new();
     for line in membership.lines() {
         let mut parts = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
-        if !path.contains("/cellblock-") {
+        if !path.contains(name) {
             continue;
         }
         let mut places = controllers.split(',').map(|controller| format!("/sys/fs/cgroup/{controller}{path}"));
