@@ -25,11 +25,11 @@ def main() -> None:
     gc.disable()
     stock.offer()
     plan, heard = _read_plan()
+    from . import family  # Both need it, and most of what it imports.
+
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     warm = os.fork()
     if warm == 0:
-        from . import family
-
         ours.close()
         family.become_warm(theirs.detach(), plan, is_first=True)
     theirs.close()

@@ -52,7 +52,8 @@ fn every_container_of_an_image_takes_its_modules_from_one_stock() {
         let containers = engine.build().image(image).start();
         assert_eq!(count(&containers.session().ok(TAKEN).await), taken);
         containers.end().await;
-        engine.command(&["volume", "rm", volume.trim()]);
-        engine.command(&["image", "rm", image]);
+        // An engine forgets a container before it lets go of its volume, so these may stay; the engine of the tests goes as a whole.
+        engine.try_command(&["volume", "rm", volume.trim()]);
+        engine.try_command(&["image", "rm", image]);
     });
 }
