@@ -36,7 +36,25 @@ impl Daemon {
     /// Starts a Docker daemon with these arguments and the image of the tests, or says that the test is skipped.
     pub(crate) fn docker(more: &[&str]) -> Option<Daemon> {
         containers::docker()?;
-        Some(Daemon::docker_in(new_folder(), more))
+        Some(Daemon::docker_in(new_folder(), &["dockerd"], more))
+    }
+
+    /// The same, with a user namespace in which nobody is a user of the host.
+    pub(crate) fn docker_with_user_namespace() -> Option<Daemon> {
+        containers::docker()?;
+        // A user and a group that every system has; their numbers inside are in two files that the engine alone sees.
+        let folder = new_folder();
+        std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o711)).unwrap();
+        let numbers = folder.path().join("numbers");
+        std::fs::write(&numbers, "daemon:1610612736:65536\n").unwrap();
+        let numbers = numbers.to_string_lossy().into_owned();
+        let shown = "mount --bind \"$0\" /etc/subuid && mount --bind \"$0\" /etc/subgid && exec \"$@\"";
+        let program = ["unshare", "--mount", "sh", "-c", shown, &numbers, "dockerd"];
+        if !Path::new("/etc/subuid").exists() || !Path::new("/etc/subgid").exists() {
+            super::skipped("/etc/subuid and /etc/subgid");
+            return None;
+        }
+        Some(Daemon::docker_in(folder, &program, &["--userns-remap=daemon"]))
     }
 
     /// The same, with all its data on a disk of so many bytes.
@@ -48,10 +66,10 @@ impl Daemon {
         let mut mount = Command::new("mount");
         mount.args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"]).arg(&disk);
         assert!(mount.status().unwrap().success());
-        Some(Daemon::docker_in(folder, &[]))
+        Some(Daemon::docker_in(folder, &["dockerd"], &[]))
     }
 
-    fn docker_in(folder: tempfile::TempDir, more: &[&str]) -> Daemon {
+    fn docker_in(folder: tempfile::TempDir, program: &[&str], more: &[&str]) -> Daemon {
         let below = |name: &str| folder.path().join(name).to_string_lossy().into_owned();
         std::fs::write(below("daemon.json"), "{}").unwrap();
         let host = format!("unix://{}", below("docker.sock"));
@@ -64,8 +82,8 @@ impl Daemon {
             ["-H", &host],
         ];
         let quiet = ["--iptables=false", "--ip6tables=false", "--bridge=none"];
-        let words =
-            std::iter::once("dockerd").chain(own.into_iter().flatten()).chain(quiet).chain(more.iter().copied());
+        let program = program.iter().copied();
+        let words = program.chain(own.into_iter().flatten()).chain(quiet).chain(more.iter().copied());
         let words = words.map(str::to_owned).collect();
         let daemon = Daemon::start(EngineKind::Docker, words, folder, "docker.sock");
         let archive = containers::archive();
