@@ -39,7 +39,7 @@ use crate::sandbox::way_out::random_word;
 /// The name of the image in which there is nothing.
 const IMAGE: &str = "cellblock-porter";
 
-/// How long a porter may take, from its start to its end. On an idle machine that is a fifth of a second.
+/// How long a porter may take, from its start to its end. It takes tenths of a second, nearly all of them the engine's.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// So much of what a porter says is kept.
@@ -64,7 +64,7 @@ pub(super) enum PorterError {
     Engine(#[from] EngineError),
     #[error("it did not end within {} s", PATIENCE.as_secs())]
     Hangs,
-    #[error("{}", .said.as_deref().map_or_else(|| "it said nothing".to_owned(), |said| format!("it said: {said}")))]
+    #[error("it brought no doors{}", .said.as_deref().map(|said| format!(" and said: {said}")).unwrap_or_default())]
     Failed {
         said: Option<String>,
         #[source]

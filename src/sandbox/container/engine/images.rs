@@ -317,6 +317,11 @@ mod tests {
     }
 
     #[test]
+    fn the_layer_in_which_there_is_nothing_has_the_name_that_engines_give_it() {
+        assert_eq!(empty_layer(), "sha256:5f70bf18a086007016e948b04aed3b82103a36bea41755b6cddfaf10ace3c6ef");
+    }
+
+    #[test]
     fn steps_of_both_engines_are_understood_in_whatever_pieces_they_come() {
         let step = |number, instruction: &str| BuildNews::Step { number, of: 9, instruction: instruction.to_owned() };
         assert_eq!(heard(&["Step 1/9 : FR", "OM a\nStep 2/9 : RUN x", "\n"]), [step(1, "FROM a"), step(2, "RUN x")]);
