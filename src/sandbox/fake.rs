@@ -12,7 +12,7 @@
 //! | `ignore-interrupt` | waits for ever |
 //! | `burn SECONDS` | says that so much processor time was used |
 //! | `flood N` | prints N numbered lines |
-//! | `exit N`, `crash`, `oom` | ends the interpreter; `exit-later N` does so after the end of the cell |
+//! | `exit N`, `crash`, `oom` | ends the interpreter; `exit-later N` does so after the end of the cell, `oom everywhere` with the files |
 //! | `garbage`, `unknown`, `done-twice`, `other-done`, `forge SEQ` | lies on the channel or in a pipe |
 //! | `late X` | prints after the end of the cell |
 //! | `mute` | answers nothing after this cell |
@@ -20,6 +20,7 @@
 //! | `set refuse-tools` | says from now on that packages of MCP servers could not be written |
 //! | `lose X` | has something that a copy will lack |
 //! | `stand` | does not come to its branch point any more |
+//! | `decline` | says that it cannot be copied, whenever it is asked |
 //! | `call SERVER TOOL JSON` | calls a tool and prints the answer; an interrupt withdraws the call and raises |
 //! | `calls N SERVER TOOL JSON` | makes N calls at once and prints how many answers of each kind came |
 //! | `forget SERVER TOOL` | calls a tool, withdraws the call, and prints both answers |
@@ -595,6 +596,7 @@ fn start(files: &Path, birth: Birth, used: Arc<Mutex<Duration>>) -> Result<(Inte
         branch_point,
         lost: Vec::new(),
         stands: false,
+        declines: false,
         modules: Vec::new(),
         upload: None,
         seq: 0,
@@ -655,6 +657,8 @@ struct Script {
     branch_point: mpsc::Sender<Snapshot>,
     lost: Vec<String>,
     stands: bool,
+    /// Says that it cannot be copied.
+    declines: bool,
     /// Modules of the server that is being delivered.
     modules: Vec<String>,
     upload: Option<(PathBuf, bool, Vec<u8>)>,
@@ -842,6 +846,10 @@ impl Script {
         if self.stands {
             return Ok(());
         }
+        if self.declines {
+            let failed = json!({"type": "failed", "id": asked["id"], "reason": "other", "message": "no copy today"});
+            return self.say(failed, b"").await;
+        }
         let files = read_files(&self.files)?;
         let lost = self.lost.clone();
         let snapshot = Snapshot { variables: self.variables.clone(), files, lost: lost.clone(), asked: asked.clone() };
@@ -982,6 +990,10 @@ impl Script {
             }
             "stand" => {
                 self.stands = true;
+                Ok(())
+            }
+            "decline" => {
+                self.declines = true;
                 Ok(())
             }
             "call" => self.call(id, tool_call(rest)).await,

@@ -477,6 +477,25 @@ async fn stuck() -> (Setting, JoinHandle<Result<Outcome, Refused>>, Cancellation
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_session_that_says_it_cannot_be_copied_is_not_waited_for() {
+    let setting = setting();
+    setting.ok("a", "set x 1").await;
+    setting.ok("a", "decline").await;
+    let before = Instant::now();
+    let outcome = setting.ok("a", "get x").await;
+    assert_eq!(text(&outcome), "1\n");
+    assert!(outcome.notes.iter().any(|note| note.contains("no copy today")), "{:?}", outcome.notes);
+    let refused = setting.fork("a", 1).await.unwrap_err();
+    assert!(matches!(&refused, Refused::CannotCopy { why, .. } if why == "no copy today"), "{refused}");
+    assert!(before.elapsed() < Duration::from_secs(1), "{:?}", before.elapsed());
+    // Control: one that says nothing is waited for.
+    setting.reset("a").await.unwrap();
+    setting.ok("a", "stand").await;
+    setting.ok("a", "print x").await;
+    assert!(before.elapsed() > Duration::from_secs(1), "{:?}", before.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_cell_that_waits_for_a_copy_is_cancelled_at_once() {
     let (setting, waiting, cancel) = stuck().await;
     let before = Instant::now();

@@ -1198,7 +1198,9 @@ impl Driver {
         }
         match &event {
             runner_client::Event::Claim(Claim::ToolsWritten { id }) if self.delivered(*id, None) => return,
-            runner_client::Event::Claim(Claim::Failed { id, message, .. }) if self.delivered(*id, Some(message)) => {
+            runner_client::Event::Claim(Claim::Failed { id, message, .. })
+                if self.declined(*id, message) || self.delivered(*id, Some(message)) =>
+            {
                 return;
             }
             _ => {}

@@ -19,6 +19,7 @@ use super::{Command, Driver, Finished, Inheritance, Live, Work, all, greet};
 use crate::runner_client::{Branched, Carried, CarriedFiles};
 use crate::sandbox::{CheckpointError, CheckpointId, ForkTerms, LaunchError, Sandbox};
 use crate::session::history::Copy;
+use crate::session::output::bounded_text;
 use crate::session::state::{Answer, Event, RequestId, State};
 use crate::session::tools::{Grant, Grants};
 use crate::session::{FilesCarried, Refused, Undo, UndoReport, WorkFolder};
@@ -26,6 +27,9 @@ use crate::session::{FilesCarried, Refused, Undo, UndoReport, WorkFolder};
 /// How long the runner may take to answer after it was copied. It goes on where it stood, so only a machine out of breath needs this; the answer
 /// is not waited for any longer because it only informs.
 const BRANCHED_PATIENCE: Duration = Duration::from_secs(2);
+
+/// How much is told of a runner's own reason: a line.
+const LONGEST_REASON: usize = 200;
 
 /// Where the reader learns what can be undone when kept states were given up.
 const WHAT_IS_LEFT: &str = "`list_checkpoints` tells what can still be undone.";
@@ -106,6 +110,8 @@ pub(super) struct Copying {
     /// Fires when the sandbox watches the interpreter.
     pub(super) told: Option<oneshot::Receiver<()>>,
     branched: Option<Branched>,
+    /// Why the runner says that there will be no copy.
+    declined: Option<String>,
     product: Option<Product>,
     /// How long the runner's answer is waited for once there is a product.
     until: Instant,
@@ -114,6 +120,17 @@ pub(super) struct Copying {
 enum Product {
     Copy(Result<CheckpointId, CheckpointError>),
     Forks(Result<Vec<Fork>, String>),
+}
+
+impl Product {
+    /// A failure that the runner has given a reason for has that reason.
+    fn or_declined(self, declined: Option<String>) -> Product {
+        match (self, declined) {
+            (Product::Copy(Err(_)), Some(why)) => Product::Copy(Err(CheckpointError::Failed { why })),
+            (Product::Forks(Err(_)), Some(why)) => Product::Forks(Err(why)),
+            (product, _) => product,
+        }
+    }
 }
 
 /// What takes the place of the present interpreter.
@@ -261,6 +278,7 @@ impl Driver {
             give_up,
             told,
             branched,
+            declined: None,
             product: None,
             until: Instant::now(),
         });
@@ -294,6 +312,16 @@ impl Driver {
         if copying.product.is_some() {
             self.copied();
         }
+    }
+
+    /// Takes the runner's word that it cannot be copied. What it says is believed, because nobody else loses by it. Tells whether it is about this.
+    pub(super) fn declined(&mut self, id: RequestId, why: &str) -> bool {
+        let Some(copying) = self.copying.as_mut().filter(|copying| copying.id == id) else { return false };
+        if copying.product.is_none() {
+            copying.declined = Some(bounded_text(why, LONGEST_REASON));
+            copying.give_up.cancel();
+        }
+        true
     }
 
     /// Takes what came of a copy for a later undo.
@@ -336,9 +364,9 @@ impl Driver {
 
     /// Ends the copying: the copy is kept or its forks are handed out, and the session goes on.
     pub(super) fn copied(&mut self) {
-        let Some(Copying { product: Some(product), branched, .. }) = self.copying.take() else { return };
+        let Some(Copying { product: Some(product), branched, declined, .. }) = self.copying.take() else { return };
         let Branched { lost, whole } = branched.unwrap_or_default();
-        match product {
+        match product.or_declined(declined) {
             Product::Copy(Ok(checkpoint)) => {
                 let packages = self.shared.facts().packages.clone();
                 self.keep(Copy { whole, lost, packages, ..Copy::new(checkpoint) });
