@@ -49,6 +49,7 @@ _PRIMED, _EMPTIED = "p", "e"
 
 _fork, _exit, _wait, _get_process = os.fork, os._exit, os.waitpid, os.getpid
 _close, _duplicate, _close_all, _open = os.close, os.dup2, os.closerange, os.open
+_pipe, _read, _write = os.pipe, os.read, os.write
 _socket, _pair, _receive, _send = socket.socket, socket.socketpair, socket.recv_fds, socket.send_fds
 _read_json, _write_json = json.loads, json.dumps
 
@@ -167,19 +168,36 @@ def _begin(shell: Any, order: dict[str, Any], asks: bool) -> NoReturn:
 
 
 def _make_copy() -> int:
-    """Takes the place of the fork at the branch point: leaves a checkpoint behind. Returns 0 in copies of that."""
-    between = _fork()
+    """Takes the place of the fork at the branch point: leaves a checkpoint behind. Returns 0 in copies of that. Raises OSError when there is none."""
+    hears, tells = _pipe()
+    try:
+        between = _fork()
+    except OSError:
+        _close(hears)
+        _close(tells)
+        raise
     if between:
+        _close(tells)
         _wait(between, 0)
+        is_there = _read(hears, 1)
+        _close(hears)
+        if not is_there:
+            raise OSError("the copy could not introduce itself")
         return _get_process()
-    _leave_parent()  # A checkpoint is no child of the session.
-    return _stand_until_ordered()
+    try:
+        _leave_parent()  # A checkpoint is no child of the session.
+        _stand_until_ordered(tells)
+    except BaseException:  # noqa: BLE001 - the process ends either way
+        # Only a copy that is in its place may go on from here. In this one the session would be there twice.
+        _exit(1)
+    return 0
 
 
-def _stand_until_ordered() -> int:
+def _stand_until_ordered(tells: int) -> None:
     """Is a checkpoint. Returns in its copies only, once they are in their place."""
     mine, theirs = _pair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _send(_socket(fileno=BRANCH_DESCRIPTOR), [b"{}"], [theirs.fileno()])
+    _write(tells, b"x")
     _keep_only(mine.detach())
     orders = _socket(fileno=_FIRST_FREE)
     while True:
@@ -190,14 +208,14 @@ def _stand_until_ordered() -> int:
             if len(descriptors) == 3:
                 _leave_parent()
                 _become_steward(descriptors, order["work"], order["work"])
-                return 0
+                return
             # The steward of the session becomes the parent.
             copy = _fork()
             if copy:
                 orders.send(_write_json({"interpreter": copy}).encode())
                 _exit(0)
             _settle(descriptors)
-            return 0
+            return
         _wait(between, 0)
         for descriptor in descriptors:
             _close(descriptor)

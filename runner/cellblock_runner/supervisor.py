@@ -44,6 +44,8 @@ _LAST_WORDS = 1.0
 _SWEEPING = 8.0
 # Pipes of earlier cells that are still emptied, so that processes left behind neither block nor die.
 _MOST_RETIRED = 16
+# No process and no status has a larger number.
+_LARGEST_NUMBER = (1 << 31) - 1
 # Checkpoints go first when memory runs out.
 _OF_CHECKPOINTS = 900
 
@@ -303,7 +305,9 @@ class Supervisor:
         checkpoint.orders.settimeout(None)
         if not message:
             raise OSError("the checkpoint has ended")
-        interpreter.process = int(json.loads(message)["interpreter"])
+        interpreter.process = _numbers(message).get("interpreter")
+        if interpreter.process is None:
+            raise OSError("the checkpoint does not say what it has made")
         self._answer(order["ask"])
         self._recall_end(interpreter)
 
@@ -403,18 +407,20 @@ class Supervisor:
                 del member.stewards[steward]
             self._end_strays()
             return
-        report = json.loads(message)
+        report = _numbers(message)
         if steward is None:
             self._unborn -= 1
             member.stewards[_sender(ancillary)] = reports
-            interpreter.process = int(report["interpreter"])
+            interpreter.process = report.get("interpreter")
             self._answer(ask)
             return
-        process, status = int(report["ended"]), int(report["status"])
+        process, status = report.get("ended"), report.get("status")
         current = member.interpreter
-        if current is not None and current.process == process:
+        if process is None or status is None or current is None:
+            return
+        if current.process == process:
             self._ended(current, status)
-        elif current is not None and current.process is None:
+        elif current.process is None:
             self._early[process] = status
 
     def _hear_copy(self, interpreter: Interpreter) -> None:
@@ -426,12 +432,17 @@ class Supervisor:
         member = interpreter.member
         if not message:
             self._ignore(interpreter.copies.fileno())
-        if not message or member.expected is None or len(descriptors) != 1:
+        sender = _sender(ancillary) if message else 0
+        # The session itself is no copy.
+        if not sender or sender == interpreter.process or member.expected is None or len(descriptors) != 1:
             for descriptor in descriptors:
                 os.close(descriptor)
             return
+        orders = _packet_socket(descriptors[0])
+        if orders is None:
+            return
         (number, ask), member.expected = member.expected, None
-        checkpoint = Checkpoint(_sender(ancillary), socket.socket(fileno=descriptors[0]))
+        checkpoint = Checkpoint(sender, orders)
         _offer_to_die(checkpoint.process, _OF_CHECKPOINTS)
         member.checkpoints[number] = checkpoint
         self._listen(checkpoint.orders.fileno(), lambda: self._lose_checkpoint(member, number))
@@ -610,7 +621,10 @@ class Supervisor:
             self._signal_program(program, which)
             return
         interpreter = self._interpreters.get(number)
-        if interpreter is not None and interpreter.process is not None and interpreter.status is None:
+        if interpreter is None or interpreter.process is None or interpreter.status is not None:
+            return
+        # Which process it is was told from inside, and may be somebody else's.
+        if self._steward_of(interpreter.process, _parents()) in interpreter.member.stewards:
             _kill(interpreter.process, which)
 
     def _kill(self, number: int) -> None:
@@ -658,9 +672,9 @@ class Supervisor:
                 reports.settimeout(None)
             if not message:
                 return
-            report = json.loads(message)
+            report = _numbers(message)
             if report.get("ended") == interpreter.process:
-                self._ended(interpreter, int(report["status"]))
+                self._ended(interpreter, report.get("status", signal.SIGKILL))
 
     def _end_strays(self) -> None:
         """Ends whatever belongs to no session any more, because its steward has ended."""
@@ -793,7 +807,7 @@ class Supervisor:
                     self._pull(pipe)
             if len(descriptors) == 2 and self._refuses_programs and all(map(_only_takes, descriptors)):
                 self._announce_outlets(interpreter, descriptors, data)
-            elif len(descriptors) == 2:
+            elif len(descriptors) == 2 and all(map(_only_gives, descriptors)):
                 self._announce_pipes(interpreter, descriptors, data)
             else:
                 for descriptor in descriptors:
@@ -879,8 +893,42 @@ def _kill_group(leader: int, which: int) -> None:
 
 def _only_takes(descriptor: int) -> bool:
     """Tells whether this is the end of a pipe that can be written to and not read."""
+    return _is_pipe(descriptor, os.O_WRONLY)
+
+
+def _only_gives(descriptor: int) -> bool:
+    """Tells whether this is the end of a pipe that can be read and not written to."""
+    return _is_pipe(descriptor, os.O_RDONLY)
+
+
+def _is_pipe(descriptor: int, mode: int) -> bool:
     is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
-    return is_pipe and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+    return is_pipe and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == mode
+
+
+def _packet_socket(descriptor: int) -> socket.socket | None:
+    """Takes over a descriptor that came from inside, if it is what orders can be sent on; closes it otherwise."""
+    try:
+        taken = socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        return None
+    if (taken.family, taken.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
+        return taken
+    taken.close()
+    return None
+
+
+def _numbers(message: bytes) -> dict[str, int]:
+    """Reads what a process of a session reports: names with numbers. What is none of that is left out, for it may be anything."""
+    try:
+        report = json.loads(message)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(report, dict):
+        return {}
+    # Numbers of processes, and how they ended.
+    return {name: value for name, value in report.items() if type(value) is int and 0 <= value <= _LARGEST_NUMBER}
 
 
 def _offer_to_die(process: int, score: int) -> None:
