@@ -1,7 +1,6 @@
 """Family: the processes of one container, as far as they are made here. Nothing outside makes copies of them, so they make them themselves.
 
-    warm process   imports everything once and never runs a user's byte. Asked for a session, it forks. Only the first one of a container that
-                   somebody waits for becomes the session itself, below a steward that was made before it was warm: no copy is faster
+    warm process   imports everything once and never runs a user's byte. Asked for a session, it forks
     steward        parent of one session's interpreter, and of whatever that leaves behind, so that all of it can be found and ended.
                    Tells the supervisor how processes ended
     interpreter    serves the session, behind landlock
@@ -41,8 +40,6 @@ _LARGEST_ORDER = 1024 * 1024
 OF_INTERPRETERS = 500
 # Beyond every number that the limit of a container allows.
 _EVERY_DESCRIPTOR = 65536
-# Beyond those that the supervisor has. Where the kernel cannot close all at once, each costs a call before Python is warm.
-_OF_SUPERVISOR = 4096
 
 # How a fresh session begins: at once; after a cell that nobody sees; with an emptied folder.
 _PRIMED, _EMPTIED = "p", "e"
@@ -54,11 +51,8 @@ _socket, _pair, _receive, _send = socket.socket, socket.socketpair, socket.recv_
 _read_json, _write_json = json.loads, json.dumps
 
 
-def become_warm(orders: int, plan: bytes, is_first: bool = False) -> NoReturn:
-    """Goes on as the warm process, without anything of the supervisor's. Takes over the descriptor for orders.
-
-    The first one of a container that somebody waits for is for one session only: this process becomes its steward, and a child the interpreter.
-    """
+def become_warm(orders: int, plan: bytes) -> NoReturn:
+    """Goes on as the warm process, without anything of the supervisor's. Takes over the descriptor for orders."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -67,13 +61,11 @@ def become_warm(orders: int, plan: bytes, is_first: bool = False) -> NoReturn:
         fences.be_unreadable()
         _silence(0, 1)
         _duplicate(orders, _FIRST_FREE)
-        _close_all(_FIRST_FREE + 1, _OF_SUPERVISOR)
+        _close_all(_FIRST_FREE + 1, _EVERY_DESCRIPTOR)
         wanted = _read_json(plan)
         if wanted.get("programs") == "refused":
             # Before anything else: what sessions have written may be read below, and everything that comes of this process inherits it.
             fences.refuse_programs()
-        if is_first and not wanted["rehearse"]:
-            _begin_below_steward(_socket(fileno=_FIRST_FREE), wanted)
         _wait_warm(_socket(fileno=_FIRST_FREE), wanted)
     except BaseException as error:  # noqa: BLE001 - the process ends either way
         os.write(2, f"the warm interpreter could not start: {error!r}\n".encode())
@@ -100,9 +92,13 @@ def warm_up(plan: dict[str, Any]) -> Any:
 
 def _wait_warm(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
     """Is the warm process: imports, says so, and makes sessions until the supervisor is gone."""
-    shell = _say_warm(orders, plan)
+    shell = warm_up(plan)
+    orders.send(_write_json({"say": "warm", "environment": dict(os.environ)}).encode())
     while True:
-        order, descriptors = _hear_order(orders)
+        message, descriptors, _, _ = _receive(orders, _LARGEST_ORDER, 3)
+        if not message:
+            _exit(0)
+        order = _read_json(message)
         between = _fork()
         if between == 0:
             _leave_parent()
@@ -111,41 +107,6 @@ def _wait_warm(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
         _wait(between, 0)
         for descriptor in descriptors:
             _close(descriptor)
-
-
-def _begin_below_steward(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
-    """Is the steward of a session that does not exist yet, and in a child the warm process that becomes this session."""
-    fences.adopt_orphans()
-    mine, theirs = _pair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    interpreter = _fork()
-    if interpreter == 0:
-        mine.close()
-        shell = _say_warm(orders, plan)
-        order, descriptors = _hear_order(orders)
-        # In this order: who hears of the session knows that nobody takes orders here any more.
-        orders.close()
-        _send(theirs, [b"{}"], descriptors[2:])
-        _enter(descriptors[:2], None, order["work"])
-        _begin(shell, order, asks=plan.get("programs") == "refused")
-    _keep_only(mine.detach())
-    message, descriptors, _, _ = _receive(_socket(fileno=_FIRST_FREE), _LARGEST_ORDER, 1)
-    if not message:
-        _exit(0)  # It has ended before there was a session.
-    _be_steward(descriptors[0], interpreter)
-
-
-def _say_warm(orders: socket.socket, plan: dict[str, Any]) -> Any:
-    shell = warm_up(plan)
-    orders.send(_write_json({"say": "warm", "environment": dict(os.environ)}).encode())
-    return shell
-
-
-def _hear_order(orders: socket.socket) -> tuple[dict[str, Any], Sequence[int]]:
-    """Waits for the next order. Ends the process when the supervisor is gone."""
-    message, descriptors, _, _ = _receive(orders, _LARGEST_ORDER, 3)
-    if not message:
-        _exit(0)
-    return _read_json(message), descriptors
 
 
 def _begin(shell: Any, order: dict[str, Any], asks: bool) -> NoReturn:
@@ -201,7 +162,10 @@ def _stand_until_ordered(tells: int) -> None:
     _keep_only(mine.detach())
     orders = _socket(fileno=_FIRST_FREE)
     while True:
-        order, descriptors = _hear_order(orders)
+        message, descriptors, _, _ = _receive(orders, _LARGEST_ORDER, 3)
+        if not message:
+            _exit(0)
+        order = _read_json(message)
         between = _fork()
         if between == 0:
             branch.moved_to = order["work"]
@@ -228,24 +192,15 @@ def _become_steward(descriptors: Sequence[int], confined_to: str | None, work: s
     """
     fences.adopt_orphans()
     interpreter = _fork()
-    if interpreter:
-        _be_steward(descriptors[2], interpreter)
-    _enter(descriptors[:2], confined_to, work)
-
-
-def _enter(descriptors: Sequence[int], confined_to: str | None, work: str | None) -> None:
-    """Puts this process behind the fences of an interpreter."""
-    _settle(descriptors)
-    fences.be_readable()
-    fences.offer_to_die(OF_INTERPRETERS)
-    own = (confined_to,) if confined_to else (work or "/", FORKS)
-    fences.enter_landlock((*own, *SHARED_FOLDERS), DEVICES)
-
-
-def _be_steward(descriptor: int, interpreter: int) -> NoReturn:
-    """Introduces itself and the interpreter, and tells who has ended, until nobody is left."""
+    if interpreter == 0:
+        _settle(descriptors[:2])
+        fences.be_readable()
+        fences.offer_to_die(OF_INTERPRETERS)
+        own = (confined_to,) if confined_to else (work or "/", FORKS)
+        fences.enter_landlock((*own, *SHARED_FOLDERS), DEVICES)
+        return
     try:
-        _keep_only(descriptor)
+        _keep_only(descriptors[2])
         reports = _socket(fileno=_FIRST_FREE)
         reports.send(_write_json({"interpreter": interpreter}).encode())
         while True:

