@@ -3,6 +3,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use serde_json::Value;
@@ -14,6 +15,13 @@ use crate::support::{data_folder, skipped};
 
 /// Small packages of nothing but Python, which nothing else in the image needs.
 const SMALL: [&str; 2] = ["six", "iniconfig"];
+
+/// Held by whoever builds and removes images of Docker: while an image is removed, what it has in common with another one that is being built may go with it.
+static BUILDS: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    BUILDS.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// `cellblock image …` with an engine of the tests. The engine is found as its users find it.
 fn image(engine: &TestEngine, arguments: &[&str]) -> Command {
@@ -105,9 +113,9 @@ fn an_image_goes_its_way(engine: &'static TestEngine) {
 
 #[test]
 fn an_image_is_built_by_docker_and_runs_without_rights() {
-    if let Some(docker) = containers::docker() {
-        an_image_goes_its_way(docker);
-    }
+    let Some(docker) = containers::docker() else { return };
+    let _alone = alone();
+    an_image_goes_its_way(docker);
 }
 
 #[test]
@@ -125,6 +133,7 @@ fn an_image_is_built_by_podman_and_runs_without_rights() {
 #[test]
 fn the_same_wish_gives_the_same_layers_when_everything_is_done_again() {
     let Some(docker) = containers::docker() else { return };
+    let _alone = alone();
     let tags = ["cellblock-test-first:1", "cellblock-test-second:1"];
     let made = tags.map(|tag| {
         succeeded(&mut build(docker, tag, &["--no-cache", "--packages", SMALL[0]]));
@@ -145,6 +154,7 @@ fn the_same_wish_gives_the_same_layers_when_everything_is_done_again() {
 #[test]
 fn a_session_runs_in_an_image_that_was_built() {
     let Some(docker) = containers::docker() else { return };
+    let _alone = alone();
     let tag = "cellblock-test-session:1";
     succeeded(&mut build(docker, tag, &["--packages", SMALL[0]]));
     let containers = docker.build().image(tag).start();
@@ -171,6 +181,7 @@ fn the_recipe_is_printed_and_nothing_is_built() {
 #[test]
 fn what_cannot_be_built_is_told_with_a_cure() {
     let Some(docker) = containers::docker() else { return };
+    let _alone = alone();
     let empty = "cellblock-test-empty:1";
     let folder = tempfile::tempdir().unwrap();
     let archive = folder.path().join("empty.tar");
@@ -208,6 +219,7 @@ fn an_image_of_somebody_else_is_not_removed() {
 #[test]
 fn a_build_that_is_cancelled_leaves_no_container_and_no_image() {
     let Some(docker) = containers::docker() else { return };
+    let _alone = alone();
     let (base, tag, user) = ("cellblock-test-slow:1", "cellblock-test-cancelled:1", "61234");
     // A base in which the last step of a build never ends.
     let slow = "import glob\nfor file in glob.glob('/usr/lib/python3*/py_compile.py'): open(file, 'w').write('import time; time.sleep(600)')";
