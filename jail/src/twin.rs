@@ -273,7 +273,7 @@ impl Moment {
             general: general_of(process)?,
             extended,
             blocked: sys::blocked_signals(process)?,
-            // An older kernel does not tell; then the C library goes without.
+            // A kernel that cannot tell has none: parking the zygote made sure of that.
             sequences: sys::restartable_sequences(process).unwrap_or_default(),
             thread_number: sets_number.then_some(call.arguments[registers::THREAD_NUMBER]),
         }))
@@ -308,7 +308,31 @@ impl Twin {
         registers::exchange_call(process, moment.general, libc::SYS_getpid as u64)?;
         sys::resume(process, Resume::ToSystemCall, 0)?;
         watch.expect(process, Stopped::SystemCall, STEP_LIMIT)?;
-        Ok(Twin { pid: process, moment })
+        let twin = Twin { pid: process, moment };
+        twin.unregister_rseq(watch)?;
+        Ok(twin)
+    }
+
+    /// Unregisters the restartable sequences of the zygote, while its memory is still ours. Copies
+    /// inherit that.
+    ///
+    /// Whenever a registered process returns to user mode after it was switched out, the kernel reads
+    /// in its memory where it shall continue. The memory of a twin belongs to a user's code, so a
+    /// registered twin would run whatever that code chose.
+    fn unregister_rseq(&self, watch: &Watch<'_>) -> io::Result<()> {
+        let area = match sys::restartable_sequences(self.pid) {
+            Ok(area) => area,
+            // Nothing to unregister, if the kernel has no restartable sequences at all.
+            Err(error) => match self.call(watch, libc::SYS_rseq, [0; 6]) {
+                Err(absent) if absent.raw_os_error() == Some(libc::ENOSYS) => return Ok(()),
+                _ => return Err(unverified_rseq(error)),
+            },
+        };
+        if area.address != 0 {
+            let (size, signature) = (u64::from(area.size), u64::from(area.signature));
+            self.call(watch, libc::SYS_rseq, [area.address, size, RSEQ_FLAG_UNREGISTER, signature, 0, 0])?;
+        }
+        require_no_rseq(self.pid)
     }
 
     /// Moves large parts of the twin's own memory into a file in memory, mapped privately in the same place.
@@ -400,6 +424,7 @@ impl Twin {
         debug_assert!(first.code.len() as u64 <= SECOND && SECOND + second.code.len() as u64 <= DATA);
 
         set_general(self.pid, self.moment.general.at(scratch))?;
+        require_no_rseq(self.pid)?;
         sys::resume(self.pid, Resume::Freely, 0)?;
         match watch.stop_of(self.pid, STEP_LIMIT)? {
             Stopped::Forked => {}
@@ -426,6 +451,13 @@ impl Twin {
         set_general(child, self.moment.general.at(scratch + SECOND))?;
         run_to_end(watch, child, scratch + SECOND, program)?;
         call(watch, child, &self.moment, libc::SYS_munmap, [scratch, SCRATCH, 0, 0, 0, 0])?;
+        // Last, behind the filters: from here on the memory decides where this process continues.
+        let area = &self.moment.sequences;
+        if area.address != 0 {
+            let (size, signature) = (u64::from(area.size), u64::from(area.signature));
+            // A refusal is the session's own loss: its C library goes without.
+            let _ = call(watch, child, &self.moment, libc::SYS_rseq, [area.address, size, 0, signature, 0, 0]);
+        }
         set_general(child, self.moment.general.returning(0))?;
         sys::write_registers(child, registers::EXTENDED, &self.moment.extended)?;
         sys::block_signals(child, self.moment.blocked)
@@ -529,15 +561,6 @@ impl Twin {
         let null = program.call("open", libc::SYS_openat, &[(libc::AT_FDCWD as u64).into(), path.into(), flags]);
         program.call("dup", libc::SYS_dup, &[null.into()]);
         program.call("dup", libc::SYS_dup, &[null.into()]);
-        let sequences = &self.moment.sequences;
-        if sequences.address != 0 {
-            let (size, signature) = (u64::from(sequences.size), u64::from(sequences.signature));
-            program.attempt(
-                "rseq",
-                libc::SYS_rseq,
-                &[sequences.address.into(), size.into(), 0.into(), signature.into()],
-            );
-        }
         let mut load = |name, steps: &[u8]| {
             let count = (steps.len() / 8) as u64;
             let steps = data.put(steps);
@@ -569,10 +592,31 @@ const CAPABILITY_VERSION_3: u32 = 0x2008_0522;
 
 /// Lets a process run its program, which begins at this address, to the end.
 fn run_to_end(watch: &Watch<'_>, process: Pid, begin: u64, program: &Assembled) -> io::Result<()> {
+    require_no_rseq(process)?;
     sys::resume(process, Resume::Freely, 0)?;
     watch.expect(process, Stopped::Signal(libc::SIGTRAP), STEP_LIMIT)?;
     let ended = general_of(process)?;
     program.ended(ended.instruction().wrapping_sub(begin), ended.result())
+}
+
+/// The flag of `rseq` that ends a registration.
+const RSEQ_FLAG_UNREGISTER: u64 = 1;
+
+/// Refuses a process that has restartable sequences registered: its memory could decide where it
+/// continues.
+fn require_no_rseq(process: Pid) -> io::Result<()> {
+    match sys::restartable_sequences(process) {
+        Ok(area) if area.address == 0 => Ok(()),
+        Ok(_) => Err(io::Error::other("a stopped process has restartable sequences registered")),
+        // No such request: parking has shown that this kernel has no restartable sequences.
+        Err(error) if error.raw_os_error() == Some(libc::EIO) => Ok(()),
+        Err(error) => Err(unverified_rseq(error)),
+    }
+}
+
+fn unverified_rseq(cause: io::Error) -> io::Error {
+    let text = "the kernel does not tell about restartable sequences (it must be 5.13 or newer)";
+    io::Error::new(cause.kind(), format!("{text}: {cause}"))
 }
 
 /// Has a stopped process make one system call at the instruction of its moment, and makes sure that it is that call.
@@ -802,6 +846,51 @@ mod tests {
                 [0, 4096, libc::PROT_READ as u64, (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64, u64::MAX, 0];
             assert!(parked.twin.call(&parked.watch(), libc::SYS_mmap, arguments).is_err(), "{bytes:?}");
         }
+    }
+
+    /// Tells the twin's kernel side, through its memory, to continue elsewhere when it is about to
+    /// make a system call.
+    fn arm_rseq(parked: &Parked) {
+        let area = parked.twin.moment.sequences;
+        assert!(area.address != 0, "the C library of the tests registers restartable sequences");
+        let scratch = parked.twin.scratch(&parked.watch()).unwrap();
+        let handler = scratch + 128;
+        let section: Vec<u8> = [0, parked.twin.moment.enter(), registers::ENTER, handler + 4]
+            .iter()
+            .flat_map(|word: &u64| word.to_ne_bytes())
+            .collect();
+        parked.memory().write_all_at(&section, scratch).unwrap();
+        // The signature that the kernel looks for, then an instruction that only traps.
+        let mut code = area.signature.to_ne_bytes().to_vec();
+        registers::trap(&mut code);
+        parked.memory().write_all_at(&code, handler).unwrap();
+        // `rseq_cs` follows two numbers of processors.
+        parked.memory().write_all_at(&scratch.to_ne_bytes(), area.address + 8).unwrap();
+    }
+
+    #[test]
+    fn restartable_sequences_in_its_memory_do_not_steer_a_twin_or_its_copies() {
+        let parked = Parked::new();
+        arm_rseq(&parked);
+        let number = i64::from(parked.twin.pid.as_raw_pid());
+        assert_eq!(parked.twin.call(&parked.watch(), libc::SYS_getpid, [0; 6]).unwrap(), number);
+        let copy = parked.twin.copy(&parked.watch(), None, true).unwrap();
+        let number = i64::from(copy.pid.as_raw_pid());
+        assert_eq!(copy.call(&parked.watch(), libc::SYS_getpid, [0; 6]).unwrap(), number);
+        copy.end();
+    }
+
+    #[test]
+    fn a_registered_process_is_not_run() {
+        let parked = Parked::new();
+        let area = parked.twin.moment.sequences;
+        require_no_rseq(parked.twin.pid).unwrap();
+        let arguments = [area.address, area.size.into(), 0, area.signature.into(), 0, 0];
+        parked.twin.call(&parked.watch(), libc::SYS_rseq, arguments).unwrap();
+        assert!(parked.run(&Program::default()).unwrap_err().to_string().contains("restartable sequences"));
+        // Control: registered, its memory steers it, so that it no longer makes the call it is asked for.
+        arm_rseq(&parked);
+        assert!(parked.twin.call(&parked.watch(), libc::SYS_getpid, [0; 6]).is_err());
     }
 
     #[test]
