@@ -182,9 +182,9 @@ fn before_its_first_cell_a_session_is_locked_down_as_the_host_sees_it() {
     });
 }
 
-/// Sessions are two pid namespaces deep, the warden and the zygote one.
+/// Sessions are three pid namespaces deep, their family with its twins two, the warden and the zygote one.
 fn is_session(process: &HostProcess) -> bool {
-    process.depth == native::own_depth() + 2
+    process.depth == native::own_depth() + 3
 }
 
 fn marked(mark: &tempfile::TempDir) -> Bind {
@@ -345,12 +345,12 @@ fn an_ordinary_user_gets_the_same_posture() {
 }
 
 /// A user who owns nothing but a folder with copies of the program and of an environment: the checkout may lie where such a user cannot go.
-struct Ordinary {
+pub(crate) struct Ordinary {
     home: tempfile::TempDir,
 }
 
 impl Ordinary {
-    fn new() -> Option<Ordinary> {
+    pub(crate) fn new() -> Option<Ordinary> {
         if !is_root() {
             // The other tests of this file have run as one.
             skipped("root (to become another user)");
@@ -379,7 +379,7 @@ impl Ordinary {
     }
 
     /// The program as this user runs it, with the limits that the expectation is written for.
-    fn command(&self, name: &str) -> Command {
+    pub(crate) fn command(&self, name: &str) -> Command {
         let home = self.home.path();
         let mut command = Command::new(home.join("program"));
         command

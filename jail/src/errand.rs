@@ -186,9 +186,6 @@ fn read(plan: &OwnedFd) -> io::Result<Errand> {
 }
 
 fn become_user(entry: &Entry) -> io::Result<()> {
-    if entry.drop_groups {
-        rustix::thread::set_thread_groups(&[])?;
-    }
     let (uid, gid) = (Uid::from_raw(entry.id), Gid::from_raw(entry.id));
     rustix::thread::set_thread_res_gid(gid, gid, gid)?;
     rustix::thread::set_thread_res_uid(uid, uid, uid)?;

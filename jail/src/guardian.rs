@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::identity::Identity;
 use crate::root::{self, RootError, Tree};
 use crate::sys::{self, Forked};
-use crate::wire::{self, Event, Setup, Slot};
+use crate::wire::{self, Event, FamilyId, Setup};
 use crate::{cgroup, idmap, warden};
 
 /// The argument that makes the server's binary a guardian.
@@ -28,10 +28,10 @@ pub const ARGUMENT: &str = "--cellblock-jail-guardian";
 pub(crate) const NAMESPACES: libc::c_int =
     libc::CLONE_NEWNS | libc::CLONE_NEWPID | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
 
-/// What the warden asks of the guardian, and gets: the operator's mounts for one sandbox.
+/// What the warden asks of the guardian, and gets: the operator's mounts for one family.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct OpenMounts {
-    pub(crate) slot: Slot,
+    pub(crate) family: FamilyId,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -167,10 +167,10 @@ fn watch(lifeline: &OwnedFd, requests: Option<&OwnedFd>, warden: &OwnedFd, setup
             return Ok(());
         }
         if let (Some(requests), Some(true)) = (requests, ready.get(2)) {
-            let Some((OpenMounts { slot }, _)) = wire::receive(requests)? else {
+            let Some((OpenMounts { family }, _)) = wire::receive(requests)? else {
                 return Ok(());
             };
-            let host_id = setup.identity.on_host(slot);
+            let host_id = setup.identity.on_host(family);
             let opened: Result<Vec<Tree>, RootError> =
                 setup.mounts.iter().map(|mount| idmap::open(mount, host_id)).collect();
             match opened {

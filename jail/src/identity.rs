@@ -1,7 +1,8 @@
 //! Which host user a session is.
 //!
 //! A server that runs as root owns a block of unprivileged uids that nothing else on the host uses: number 0 of the block is the warden,
-//! number *n + 1* the session in slot *n*. A server that runs as an ordinary user can only be that user, and its sessions share its uid.
+//! number *n + 1* the sessions of family *n*: one session and everything that was forked from it. A server that runs as an ordinary user can
+//! only be that user, and its sessions share its uid.
 //! A session is never host uid 0.
 
 use std::fs::{self, File, OpenOptions};
@@ -12,12 +13,12 @@ use std::path::Path;
 use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 
-use crate::wire::Slot;
+use crate::wire::FamilyId;
 
 /// The first uid of all blocks. It lies above the ranges that distributions and systemd hand out (up to 1,879,048,191) and below
 /// 2³¹, which old programs take for negative.
 const FIRST_UID: u32 = 1_900_000_000;
-/// Uids in a block: the warden and 1,023 sessions.
+/// Uids in a block: the warden and 1,023 families.
 const BLOCK: u32 = 1024;
 /// Servers that can run side by side.
 const BLOCKS: u32 = 64;
@@ -29,30 +30,30 @@ pub const INSIDE_ID: u32 = 1000;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Identity {
-    /// Each session has a uid of its own from this block.
+    /// Each family of sessions has a uid of its own from this block.
     Block { first: u32, count: u32 },
     /// Every session is the user who runs the server.
     Caller { uid: u32, gid: u32 },
 }
 
 impl Identity {
-    /// Returns the number, in the warden's user namespace, that the session in `slot` runs as.
-    pub fn in_warden(self, slot: Slot) -> u32 {
+    /// Returns the number, in the warden's user namespace, that the sessions of a family run as.
+    pub fn in_warden(self, family: FamilyId) -> u32 {
         match self {
-            Identity::Block { .. } => slot.0 + 1,
+            Identity::Block { .. } => family.0 + 1,
             Identity::Caller { .. } => 0,
         }
     }
 
-    /// Returns the host uid of the session in `slot`.
-    pub fn on_host(self, slot: Slot) -> u32 {
+    /// Returns the host uid of the sessions of a family.
+    pub fn on_host(self, family: FamilyId) -> u32 {
         match self {
-            Identity::Block { first, .. } => first + self.in_warden(slot),
+            Identity::Block { first, .. } => first + self.in_warden(family),
             Identity::Caller { uid, .. } => uid,
         }
     }
 
-    /// Returns how many sandboxes can have an identity.
+    /// Returns how many families can have an identity, and so how many sandboxes there can be.
     pub fn slots(self) -> u32 {
         match self {
             Identity::Block { count, .. } => count - 1,
@@ -119,9 +120,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sessions_of_a_block_have_distinct_host_uids_and_none_is_the_warden() {
+    fn families_of_a_block_have_distinct_host_uids_and_none_is_the_warden() {
         let identity = Identity::Block { first: 1_900_000_000, count: 4 };
-        let uids: Vec<u32> = (0..identity.slots()).map(|slot| identity.on_host(Slot(slot))).collect();
+        let uids: Vec<u32> = (0..identity.slots()).map(|family| identity.on_host(FamilyId(family))).collect();
         assert_eq!(uids, [1_900_000_001, 1_900_000_002, 1_900_000_003]);
     }
 
@@ -136,6 +137,6 @@ mod tests {
     fn an_ordinary_caller_is_the_only_id_in_its_map() {
         let identity = Identity::Caller { uid: 1234, gid: 99 };
         assert_eq!(identity.maps(), ("0 1234 1\n".to_owned(), "0 99 1\n".to_owned()));
-        assert_eq!(identity.on_host(Slot(3)), 1234);
+        assert_eq!(identity.on_host(FamilyId(3)), 1234);
     }
 }

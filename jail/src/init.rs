@@ -1,6 +1,7 @@
 //! The first process of a sandbox.
 //!
-//! It mounts what is private to the sandbox, makes the user namespace, gives up everything, and then only waits: it collects
+//! A family's first process makes it, in new namespaces that belong to the family's user namespace.
+//! It mounts what is private to the sandbox, makes the user namespace of the session, gives up everything, and then only waits: it collects
 //! orphans, and on a word from the warden ends every other process. Being pid 1 of the pid namespace, it cannot be killed from inside,
 //! and its own end takes everything with it.
 //!
@@ -10,11 +11,9 @@
 //!  │ cgroup namespace, network       │
 //!  │───────── "opened" + sockets ───►│   where there is a way out
 //!  │ mounts, rules                   │
-//!  │ user namespace                  │
-//!  │───────── "map me" + rules ─────►│   writes the id maps, opens the seven namespaces
-//!  │◄──────── "mapped" ──────────────│
+//!  │ user namespace with its map     │
 //!  │ lock-down                       │
-//!  │───────── "ready" ──────────────►│
+//!  │── "ready" + namespaces, rules ─►│
 //!  │◄──────── "sweep" ───────────────│   as often as wanted
 //!  │───────── "swept" ──────────────►│
 //! ```
@@ -22,19 +21,18 @@
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::path::Path;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{Mode, OFlags};
-use rustix::mount::{MountAttrFlags, UnmountFlags};
-use rustix::process::{DumpableBehavior, Gid, Uid};
+use rustix::mount::MountAttrFlags;
+use rustix::process::DumpableBehavior;
 use rustix::thread::{CapabilitySet, CapabilitySets, UnshareFlags};
 use seccompiler::SeccompAction;
 use serde::{Deserialize, Serialize};
 
 use crate::identity::INSIDE_ID;
 use crate::network::{self, Door, Doors};
-use crate::root::{self, RootError, Tree};
+use crate::root::{self, RootError};
 use crate::wire::{self, LeftOut, OperatorMount, Scratch};
 use crate::{landlock, sys};
 
@@ -42,12 +40,11 @@ use crate::{landlock, sys};
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "say")]
 pub(crate) enum Word {
-    /// Carries the landlock rules, unless a test left them out.
-    MapMe,
     /// Carries the sockets.
     Opened {
         doors: Vec<Door>,
     },
+    /// Carries the namespaces that interpreters join, in the order of `JOINED`, and the landlock rules unless a test left them out.
     Ready,
     Swept {
         number: u32,
@@ -62,7 +59,6 @@ pub(crate) enum Word {
 #[serde(rename_all = "kebab-case", tag = "say")]
 pub(crate) enum Order {
     Go,
-    Mapped,
     Sweep { number: u32 },
 }
 
@@ -71,10 +67,9 @@ pub(crate) struct Start {
     pub(crate) warden: OwnedFd,
     /// The ways into the sandbox's control group, where a process may enter it by itself.
     pub(crate) doors: Vec<OwnedFd>,
-    pub(crate) mounts: OperatorMounts,
+    /// What stands in the family's root and belongs into this sandbox.
+    pub(crate) mounts: Vec<OperatorMount>,
     pub(crate) scratch: Scratch,
-    /// The session's number in the warden's user namespace.
-    pub(crate) owner: u32,
     pub(crate) private_work_folder: bool,
     pub(crate) network: Option<Doors>,
     /// The number of the first process beside init.
@@ -82,23 +77,14 @@ pub(crate) struct Start {
     pub(crate) leave_out: Vec<LeftOut>,
 }
 
-/// Where the operator's mounts come from.
-pub(crate) enum OperatorMounts {
-    /// Made for this sandbox by the guardian.
-    Given(Vec<Tree>),
-    /// They stand in the warden's root, and so in this copy of it, and move to their place.
-    Standing(Vec<OperatorMount>),
-    /// This sandbox has none. So many may stand in the warden's root, and are taken out of this copy of it.
-    None(usize),
-}
+/// The namespaces an interpreter joins: the pid namespace for its children, then the others, the user namespace last. It makes a cgroup namespace of its
+/// own.
+pub(crate) const JOINED: [&str; 6] = ["pid", "mnt", "net", "ipc", "uts", "user"];
 
 /// Runs init; never returns.
 pub(crate) fn main(mut start: Start) -> ! {
     let mut kept = vec![0, 1, 2, start.warden.as_raw_fd()];
     kept.extend(start.doors.iter().map(AsRawFd::as_raw_fd));
-    if let OperatorMounts::Given(mounts) = &start.mounts {
-        kept.extend(mounts.iter().map(|mount| mount.as_mount().as_raw_fd()));
-    }
     sys::close_all_but(&kept);
     let status = match build(&mut start) {
         Ok(()) => {
@@ -147,52 +133,47 @@ fn build(start: &mut Start) -> Result<(), InitError> {
     }
     step("check the network", network::leads_nowhere(start.network.as_ref()))?;
 
-    // The warden's /proc shows the processes of all sandboxes and goes away; a handle on it stays for one last write below.
+    // The /proc of the family's root shows no process. A handle on it stays for two settings of the kernel; the new one is put over it.
     let outer_proc = step(
         "open the outer /proc",
         rustix::fs::open("/proc", OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()),
     )?;
     begin_counting(&outer_proc, start.first_process);
     let processes = step("make a /proc", root::process_file_system())?;
-    step("remove the outer /proc", rustix::mount::unmount("/proc", UnmountFlags::DETACH))?;
     step("mount /proc", root::attach(&processes, "/proc"))?;
     if !start.leave_out.contains(&LeftOut::ReadOnlyMounts) {
         step("cover the rest of /proc", root::cover_proc())?;
     }
     mount_scratch(start)?;
-    match &start.mounts {
-        OperatorMounts::Given(mounts) => {
-            // The place of a mount may have to be made in an id-mapped workspace, in which only the session's user exists.
-            sys::use_files_as(start.owner);
-            let attached = mounts.iter().try_for_each(|mount| mount.attach_below(Path::new("/")));
-            sys::use_files_as(0);
-            attached?;
-            // The change of user made this process unreadable; but the warden must write its id maps.
-            step("become readable", rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable))?;
-        }
-        OperatorMounts::Standing(mounts) => root::move_standing_mounts(mounts)?,
-        OperatorMounts::None(count) => root::remove_standing_mounts(*count),
-    }
+    root::place_standing_mounts(&start.mounts)?;
     let rules = if start.leave_out.contains(&LeftOut::Landlock) { None } else { Some(landlock::ruleset()?) };
 
-    // Every mount above belongs to the warden's user namespace. From here on this process, and every interpreter that joins it, is in a
+    // Every mount above belongs to the family's user namespace. From here on this process, and every interpreter that joins it, is in a
     // user namespace that owns none of them.
-    step("make a user namespace", sys::unshare(UnshareFlags::NEWUSER))?;
-    let attached: Vec<_> = rules.iter().map(|rules| rules.as_fd()).collect();
-    step("ask for id maps", wire::send(&start.warden, &Word::MapMe, &attached))?;
-    await_order(&start.warden, |order| matches!(order, Order::Mapped))?;
+    make_user_namespace()?;
     forbid_user_namespaces(&outer_proc)?;
     drop(outer_proc);
-    drop(rules);
+    let namespaces = JOINED.map(|name| File::open(format!("/proc/self/ns/{name}")));
+    let namespaces = step("open the namespaces", namespaces.into_iter().collect::<io::Result<Vec<_>>>())?;
 
-    let (uid, gid) = (Uid::from_raw(INSIDE_ID), Gid::from_raw(INSIDE_ID));
-    step("become the session's group", rustix::thread::set_thread_res_gid(gid, gid, gid))?;
-    step("become the session's user", rustix::thread::set_thread_res_uid(uid, uid, uid))?;
     step("give up capabilities", give_up_capabilities())?;
     // Otherwise a session of the same uid could read this process's memory, which is a copy of the warden's.
     step("become unreadable", rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable))?;
     seccompiler::apply_filter(&own_filter()).map_err(InitError::Seccomp)?;
-    step("report", wire::send(&start.warden, &Word::Ready, &[]))
+    let passed: Vec<_> = namespaces.iter().map(AsFd::as_fd).chain(rules.iter().map(AsFd::as_fd)).collect();
+    step("report", wire::send(&start.warden, &Word::Ready, &passed))
+}
+
+/// Makes the session's user namespace and maps the one user that the family has into it.
+fn make_user_namespace() -> Result<(), InitError> {
+    // The files below belong to whoever may read this process.
+    step("become readable", rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable))?;
+    step("make a user namespace", sys::unshare(UnshareFlags::NEWUSER))?;
+    let map = format!("{INSIDE_ID} {INSIDE_ID} 1\n");
+    // The kernel's condition for a process that maps its own group.
+    step("give up the right to change groups", std::fs::write("/proc/self/setgroups", "deny"))?;
+    step("map the session's user", std::fs::write("/proc/self/uid_map", &map))?;
+    step("map the session's group", std::fs::write("/proc/self/gid_map", &map))
 }
 
 fn await_order(warden: &OwnedFd, expected: fn(&Order) -> bool) -> Result<(), InitError> {
@@ -206,7 +187,7 @@ fn mount_scratch(start: &Start) -> Result<(), InitError> {
     let bytes = start.scratch.bytes.to_string();
     let files = start.scratch.files.to_string();
     let shared = start.scratch.shared_memory.to_string();
-    let owner = start.owner.to_string();
+    let owner = INSIDE_ID.to_string();
     let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
     let folder = |mode: &str, size: &str| {
         let options = [
@@ -221,8 +202,6 @@ fn mount_scratch(start: &Start) -> Result<(), InitError> {
     let temporary = step("make /tmp", folder("1777", &bytes))?;
     step("mount /tmp", root::attach(&temporary, "/tmp"))?;
     step("make the home folder", rustix::fs::mkdir(root::HOME, Mode::from(0o700)))?;
-    let (uid, gid) = (Uid::from_raw(start.owner), Gid::from_raw(start.owner));
-    step("give the home folder away", rustix::fs::chown(root::HOME, Some(uid), Some(gid)))?;
     let shm = step("make /dev/shm", folder("1777", &shared))?;
     step("mount /dev/shm", root::attach(&shm, "/dev/shm"))?;
     if start.private_work_folder {

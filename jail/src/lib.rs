@@ -4,7 +4,8 @@
 //! server ──lifeline──► guardian          outside; watches the server, makes id-mapped mounts when it is root
 //!    │                    └─ warden      pid 1 of its own namespaces, in a user namespace without host root
 //!    └────commands────────►  ├─ zygote   warm Python; forks, and never runs a user's byte
-//!                            └─ init…    pid 1 of each sandbox; the forked interpreters enter beside it
+//!                            └─ family…  a user namespace around one session and its forks; all their processes are in it
+//!                                └─ init…  pid 1 of each sandbox; the forked interpreters enter beside it
 //! ```
 //!
 //! The server starts the guardian as a fresh process of the same binary (`guardian::main`), because this work needs a single thread.
@@ -19,6 +20,7 @@
 pub mod cgroup;
 pub mod doors;
 mod errand;
+mod family;
 pub mod guardian;
 pub mod identity;
 mod idmap;

@@ -46,6 +46,8 @@ pub enum Fault {
     Seccomp(u32, u32),
     #[error("it shares the {0} namespace with {1}")]
     Shared(&'static str, &'static str),
+    #[error("it is not in {0}, a namespace of its sandbox")]
+    Elsewhere(String),
 }
 
 /// What must be true of a session.
@@ -90,8 +92,9 @@ impl Posture {
         })
     }
 
-    /// Returns the first fact that is wrong. `host` is the posture of the server itself, `warm` that of the warm interpreter.
-    pub fn fault(&self, expected: &Expected, host: &Posture, warm: &Posture) -> Option<Fault> {
+    /// Returns the first fact that is wrong. `host` is the posture of the server itself, `warm` that of the warm interpreter, `home` are the
+    /// namespaces of its sandbox.
+    pub fn fault(&self, expected: &Expected, host: &Posture, warm: &Posture, home: &[PathBuf]) -> Option<Fault> {
         if let Some(uid) = self.uids.iter().find(|uid| **uid != expected.host_uid || **uid == 0) {
             return Some(Fault::User(*uid, expected.host_uid));
         }
@@ -116,7 +119,10 @@ impl Posture {
         let with_host =
             NAMESPACES.into_iter().find(|name| shares(name, host)).map(|name| Fault::Shared(name, "the host"));
         let with_warm = || NAMESPACES.into_iter().find(|name| shares(name, warm));
-        with_host.or_else(|| with_warm().map(|name| Fault::Shared(name, "the warm interpreter")))
+        let elsewhere = || home.iter().find(|namespace| !self.namespaces.values().any(|own| own == *namespace));
+        with_host
+            .or_else(|| with_warm().map(|name| Fault::Shared(name, "the warm interpreter")))
+            .or_else(|| elsewhere().map(|namespace| Fault::Elsewhere(namespace.display().to_string())))
     }
 }
 
@@ -132,6 +138,10 @@ mod tests {
         let mut posture = Posture::parse(STATUS).unwrap();
         posture.namespaces = NAMESPACES.iter().map(|name| (*name, PathBuf::from("inside"))).collect();
         posture
+    }
+
+    fn home() -> Vec<PathBuf> {
+        vec![PathBuf::from("inside")]
     }
 
     fn host() -> Posture {
@@ -153,7 +163,7 @@ mod tests {
 
     #[test]
     fn a_locked_down_process_has_no_fault() {
-        assert_eq!(locked_down().fault(&EXPECTED, &host(), &warm()), None);
+        assert_eq!(locked_down().fault(&EXPECTED, &host(), &warm(), &home()), None);
     }
 
     #[test]
@@ -161,7 +171,7 @@ mod tests {
         let weaken = |change: fn(&mut Posture)| {
             let mut posture = locked_down();
             change(&mut posture);
-            posture.fault(&EXPECTED, &host(), &warm())
+            posture.fault(&EXPECTED, &host(), &warm(), &home())
         };
         assert!(matches!(weaken(|posture| posture.uids[3] = 0), Some(Fault::User(0, _))));
         assert!(matches!(weaken(|posture| posture.uids[1] = 1000), Some(Fault::User(1000, _))));
@@ -170,7 +180,7 @@ mod tests {
         for set in 0..5 {
             let mut posture = locked_down();
             posture.capabilities[set] = 1;
-            assert_eq!(posture.fault(&EXPECTED, &host(), &warm()), Some(Fault::Capabilities));
+            assert_eq!(posture.fault(&EXPECTED, &host(), &warm(), &home()), Some(Fault::Capabilities));
         }
         assert_eq!(weaken(|posture| posture.no_new_privileges = false), Some(Fault::NewPrivileges));
         assert_eq!(weaken(|posture| posture.leads_session = false), Some(Fault::Group));
@@ -180,9 +190,11 @@ mod tests {
             for (place, with) in [("host", "the host"), ("warm", "the warm interpreter")] {
                 let mut posture = locked_down();
                 posture.namespaces.insert(name, PathBuf::from(place));
-                assert_eq!(posture.fault(&EXPECTED, &host(), &warm()), Some(Fault::Shared(name, with)));
+                assert_eq!(posture.fault(&EXPECTED, &host(), &warm(), &home()), Some(Fault::Shared(name, with)));
             }
         }
+        let fault = locked_down().fault(&EXPECTED, &host(), &warm(), &["inside".into(), "another sandbox".into()]);
+        assert_eq!(fault, Some(Fault::Elsewhere("another sandbox".to_owned())));
     }
 
     #[test]
@@ -190,7 +202,7 @@ mod tests {
         let mut posture = locked_down();
         posture.uids = [0; 4];
         assert!(matches!(
-            posture.fault(&Expected { host_uid: 0, ..EXPECTED }, &host(), &warm()),
+            posture.fault(&Expected { host_uid: 0, ..EXPECTED }, &host(), &warm(), &home()),
             Some(Fault::User(0, 0))
         ));
     }

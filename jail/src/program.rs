@@ -37,7 +37,6 @@ struct Step {
     name: &'static str,
     number: i64,
     arguments: [Argument; 6],
-    must_succeed: bool,
 }
 
 /// A program as bytes, and where in them each step traps.
@@ -53,25 +52,13 @@ impl Program {
         Program { without: names.to_vec(), ..Program::default() }
     }
 
-    /// Adds a call that must succeed.
+    /// Adds a call. A failure ends the program.
     pub(crate) fn call(&mut self, name: &'static str, number: i64, arguments: &[Argument]) -> Outcome {
-        self.add(name, number, arguments, true)
-    }
-
-    /// Adds a call whose failure is an answer.
-    pub(crate) fn attempt(&mut self, name: &'static str, number: i64, arguments: &[Argument]) -> Outcome {
-        self.add(name, number, arguments, false)
-    }
-
-    fn add(&mut self, name: &'static str, number: i64, arguments: &[Argument], must_succeed: bool) -> Outcome {
         let mut all = [Argument::Value(0); 6];
         all[..arguments.len()].copy_from_slice(arguments);
-        if self.without.iter().any(|left_out| left_out == name) {
-            // A question that is always answered takes its place.
-            self.steps.push(Step { name, number: libc::SYS_getpid, arguments: all, must_succeed });
-        } else {
-            self.steps.push(Step { name, number, arguments: all, must_succeed });
-        }
+        let is_left_out = self.without.iter().any(|left_out| left_out == name);
+        // A question that is always answered takes the place of a step that is left out.
+        self.steps.push(Step { name, number: if is_left_out { libc::SYS_getpid } else { number }, arguments: all });
         Outcome(self.steps.len() as u32 - 1)
     }
 
@@ -87,7 +74,7 @@ impl Program {
         registers::begin(&mut code, results);
         for (index, step) in self.steps.iter().enumerate() {
             let number = step.number.cast_unsigned();
-            registers::call(&mut code, number, &step.arguments, index as u32 * 8, step.must_succeed);
+            registers::call(&mut code, number, &step.arguments, index as u32 * 8);
             traps.push((code.len() as u64, step.name));
         }
         let end = code.len() as u64;
@@ -161,17 +148,5 @@ mod tests {
         let numbers = |program: &Program| program.steps.iter().map(|step| step.number).collect::<Vec<_>>();
         assert_eq!(numbers(&whole), [libc::SYS_getpid, libc::SYS_close, libc::SYS_close]);
         assert_eq!(numbers(&without), [libc::SYS_getpid, libc::SYS_getpid, libc::SYS_close]);
-    }
-
-    #[test]
-    fn only_a_call_that_must_succeed_has_a_trap_of_its_own() {
-        let length = |add: fn(&mut Program) -> Outcome| {
-            let mut program = Program::default();
-            add(&mut program);
-            program.assemble(0).code.len()
-        };
-        let called = length(|program| program.call("step", libc::SYS_getpid, &[]));
-        let attempted = length(|program| program.attempt("step", libc::SYS_getpid, &[]));
-        assert!(attempted < called, "{attempted} {called}");
     }
 }

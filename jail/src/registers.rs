@@ -119,8 +119,8 @@ mod x86_64 {
         code.extend(results.to_le_bytes());
     }
 
-    /// One system call; its result goes to the table. With `must_succeed` a failure runs into a trap.
-    pub(crate) fn call(code: &mut Vec<u8>, number: u64, arguments: &[Argument; 6], result: u32, must_succeed: bool) {
+    /// One system call; its result goes to the table. A failure runs into a trap.
+    pub(crate) fn call(code: &mut Vec<u8>, number: u64, arguments: &[Argument; 6], result: u32) {
         /// rdi, rsi, rdx, r10, r8, r9: how each is loaded with a number, and from the table.
         const LOADS: [([u8; 2], [u8; 4]); 6] = [
             ([0x48, 0xbf], [0x49, 0x8b, 0xbc, 0x24]),
@@ -147,11 +147,9 @@ mod x86_64 {
         code.extend([0x0f, 0x05]);
         code.extend([0x49, 0x89, 0x84, 0x24]);
         code.extend(result.to_le_bytes());
-        if must_succeed {
-            // test rax, rax; jns over the trap
-            code.extend([0x48, 0x85, 0xc0, 0x79, 0x01]);
-            trap(code);
-        }
+        // test rax, rax; jns over the trap
+        code.extend([0x48, 0x85, 0xc0, 0x79, 0x01]);
+        trap(code);
     }
 
     pub(crate) fn trap(code: &mut Vec<u8>) {
@@ -205,7 +203,7 @@ mod aarch64 {
         load(code, TABLE, results);
     }
 
-    pub(crate) fn call(code: &mut Vec<u8>, number: u64, arguments: &[Argument; 6], result: u32, must_succeed: bool) {
+    pub(crate) fn call(code: &mut Vec<u8>, number: u64, arguments: &[Argument; 6], result: u32) {
         for (register, argument) in (0..).zip(arguments) {
             match argument {
                 Argument::Value(value) => load(code, register, *value),
@@ -219,11 +217,9 @@ mod aarch64 {
         // svc 0; str to the table
         code.extend(0xd400_0001_u32.to_le_bytes());
         code.extend((0xf900_0000 | (result / 8) << 10 | TABLE << 5).to_le_bytes());
-        if must_succeed {
-            // tbz x0, 63: over the trap
-            code.extend((0xb6f8_0000_u32 | 2 << 5).to_le_bytes());
-            trap(code);
-        }
+        // tbz x0, 63: over the trap
+        code.extend((0xb6f8_0000_u32 | 2 << 5).to_le_bytes());
+        trap(code);
     }
 
     pub(crate) fn trap(code: &mut Vec<u8>) {

@@ -2,7 +2,8 @@
 //!
 //! The warden builds one root on a memory file system: the host's system folders and the Python environment bound read-only, a small
 //! `/etc` of our own, five harmless devices. It then makes that root its own, so the host's files are gone for everything below
-//! it. Each sandbox starts from a copy of the warden's mounts and adds what is private to it: `/work`, `/tmp`, `/dev/shm`, `/proc`.
+//! it. Each family starts from a copy of the warden's mounts, with the operator's mounts of that family. Each sandbox starts from a copy of
+//! its family's, in which the kernel has locked everything, and adds what is private to it: `/work`, `/tmp`, `/dev/shm`, `/proc`.
 //!
 //! Host paths are opened as detached mounts first (`open_all`), by whoever may: root before it gives up its rights, an ordinary user
 //! inside its own user namespace.
@@ -17,9 +18,10 @@ use rustix::fs::CWD;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags,
 };
+use rustix::process::WaitOptions;
 
-use crate::sys::{self, MountAttributes};
-use crate::wire::{Bind, LeftOut, OperatorMount};
+use crate::sys::{self, Forked, MountAttributes};
+use crate::wire::{self, Bind, LeftOut, OperatorMount};
 
 /// The working folder of every session.
 pub const WORK: &str = "/work";
@@ -179,20 +181,44 @@ fn is_folder(mount: &OwnedFd) -> io::Result<bool> {
     Ok(rustix::fs::FileType::from_raw_mode(found.st_mode).is_dir())
 }
 
-/// Where mounts of the operator stand in the warden's root until a sandbox takes its copy.
+/// Where mounts of the operator stand in the root of the warden or of a family until a sandbox takes its copy.
+const STANDING: &str = "/var/mounts";
+
 fn standing_place(index: usize) -> PathBuf {
-    Path::new("/var/mounts").join(index.to_string())
+    Path::new(STANDING).join(index.to_string())
 }
 
-/// Moves the operator's mounts from where they stand to their places.
-pub(crate) fn move_standing_mounts(mounts: &[OperatorMount]) -> Result<(), RootError> {
-    for (index, mount) in mounts.iter().enumerate() {
-        let place = standing_place(index);
-        let standing = rustix::mount::open_tree(CWD, &place, OpenTreeFlags::OPEN_TREE_CLOEXEC)
-            .map_err(|cause| RootError::new("could not take the operator's mount", cause))?;
-        Tree::from_guardian(mount, standing).attach_below(Path::new("/"))?;
+/// Puts the operator's mounts, as the guardian opened them for a family, to where its sandboxes find them.
+///
+/// They stand in a mount namespace of the warden's, so that the kernel locks them and their attributes in every copy: a process with all rights
+/// in the family could otherwise make a read-only mount writable.
+pub(crate) fn stand_mounts(trees: &[Tree]) -> Result<(), RootError> {
+    if trees.is_empty() {
+        return Ok(());
+    }
+    let failed = |cause: io::Error| RootError::new("could not make room for the operator's mounts", cause);
+    let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
+    let room = memory_file_system(&[("mode", "0755"), ("size", "64k")], attributes).map_err(failed)?;
+    attach(&room, STANDING).map_err(failed)?;
+    for (index, tree) in trees.iter().enumerate() {
+        tree.attach_at(Path::new("/"), &standing_place(index))?;
     }
     Ok(())
+}
+
+/// Copies the operator's mounts from where they stand to their places, and hides where they stand.
+pub(crate) fn place_standing_mounts(mounts: &[OperatorMount]) -> Result<(), RootError> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_RECURSIVE;
+    for (index, mount) in mounts.iter().enumerate() {
+        let copy = rustix::mount::open_tree(CWD, standing_place(index), flags)
+            .map_err(|cause| RootError::new("could not take the operator's mount", cause))?;
+        Tree::from_guardian(mount, copy).attach_below(Path::new("/"))?;
+    }
+    if mounts.is_empty() {
+        return Ok(());
+    }
+    rustix::mount::mount_bind("/var/empty", STANDING)
+        .map_err(|cause| RootError::new("could not hide where the operator's mounts stand", cause))
 }
 
 /// Takes the operator's mounts out of this copy of the warden's root.
@@ -257,6 +283,28 @@ pub(crate) fn process_file_system() -> io::Result<OwnedFd> {
     Ok(rustix::mount::fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
 }
 
+/// Makes a detached `/proc` of a pid namespace that has ended: it shows no process, now or later.
+fn empty_process_file_system() -> io::Result<OwnedFd> {
+    let (ours, theirs) = wire::pair()?;
+    let child = match sys::clone_process(libc::CLONE_NEWPID)? {
+        Forked::Child => {
+            let made = process_file_system().and_then(|mount| wire::send(&theirs, &(), &[mount.as_fd()]));
+            sys::exit_now(i32::from(made.is_err()));
+        }
+        Forked::Parent(child) => child,
+    };
+    drop(theirs);
+    let made = wire::receive::<()>(&ours);
+    let _ = rustix::process::waitpid(Some(child), WaitOptions::empty());
+    made?.and_then(|((), mut mounts)| mounts.pop()).ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+}
+
+/// Takes the warden's `/proc`, which shows all families, out of this copy of its root.
+pub(crate) fn remove_warden_proc() -> Result<(), RootError> {
+    rustix::mount::unmount("/proc", UnmountFlags::DETACH)
+        .map_err(|cause| RootError::new("could not remove the warden's /proc", cause))
+}
+
 /// Puts a detached mount onto an existing place.
 pub(crate) fn attach(mount: impl AsFd, place: &str) -> io::Result<()> {
     rustix::mount::move_mount(mount, "", CWD, place, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?;
@@ -277,7 +325,7 @@ pub(crate) fn become_root(trees: &[Tree], standing: &[Tree], leave_out: &[LeftOu
         memory_file_system(&[("mode", "0755"), ("size", "4m"), ("nr_inodes", "4k")], attributes).map_err(failed)?;
     attach(&root, "/tmp").map_err(failed)?;
 
-    for folder in ["etc/ssl", "dev/shm", "proc", "tmp", "work", "var/empty"] {
+    for folder in ["etc/ssl", "dev/shm", "proc", "tmp", "work", "var/empty", "var/mounts"] {
         fs::create_dir_all(place.join(folder)).map_err(failed)?;
     }
     for (path, content) in ETC {
@@ -304,10 +352,11 @@ pub(crate) fn become_root(trees: &[Tree], standing: &[Tree], leave_out: &[LeftOu
     for (index, tree) in standing.iter().enumerate() {
         tree.attach_at(place, &standing_place(index))?;
     }
-    // The warden needs its own /proc to write the id maps of its sandboxes, and the kernel lets a user namespace mount /proc only
-    // where a whole one is already visible.
-    let processes = process_file_system().map_err(|cause| RootError::new("could not mount /proc", cause))?;
-    attach(&processes, "/tmp/proc").map_err(failed)?;
+    // The warden needs its own /proc. Families take it out of their copy and find below it one without processes: the kernel lets a user
+    // namespace mount /proc only where a whole one is visible.
+    let no_proc = |cause: io::Error| RootError::new("could not mount /proc", cause);
+    attach(&empty_process_file_system().map_err(no_proc)?, "/tmp/proc").map_err(failed)?;
+    attach(&process_file_system().map_err(no_proc)?, "/tmp/proc").map_err(failed)?;
 
     rustix::process::chdir(place).map_err(|cause| failed(cause.into()))?;
     // With both arguments the same, the old root lies on top of the new one and is taken away in the next step.

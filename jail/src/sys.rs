@@ -36,15 +36,6 @@ pub(crate) fn unshare(flags: UnshareFlags) -> io::Result<()> {
     unsafe { rustix::thread::unshare_unsafe(flags) }.map_err(io::Error::from)
 }
 
-/// Makes this process create and open files as this user and group, and as itself in everything else. The kernel gives no error; who may
-/// not do this goes on as before.
-pub(crate) fn use_files_as(id: u32) {
-    // SAFETY: changes a credential of the one thread of this process and touches no memory.
-    unsafe { libc::setfsgid(id) };
-    // SAFETY: as above.
-    unsafe { libc::setfsuid(id) };
-}
-
 /// `struct mount_attr` of the kernel.
 #[repr(C)]
 #[derive(Default)]

@@ -3,33 +3,31 @@
 //! It is one loop over commands from the server, words of the zygote and of the inits of sandboxes, and the ends of interpreters. It decides nothing by
 //! itself; it carries out commands and reports what happened. In its user namespace it is root, on the host it is nobody.
 //!
-//! A sandbox goes `Waiting → Building → Mapped → Ready`, and at any time to its end. What it sends to the server carries the slot, so that
-//! the server can have several on the way.
+//! Each sandbox belongs to a family (`family`), which the first of them makes and the last of them ends. What is sent to the server carries the slot, so
+//! that the server can have several on the way.
 //!
 //! The warden holds every twin (`twin`). An interpreter that is to be copied is watched on its way to its branch point, stop by stop, between everything
 //! else: what it does is up to a user's code, and nobody waits for it here.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::PathBuf;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{DumpableBehavior, Pid, PidfdFlags, Signal, WaitOptions};
 
 use crate::errand::{self, Luggage, Place};
+use crate::family::{Family, OperatorMounts, Word as FamilyWord};
 use crate::guardian::{self, OpenMounts, OpenedMounts};
 use crate::identity::INSIDE_ID;
-use crate::init::{self, OperatorMounts, Order, Word as InitWord};
+use crate::init::{JOINED, Order, Word as InitWord};
 use crate::root::{self, RootError, Tree};
 use crate::seccomp::{self, Filters};
 use crate::sys::{self, Forked};
 use crate::twin::{Approach, Entry, Moment, Stopped, Twin, Watch, Way};
-use crate::wire::{self, BEGINNING, Command, Event, Generation, LeftOut, Origin, Programs, Setup, Slot};
+use crate::wire::{self, BEGINNING, Command, Event, FamilyId, Generation, LeftOut, Origin, Programs, Setup, Slot};
 use crate::zygote::{Word as ZygoteWord, Zygote};
-
-/// The namespaces an interpreter joins: the pid namespace for its children, then the others, the user namespace last. It makes a cgroup namespace of its
-/// own, because a fork is in another control group than the init of its sandbox.
-const JOINED: [&str; 6] = ["pid", "mnt", "net", "ipc", "uts", "user"];
 
 /// Chosen first when memory runs out: checkpoints that are not the newest, then live sessions, then anything else. The newest checkpoint is what is left of a
 /// session that used too much.
@@ -49,9 +47,11 @@ pub(crate) struct Start {
 }
 
 struct Sandbox {
-    init: Pid,
+    family: FamilyId,
+    /// Readable when the init has ended. `None` until the family has made it.
+    init: Option<OwnedFd>,
     orders: OwnedFd,
-    /// Open from the moment the sandbox is mapped.
+    /// Open from the moment the sandbox is ready.
     namespaces: Vec<OwnedFd>,
     rules: Option<OwnedFd>,
     interpreter: Option<Live>,
@@ -60,8 +60,10 @@ struct Sandbox {
     errands: BTreeMap<u32, Pid>,
     /// False once the other end of `orders` is closed.
     listening: bool,
-    /// False once the init was collected. The sandbox is told to be gone when nothing of it is left.
+    /// False once the init has ended. The sandbox is told to be gone when nothing of it is left.
     standing: bool,
+    /// The server wants it gone.
+    unwanted: bool,
 }
 
 /// A live interpreter.
@@ -76,8 +78,6 @@ struct Live {
     waits: bool,
     /// On its way to the branch point where this checkpoint is made.
     approach: Option<(u32, Approach)>,
-    /// Its end was noticed, and its twin has been ended, so that the kernel hands it over to this process.
-    ended: bool,
 }
 
 struct Warden {
@@ -86,6 +86,7 @@ struct Warden {
     entry: Entry,
     /// The pid namespace that this process is the first of.
     pid_namespace: OwnedFd,
+    families: BTreeMap<FamilyId, Family>,
     commands: OwnedFd,
     mounts_from_guardian: Option<OwnedFd>,
     children: OwnedFd,
@@ -100,7 +101,9 @@ struct Warden {
 struct Ready {
     commands: bool,
     zygotes: Vec<Pid>,
+    families: Vec<FamilyId>,
     inits: Vec<Slot>,
+    ended_inits: Vec<Slot>,
     ended: Vec<Slot>,
 }
 
@@ -150,6 +153,7 @@ fn run(start: Start) -> Result<(), RootError> {
         commands: start.commands,
         mounts_from_guardian: start.mounts_from_guardian,
         zygotes: Vec::new(),
+        families: BTreeMap::new(),
         sandboxes: BTreeMap::new(),
         ending: HashMap::new(),
         setup: start.setup,
@@ -164,7 +168,6 @@ fn entry(setup: &Setup, filters: &Filters) -> Entry {
     Entry {
         rlimits: setup.rlimits.iter().map(|limit| limit.within_the_hosts()).collect(),
         id: INSIDE_ID,
-        drop_groups: matches!(setup.identity, crate::identity::Identity::Block { .. }),
         closing_filter: if without_filters { Vec::new() } else { filters.closing_bytes() },
         still_filter: if without_filters { Vec::new() } else { filters.still_bytes() },
         // The newest that this was written for; the posture shows if the kernel knows more.
@@ -186,7 +189,7 @@ fn become_warden_root(setup: &Setup) -> io::Result<()> {
     }
     rustix::thread::set_thread_res_gid(gid, gid, gid)?;
     rustix::thread::set_thread_res_uid(uid, uid, uid)?;
-    // The change of user made this process, and every init forked from it, unreadable; but it must write the id maps of its inits.
+    // The change of user made this process, and everything forked from it, unreadable; but it must write the id maps of families.
     rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?;
     Ok(())
 }
@@ -210,11 +213,17 @@ impl Warden {
             for zygote in ready.zygotes {
                 self.hear_zygote(zygote)?;
             }
+            for family in ready.families {
+                self.hear_family(family)?;
+            }
             for slot in ready.inits {
                 self.hear_init(slot)?;
             }
             for slot in ready.ended {
-                self.end_twin_of(slot);
+                self.interpreter_ended(slot)?;
+            }
+            for slot in ready.ended_inits {
+                self.init_ended(slot)?;
             }
             // Always: waiting for a twin reads the descriptor that tells about others too.
             self.collect_children()?;
@@ -226,11 +235,16 @@ impl Warden {
         let zygotes = || self.zygotes.iter().filter(|zygote| zygote.listening);
         let mut events = vec![PollFd::new(&self.commands, PollFlags::IN), PollFd::new(&self.children, PollFlags::IN)];
         events.extend(zygotes().map(|zygote| PollFd::new(&zygote.socket, PollFlags::IN)));
+        let families = || self.families.iter().filter(|(_, family)| family.listening);
+        events.extend(families().map(|(_, family)| PollFd::new(&family.socket, PollFlags::IN)));
         events.extend(listening().map(|(_, sandbox)| PollFd::new(&sandbox.orders, PollFlags::IN)));
-        let interpreters = || {
-            let live = self.sandboxes.iter().filter_map(|(slot, sandbox)| Some((slot, sandbox.interpreter.as_ref()?)));
-            live.filter(|(_, live)| !live.ended)
+        let inits = || {
+            let standing = self.sandboxes.iter().filter(|(_, sandbox)| sandbox.standing);
+            standing.filter_map(|(slot, sandbox)| Some((slot, sandbox.init.as_ref()?)))
         };
+        events.extend(inits().map(|(_, init)| PollFd::new(init, PollFlags::IN)));
+        let interpreters =
+            || self.sandboxes.iter().filter_map(|(slot, sandbox)| Some((slot, sandbox.interpreter.as_ref()?)));
         events.extend(interpreters().map(|(_, live)| PollFd::new(&live.handle, PollFlags::IN)));
         loop {
             match rustix::event::poll(&mut events, None) {
@@ -245,7 +259,9 @@ impl Warden {
         Ok(Ready {
             commands,
             zygotes: zygotes().filter(|_| next()).map(|zygote| zygote.pid).collect(),
+            families: families().filter(|_| next()).map(|(family, _)| *family).collect(),
             inits: listening().filter(|_| next()).map(|(slot, _)| *slot).collect(),
+            ended_inits: inits().filter(|_| next()).map(|(slot, _)| *slot).collect(),
             ended: interpreters().filter(|_| next()).map(|(slot, _)| *slot).collect(),
         })
     }
@@ -253,9 +269,13 @@ impl Warden {
     fn carry_out(&mut self, command: Command, descriptors: Vec<OwnedFd>) -> io::Result<()> {
         match command {
             Command::Warm => self.warm(),
-            Command::Prepare { slot, apart } => match self.prepare(slot, apart, descriptors) {
-                Ok(init) => self.tell(&Event::Created { slot }, &[&init]),
-                Err(error) => self.tell(&Event::Failed { slot, why: guardian::chain(&error) }, &[]),
+            Command::Prepare { slot, family, apart } => match self.prepare(slot, family, apart, &descriptors) {
+                // The family tells when the init exists.
+                Ok(()) => Ok(()),
+                Err(error) => {
+                    self.end_family_without_members(family);
+                    self.tell(&Event::Failed { slot, why: guardian::chain(&error) }, &[])
+                }
             },
             Command::Proceed { slot } => self.order(slot, &Order::Go),
             Command::Sweep { slot, number } => self.order(slot, &Order::Sweep { number }),
@@ -328,53 +348,40 @@ impl Warden {
         }
     }
 
-    fn prepare(&mut self, slot: Slot, apart: bool, doors: Vec<OwnedFd>) -> Result<OwnedFd, RootError> {
-        let mounts = if apart { OperatorMounts::None(self.setup.mounts.len()) } else { self.operator_mounts(slot)? };
-        let failed = |cause: io::Error| RootError::new("could not make the sandbox's namespaces", cause);
-        let (orders, theirs) = wire::pair().map_err(failed)?;
-        match sys::clone_process(guardian::NAMESPACES).map_err(failed)? {
-            Forked::Child => init::main(init::Start {
-                warden: theirs,
-                doors,
-                mounts,
-                scratch: self.setup.scratch,
-                owner: self.setup.identity.in_warden(slot),
-                // Below the least limit that kernels have, with room for some processes until the next sandbox's numbers.
-                first_process: 16 + slot.0 % 1024 * 16,
-                private_work_folder: apart
-                    || !self.setup.mounts.iter().any(|mount| mount.inside.as_os_str() == root::WORK),
-                network: self.setup.doors.clone(),
-                leave_out: self.setup.leave_out.clone(),
-            }),
-            Forked::Parent(init) => {
-                let handle =
-                    rustix::process::pidfd_open(init, PidfdFlags::empty()).map_err(|cause| failed(cause.into()))?;
-                let sandbox = Sandbox {
-                    init,
-                    orders,
-                    namespaces: Vec::new(),
-                    rules: None,
-                    interpreter: None,
-                    checkpoints: BTreeMap::new(),
-                    errands: BTreeMap::new(),
-                    listening: true,
-                    standing: true,
-                };
-                self.sandboxes.insert(slot, sandbox);
-                Ok(handle)
-            }
+    /// Asks the family for an init, after making the family if this is its first sandbox.
+    fn prepare(&mut self, slot: Slot, id: FamilyId, apart: bool, doors: &[OwnedFd]) -> Result<(), RootError> {
+        if !self.families.contains_key(&id) {
+            let mounts = if apart { OperatorMounts::None } else { self.operator_mounts(id)? };
+            self.families.insert(id, Family::start(&self.setup, id, &mounts)?);
         }
+        let failed = |cause: io::Error| RootError::new("could not make the sandbox's namespaces", cause);
+        let family = self.families.get(&id).ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?;
+        let (orders, theirs) = wire::pair().map_err(failed)?;
+        family.make(slot, &theirs, doors).map_err(failed)?;
+        let sandbox = Sandbox {
+            family: id,
+            init: None,
+            orders,
+            namespaces: Vec::new(),
+            rules: None,
+            interpreter: None,
+            checkpoints: BTreeMap::new(),
+            errands: BTreeMap::new(),
+            listening: true,
+            standing: true,
+            unwanted: false,
+        };
+        self.sandboxes.insert(slot, sandbox);
+        Ok(())
     }
 
-    fn operator_mounts(&self, slot: Slot) -> Result<OperatorMounts, RootError> {
-        let Some(guardian) = &self.mounts_from_guardian else {
-            return Ok(OperatorMounts::Standing(self.setup.mounts.clone()));
-        };
+    fn operator_mounts(&self, family: FamilyId) -> Result<OperatorMounts, RootError> {
+        let Some(guardian) = &self.mounts_from_guardian else { return Ok(OperatorMounts::Standing) };
         if self.setup.mounts.is_empty() {
-            return Ok(OperatorMounts::Given(Vec::new()));
+            return Ok(OperatorMounts::None);
         }
         let failed = |cause: io::Error| RootError::new("could not ask the guardian for mounts", cause);
-        wire::send(guardian, &OpenMounts { slot }, &[]).map_err(failed)?;
+        wire::send(guardian, &OpenMounts { family }, &[]).map_err(failed)?;
         let (OpenedMounts { error }, opened) =
             wire::receive(guardian).map_err(failed)?.ok_or_else(|| failed(io::ErrorKind::UnexpectedEof.into()))?;
         match error {
@@ -399,29 +406,29 @@ impl Warden {
         programs: Programs,
         descriptors: &[OwnedFd],
     ) -> Result<OwnedFd, ForkError> {
-        let twin = self.twin_from(from)?;
-        let watch = Watch { changes: &self.children };
-        let spawned = match self.sandboxes.get(&slot) {
-            Some(sandbox) if sandbox.interpreter.is_none() && sandbox.standing => {
-                let (Some((channel, doors)), Some((pid_namespace, namespaces))) =
-                    (descriptors.split_first(), sandbox.namespaces.split_first())
-                else {
-                    end_twin(&mut self.ending, slot, &twin);
-                    return Err(ForkError::NotReady);
-                };
-                let way = Way {
-                    channel,
-                    doors,
-                    own_pid_namespace: &self.pid_namespace,
-                    pid_namespace,
-                    namespaces,
-                    rules: sandbox.rules.as_ref(),
-                    programs,
-                };
-                twin.spawn(&watch, &self.entry, &way).map_err(ForkError::Enter)
-            }
-            _ => Err(ForkError::NotReady),
+        let (channel, doors) = descriptors.split_first().ok_or(ForkError::NotReady)?;
+        let family = self.family_for(slot, from)?;
+        let mut twin = self.twin_from(from, family)?;
+        let (Some(sandbox), Some(family)) = (self.sandboxes.get(&slot), self.families.get(&family)) else {
+            end_twin(&mut self.ending, slot, &twin);
+            return Err(ForkError::NotReady);
         };
+        let way = Way {
+            channel,
+            doors,
+            family: matches!(from, Origin::Zygote).then_some(&family.user_namespace),
+            own_pid_namespace: &family.pid_namespace,
+            namespaces: &sandbox.namespaces,
+            rules: sandbox.rules.as_ref(),
+            programs,
+        };
+        let spawned = twin.spawn(&Watch { changes: &self.children }, &self.entry, &way);
+        let spawned = spawned.and_then(|pid| {
+            // From here on it holds the memory of a session, and must hold no right outside the family.
+            require_family(twin.pid, family)?;
+            Ok(pid)
+        });
+        let spawned = spawned.map_err(ForkError::Enter);
         let made = spawned.and_then(|pid| {
             let handle = rustix::process::pidfd_open(pid, PidfdFlags::empty());
             let handle = handle.and_then(|handle| Ok((rustix::io::fcntl_dupfd_cloexec(&handle, 0)?, handle)));
@@ -430,8 +437,7 @@ impl Warden {
         match made {
             Ok((pid, theirs, handle)) => {
                 score(pid, SCORE_OF_LIVE);
-                let live =
-                    Live { pid, generation, handle, twin: Some(twin), waits: true, approach: None, ended: false };
+                let live = Live { pid, generation, handle, twin: Some(twin), waits: true, approach: None };
                 let sandbox = self.sandboxes.get_mut(&slot).ok_or(ForkError::NotReady)?;
                 sandbox.interpreter = Some(live);
                 Ok(theirs)
@@ -440,6 +446,20 @@ impl Warden {
                 // Whatever it made shares its memory and its tracer, and goes with it.
                 end_twin(&mut self.ending, slot, &twin);
                 Err(error)
+            }
+        }
+    }
+
+    /// Finds the family of a sandbox that can take an interpreter made from `from`.
+    fn family_for(&self, slot: Slot, from: Origin) -> Result<FamilyId, ForkError> {
+        let sandbox = self.sandboxes.get(&slot).filter(|sandbox| sandbox.interpreter.is_none() && sandbox.standing);
+        let sandbox = sandbox.filter(|sandbox| !sandbox.namespaces.is_empty()).ok_or(ForkError::NotReady)?;
+        match from {
+            Origin::Zygote => Ok(sandbox.family),
+            Origin::Checkpoint { slot: source, .. } => {
+                let source = self.sandboxes.get(&source).ok_or(ForkError::NoOrigin)?;
+                // The kernel would refuse it too.
+                (source.family == sandbox.family).then_some(sandbox.family).ok_or(ForkError::Stranger)
             }
         }
     }
@@ -468,20 +488,24 @@ impl Warden {
         rustix::process::pidfd_open(process, PidfdFlags::empty()).map_err(|error| ErrandError::Make(error.into()))
     }
 
-    /// Returns a twin with memory of its own that is what `from` is.
-    fn twin_from(&mut self, from: Origin) -> Result<Twin, ForkError> {
-        let origin = match from {
-            Origin::Zygote => self.zygotes.iter().rev().find_map(|zygote| zygote.twin.as_ref()),
+    /// Returns a twin with memory of its own that is what `from` is, in the pid namespace of a family.
+    fn twin_from(&mut self, from: Origin, family: FamilyId) -> Result<Twin, ForkError> {
+        let watch = Watch { changes: &self.children };
+        let copied = match from {
+            Origin::Zygote => {
+                let zygote = self.zygotes.iter().rev().find_map(|zygote| zygote.twin.as_ref());
+                let family = self.families.get(&family).ok_or(ForkError::NotReady)?;
+                zygote.ok_or(ForkError::NoOrigin)?.deliver(&watch, &family.pid_namespace)
+            }
             Origin::Checkpoint { slot, number, last } => {
                 let checkpoints = self.sandboxes.get_mut(&slot).map(|sandbox| &mut sandbox.checkpoints);
                 let checkpoints = checkpoints.ok_or(ForkError::NoOrigin)?;
                 if last {
                     return checkpoints.remove(&number).ok_or(ForkError::NoOrigin);
                 }
-                checkpoints.get(&number)
+                checkpoints.get(&number).ok_or(ForkError::NoOrigin)?.copy(&watch, None, false)
             }
         };
-        let copied = origin.ok_or(ForkError::NoOrigin)?.copy(&Watch { changes: &self.children }, None, false);
         copied.map_err(|error| {
             self.end_origin(from);
             ForkError::Copy(error)
@@ -523,7 +547,7 @@ impl Warden {
 
     fn watch(&mut self, slot: Slot, number: u32) -> Result<(), String> {
         let live = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut());
-        let live = live.filter(|live| !live.waits && !live.ended).ok_or("it has no interpreter")?;
+        let live = live.filter(|live| !live.waits).ok_or("it has no interpreter")?;
         if live.twin.is_none() {
             return Err("an earlier copy of it failed".to_owned());
         }
@@ -584,15 +608,30 @@ impl Warden {
         }
     }
 
-    /// An interpreter has ended. Its parent is its twin; with that gone, the kernel hands it over to this process, which collects it.
-    fn end_twin_of(&mut self, slot: Slot) {
-        let live = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut());
-        if let Some(live) = live.filter(|live| !live.ended) {
-            live.ended = true;
-            if let Some(twin) = &live.twin {
-                end_twin(&mut self.ending, slot, twin);
-            }
+    /// An interpreter has ended. Its parent is its twin, which never waits for it, so the kernel still knows how it ended. With the twin gone, the first
+    /// process of the family collects it.
+    fn interpreter_ended(&mut self, slot: Slot) -> io::Result<()> {
+        let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
+        let Some(live) = sandbox.interpreter.take() else { return Ok(()) };
+        // One that was collected already went with its twin, which the kernel kills when memory runs out.
+        let status = exit_status(live.pid).unwrap_or(libc::SIGKILL);
+        if let Some(twin) = &live.twin {
+            end_twin(&mut self.ending, slot, twin);
         }
+        if let Some((number, _)) = live.approach {
+            self.tell(&Event::NotCheckpointed { slot, number, why: "it ended".to_owned() }, &[])?;
+        }
+        self.tell(&Event::Exited { slot, generation: live.generation, status }, &[])?;
+        self.tell_if_gone(slot)
+    }
+
+    /// The init of a sandbox has ended, and with it everything inside.
+    fn init_ended(&mut self, slot: Slot) -> io::Result<()> {
+        if let Some(sandbox) = self.sandboxes.get_mut(&slot) {
+            sandbox.standing = false;
+        }
+        self.destroy(slot)?;
+        self.tell_if_gone(slot)
     }
 
     /// Ends what could not be copied: it may be running what its memory holds.
@@ -616,7 +655,10 @@ impl Warden {
 
     fn destroy(&mut self, slot: Slot) -> io::Result<()> {
         let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return self.tell(&Event::Destroyed { slot }, &[]) };
-        let _ = rustix::process::kill_process(sandbox.init, Signal::KILL);
+        sandbox.unwanted = true;
+        if let Some(init) = &sandbox.init {
+            let _ = rustix::process::pidfd_send_signal(init, Signal::KILL);
+        }
         let checkpoints = std::mem::take(&mut sandbox.checkpoints);
         if let Some(live) = &sandbox.interpreter {
             let _ = rustix::process::kill_process(live.pid, Signal::KILL);
@@ -660,27 +702,53 @@ impl Warden {
         }
     }
 
+    fn hear_family(&mut self, id: FamilyId) -> io::Result<()> {
+        let Some(family) = self.families.get_mut(&id) else { return Ok(()) };
+        match wire::receive::<FamilyWord>(&family.socket) {
+            Ok(Some((FamilyWord::Made { slot }, mut handles))) => {
+                let (Some(sandbox), Some(init)) = (self.sandboxes.get_mut(&slot), handles.pop()) else { return Ok(()) };
+                let theirs = init.try_clone();
+                if sandbox.unwanted || theirs.is_err() {
+                    let _ = rustix::process::pidfd_send_signal(&init, Signal::KILL);
+                }
+                sandbox.init = Some(init);
+                match theirs {
+                    Ok(theirs) => self.tell(&Event::Created { slot }, &[&theirs]),
+                    Err(error) => self.tell(&Event::Failed { slot, why: error.to_string() }, &[]),
+                }
+            }
+            Ok(Some((FamilyWord::Failed { slot, why }, _))) => {
+                if let Some(sandbox) = self.sandboxes.get_mut(&slot) {
+                    sandbox.standing = false;
+                }
+                let why = format!("could not make the sandbox's namespaces: {why}");
+                self.tell(&Event::Failed { slot, why }, &[])?;
+                self.tell_if_gone(slot)
+            }
+            // Its end is told when it is collected as a child.
+            Ok(None) | Err(_) => {
+                family.listening = false;
+                family.end();
+                Ok(())
+            }
+        }
+    }
+
     fn hear_init(&mut self, slot: Slot) -> io::Result<()> {
         let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
         match wire::receive::<InitWord>(&sandbox.orders) {
-            Ok(Some((InitWord::MapMe, mut rules))) => {
-                sandbox.rules = rules.pop();
-                match map(sandbox.init, self.setup.identity.in_warden(slot)) {
-                    Ok(namespaces) => {
-                        sandbox.namespaces = namespaces;
-                        self.order(slot, &Order::Mapped)
-                    }
-                    Err(error) => {
-                        let _ = rustix::process::kill_process(sandbox.init, Signal::KILL);
-                        let why = format!("could not map the session's user: {error}");
-                        self.tell(&Event::Failed { slot, why }, &[])
-                    }
-                }
-            }
             Ok(Some((InitWord::Opened { doors }, sockets))) => {
                 self.tell(&Event::Opened { slot, doors }, &sockets.iter().collect::<Vec<_>>())
             }
-            Ok(Some((InitWord::Ready, _))) => self.tell(&Event::Prepared { slot }, &[]),
+            Ok(Some((InitWord::Ready, mut descriptors))) => {
+                sandbox.rules = if descriptors.len() > JOINED.len() { descriptors.pop() } else { None };
+                let namespaces = descriptors.iter().map(identity_of).collect::<io::Result<_>>();
+                sandbox.namespaces = descriptors;
+                match namespaces {
+                    Ok(namespaces) => self.tell(&Event::Prepared { slot, namespaces }, &[]),
+                    Err(error) => self.tell(&Event::Failed { slot, why: error.to_string() }, &[]),
+                }
+            }
             Ok(Some((InitWord::Swept { number }, _))) => self.tell(&Event::Swept { slot, number }, &[]),
             Ok(Some((InitWord::Failed { why }, _))) => self.tell(&Event::Failed { slot, why }, &[]),
             // Its end is told when it is collected as a child.
@@ -702,12 +770,10 @@ impl Warden {
                     self.errand_ended(slot, number, status.as_raw())?;
                 }
             } else if let Some(slot) = self.slot_where(|live| live.pid == pid) {
-                let watched = |live: &Live| live.approach.is_some() && !live.ended;
-                if self.sandboxes[&slot].interpreter.as_ref().is_some_and(watched) {
-                    // Also the end of a watched one is told here first, and again when it is collected.
+                // The end of one is noticed by its handle.
+                let watched = |live: &Live| live.approach.is_some();
+                if stopped != Stopped::Ended && self.sandboxes[&slot].interpreter.as_ref().is_some_and(watched) {
                     self.approached(slot, stopped)?;
-                } else if stopped == Stopped::Ended {
-                    self.interpreter_ended(slot, status.as_raw())?;
                 }
             } else if stopped != Stopped::Ended {
                 // A twin that stirs without being asked to.
@@ -720,16 +786,14 @@ impl Warden {
                     let words = zygote.last_words();
                     self.tell(&Event::ZygoteEnded { was_warm: zygote.twin.is_some(), words }, &[])?;
                 }
-            } else if let Some(slot) = self.slot_of_init(pid) {
-                if let Some(sandbox) = self.sandboxes.get_mut(&slot) {
-                    sandbox.standing = false;
-                }
-                self.destroy(slot)?;
-                self.tell_if_gone(slot)?;
+            } else if let Some(id) = self.family_of(pid) {
+                self.family_ended(id)?;
             } else if let Some(slot) = self.slot_where(|live| live.twin.as_ref().is_some_and(|twin| twin.pid == pid)) {
                 // The kernel took the twin for its memory, and with it everybody who shares that.
-                self.end_twin_of(slot);
-                self.ending.remove(&pid);
+                if let Some(live) = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut()) {
+                    live.twin = None;
+                    let _ = rustix::process::kill_process(live.pid, Signal::KILL);
+                }
             } else {
                 self.checkpoint_ended(pid)?;
             }
@@ -757,15 +821,6 @@ impl Warden {
         self.tell_if_gone(slot)
     }
 
-    fn interpreter_ended(&mut self, slot: Slot, status: i32) -> io::Result<()> {
-        self.end_twin_of(slot);
-        let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
-        if let Some(live) = sandbox.interpreter.take() {
-            self.tell(&Event::Exited { slot, generation: live.generation, status }, &[])?;
-        }
-        self.tell_if_gone(slot)
-    }
-
     fn checkpoint_ended(&mut self, pid: Pid) -> io::Result<()> {
         let lost = self.sandboxes.iter_mut().find_map(|(slot, sandbox)| {
             let number = sandbox.checkpoints.iter().find(|(_, twin)| twin.pid == pid).map(|(number, _)| *number)?;
@@ -786,15 +841,50 @@ impl Warden {
                 && sandbox.checkpoints.is_empty()
                 && sandbox.errands.is_empty()
         });
-        if gone && !self.ending.values().any(|of| *of == slot) {
-            self.sandboxes.remove(&slot);
-            self.tell(&Event::Destroyed { slot }, &[])?;
+        if !gone || self.ending.values().any(|of| *of == slot) {
+            return Ok(());
+        }
+        let Some(id) = self.sandboxes.get(&slot).map(|sandbox| sandbox.family) else { return Ok(()) };
+        let has_others = self.sandboxes.iter().any(|(other, sandbox)| *other != slot && sandbox.family == id);
+        match self.families.get(&id) {
+            // The last one is gone when the family is, whose uid may then be used again.
+            Some(family) if !has_others => {
+                family.end();
+                Ok(())
+            }
+            _ => {
+                self.sandboxes.remove(&slot);
+                self.tell(&Event::Destroyed { slot }, &[])
+            }
+        }
+    }
+
+    fn family_of(&self, first: Pid) -> Option<FamilyId> {
+        self.families.iter().find(|(_, family)| family.pid == first).map(|(id, _)| *id)
+    }
+
+    /// The first process of a family was collected: nothing of the family is left.
+    fn family_ended(&mut self, id: FamilyId) -> io::Result<()> {
+        self.families.remove(&id);
+        let members: Vec<Slot> =
+            self.sandboxes.iter().filter(|(_, sandbox)| sandbox.family == id).map(|(slot, _)| *slot).collect();
+        for slot in members {
+            // The ends of inits that were made are noticed by their handles.
+            if let Some(sandbox) = self.sandboxes.get_mut(&slot).filter(|sandbox| sandbox.init.is_none()) {
+                sandbox.standing = false;
+            }
+            self.tell_if_gone(slot)?;
         }
         Ok(())
     }
 
-    fn slot_of_init(&self, pid: Pid) -> Option<Slot> {
-        self.sandboxes.iter().find(|(_, sandbox)| sandbox.init == pid).map(|(slot, _)| *slot)
+    /// Ends a family whose first sandbox could not be made.
+    fn end_family_without_members(&self, id: FamilyId) {
+        if !self.sandboxes.values().any(|sandbox| sandbox.family == id)
+            && let Some(family) = self.families.get(&id)
+        {
+            family.end();
+        }
     }
 }
 
@@ -806,6 +896,11 @@ fn end_twin(ending: &mut HashMap<Pid, Slot>, slot: Slot, twin: &Twin) {
 
 /// Copies an interpreter that is at its branch point, and lets it go on, whatever became of the copy.
 fn copy_at(live: &mut Live, watch: &Watch<'_>, moment: Moment) -> io::Result<Twin> {
+    #[cfg(feature = "hand-over-twins")]
+    if live.twin.take_if(|twin| twin.hand_over()).is_some() {
+        moment.let_parent_go(live.pid)?;
+        return Err(io::Error::other("its twin was handed over"));
+    }
     let twin = live.twin.as_ref().ok_or(io::ErrorKind::NotFound)?;
     let copied = twin.copy(watch, Some(moment.clone()), true);
     moment.let_parent_go(live.pid)?;
@@ -824,6 +919,8 @@ enum ForkError {
     NoOrigin,
     #[error("its sandbox is not ready")]
     NotReady,
+    #[error("its sandbox belongs to another family")]
+    Stranger,
     #[error("its memory could not be copied")]
     Copy(#[source] io::Error),
     #[error("it could not enter its sandbox")]
@@ -848,12 +945,28 @@ enum ErrandError {
     Lost(#[source] io::Error),
 }
 
-/// Writes the id maps of an init's user namespace and opens the namespaces that interpreters will join. It must happen while the init is
-/// still readable for us.
-fn map(init: Pid, id: u32) -> io::Result<Vec<OwnedFd>> {
-    let folder = format!("/proc/{}", init.as_raw_pid());
-    let line = format!("{INSIDE_ID} {id} 1\n");
-    std::fs::write(format!("{folder}/uid_map"), &line)?;
-    std::fs::write(format!("{folder}/gid_map"), &line)?;
-    JOINED.iter().map(|name| std::fs::File::open(format!("{folder}/ns/{name}")).map(OwnedFd::from)).collect()
+/// What the kernel calls an open namespace.
+fn identity_of(namespace: &OwnedFd) -> io::Result<PathBuf> {
+    std::fs::read_link(format!("/proc/self/fd/{}", namespace.as_raw_fd()))
+}
+
+/// Refuses a twin that is not in the user namespace of its family, whatever it was asked to do.
+fn require_family(twin: Pid, family: &Family) -> io::Result<()> {
+    let entered = std::fs::read_link(format!("/proc/{}/ns/user", twin.as_raw_pid()))?;
+    if entered == identity_of(&family.user_namespace)? {
+        Ok(())
+    } else {
+        Err(io::Error::other("its twin is not in the user namespace of its family"))
+    }
+}
+
+/// Reads how a process has ended that its parent has not waited for, as `wait` would tell.
+fn exit_status(process: Pid) -> Option<i32> {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid())).ok()?;
+    // The name of the program may hold anything, also brackets and spaces.
+    let (_, after_name) = stat.rsplit_once(')')?;
+    let mut fields = after_name.split_whitespace();
+    // The third of the line is the state, the last one the status.
+    matches!(fields.next()?, "Z" | "X").then_some(())?;
+    fields.next_back()?.parse().ok()
 }

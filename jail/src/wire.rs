@@ -23,9 +23,13 @@ const LARGEST_MESSAGE: usize = 160 * 1024;
 /// A session has seven namespaces, a ruleset and a channel.
 const MOST_DESCRIPTORS: usize = 64;
 
-/// The number of a sandbox; it also chooses the host uid of the session in it.
+/// The number of a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Slot(pub u32);
+
+/// The number of a family: a session and everything that was forked from it. It also chooses their host uid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct FamilyId(pub u32);
 
 /// Counts the interpreters of one sandbox, so that a late message about an earlier one is not taken for the present one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -151,9 +155,9 @@ pub const ERRAND_BROKEN: u8 = b'b';
 pub enum Command {
     /// Starts a warm interpreter in place of the present one, if any.
     Warm,
-    /// Makes an empty sandbox up to the point where its init waits. One that is `apart` has none of the operator's mounts, and so a working folder
-    /// of its own.
-    Prepare { slot: Slot, apart: bool },
+    /// Makes an empty sandbox up to the point where its init waits. The first sandbox of a family makes the family. A family that is `apart` has none
+    /// of the operator's mounts, and so working folders of its own.
+    Prepare { slot: Slot, family: FamilyId, apart: bool },
     /// Lets the init go on; by now the server has put it into its cgroup.
     Proceed { slot: Slot },
     /// Makes an interpreter; carries its end of the channel and the ways into its control group. It stands locked down and still until `Release`. With
@@ -209,8 +213,8 @@ pub enum Event {
     Created { slot: Slot },
     /// The ways out of the sandbox's network; carries their sockets.
     Opened { slot: Slot, doors: Vec<Door> },
-    /// The sandbox is complete.
-    Prepared { slot: Slot },
+    /// The sandbox is complete; these are the namespaces that its interpreters must be in.
+    Prepared { slot: Slot, namespaces: Vec<PathBuf> },
     /// An interpreter was made and stands still; carries its pidfd.
     Forked { slot: Slot, generation: Generation },
     /// An interpreter ended; the status is the kernel's wait status.
@@ -305,9 +309,9 @@ mod tests {
     fn a_message_arrives_whole_with_its_descriptors() {
         let (one, other) = pair().unwrap();
         let (mut reader, writer) = std::io::pipe().unwrap();
-        send(&one, &Command::Prepare { slot: Slot(7), apart: true }, &[writer.as_fd()]).unwrap();
+        send(&one, &Command::Prepare { slot: Slot(7), family: FamilyId(3), apart: true }, &[writer.as_fd()]).unwrap();
         let (message, mut descriptors) = receive::<Command>(&other).unwrap().unwrap();
-        assert!(matches!(message, Command::Prepare { slot: Slot(7), apart: true }));
+        assert!(matches!(message, Command::Prepare { slot: Slot(7), family: FamilyId(3), apart: true }));
         let mut passed = std::fs::File::from(descriptors.remove(0));
         passed.write_all(b"x").unwrap();
         let mut byte = [0];

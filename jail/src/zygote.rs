@@ -1,7 +1,8 @@
 //! Starting the warm interpreter.
 //!
 //! The zygote is Python (`runner/cellblock_runner/zygote.py`) in the warden's namespaces, with a `/tmp` of its own and the wide filter
-//! loaded. It keeps the capabilities of the warden's user namespace, because its copies must enter sandboxes; on the host they are worth nothing.
+//! loaded. It keeps the capabilities of the warden's user namespace, because its copies must enter families; on the host they are worth nothing. It
+//! never holds a byte of a user. Its copies enter the user namespace of their family before they do (`family`).
 //! When it is warm it is parked (`twin`).
 
 use std::ffi::CString;
@@ -91,10 +92,11 @@ impl Zygote {
         let approach = Approach::begin(self.pid, TWIN_OPTIONS)?;
         wire::send(&self.socket, &Request::Park, &[])?;
         let moment = approach.finish(watch)?;
-        let twin = Twin::park(watch, self.pid, moment)?;
+        let mut twin = Twin::park(watch, self.pid, moment)?;
         if !quick {
             twin.settle(watch, &settling_parts(self.pid, objects)?)?;
         }
+        twin.keep_scratch(watch)?;
         self.twin = Some(twin);
         Ok(())
     }

@@ -14,5 +14,6 @@ mod limits;
 mod neighbours;
 pub(crate) mod programs;
 mod system_calls;
+mod twin;
 mod walls;
 mod warm_interpreter;

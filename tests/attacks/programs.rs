@@ -548,7 +548,7 @@ fn work_of_the_servers_own_may_start_programs() {
         let filters = || {
             let sessions = native::marked_processes(mark.path()).into_iter();
             let sessions =
-                sessions.filter(|process| process.depth == native::own_depth() + 2 && process.name != "cb-init");
+                sessions.filter(|process| process.depth == native::own_depth() + 3 && process.name != "cb-init");
             sessions.map(|process| Posture::read(process.pid).unwrap().seccomp_filters).collect::<Vec<_>>()
         };
         let (mut own, _own) = backend.backend.launch_apart().await.unwrap();

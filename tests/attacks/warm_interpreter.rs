@@ -74,6 +74,7 @@ fn an_interpreter_that_misses_one_step_of_its_lock_down_never_gets_a_cell() {
     // interpreter has it from the warm one already.)
     let steps = [
         "capset",
+        "setns family",
         "setresuid",
         "setresgid",
         "bounding set",

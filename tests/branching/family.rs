@@ -250,7 +250,7 @@ fn nothing_stays_of_a_family_when_everything_is_closed() {
         }
         let left: Vec<_> = native::marked_processes(mark.path())
             .into_iter()
-            .filter(|process| process.depth > native::own_depth() + 1 || process.name == "cb-twin")
+            .filter(|process| process.depth > native::own_depth() + 2 || process.name == "cb-twin")
             .collect();
         assert!(left.is_empty(), "{left:?}");
         assert!(groups.iter().all(|group| !group.exists()), "{groups:?}");

@@ -440,7 +440,7 @@ pub(crate) fn twins_of(groups: &[PathBuf]) -> Vec<Twin> {
         .filter_map(|group| std::fs::read_to_string(group.join("cgroup.procs")).ok())
         .flat_map(|text| text.lines().filter_map(|line| line.parse().ok()).collect::<Vec<u32>>())
         .collect();
-    let outside = own_depth() + 1;
+    let outside = own_depth() + 2;
     let is_twin =
         |process: &HostProcess| members.contains(&process.pid) && process.depth == outside && process.name == "cb-twin";
     processes().into_iter().filter(is_twin).filter_map(|process| Twin::read(process.pid)).collect()

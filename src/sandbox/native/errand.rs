@@ -6,6 +6,7 @@
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
@@ -34,6 +35,8 @@ pub(super) struct NativeLauncher {
     pub(super) group: Option<Arc<Group>>,
     pub(super) expected: Expected,
     pub(super) host: Posture,
+    /// The namespaces of the sandbox.
+    pub(super) home: Arc<[PathBuf]>,
     /// The variables of a fresh session.
     pub(super) environment: Arc<Vec<(String, String)>>,
     pub(super) memory_limit: u64,
@@ -78,7 +81,9 @@ impl Launcher for NativeLauncher {
         let mut report = Receiver::from_owned_fd(report.into()).map_err(failed)?;
         expect_standing(&mut report).await?;
         let confined = self.group.as_ref().map_or(Ok(()), |group| check_group(group, &handle));
-        confined.and_then(|()| verify(&self.warden, &handle, &self.expected, &self.host)).map_err(refused)?;
+        confined
+            .and_then(|()| verify(&self.warden, &handle, &self.expected, &self.host, &self.home))
+            .map_err(refused)?;
         File::from(OwnedFd::from(gate)).write_all(b"g").map_err(failed)?;
         expect_beginning(&mut report).await?;
         Ok(Box::new(process))

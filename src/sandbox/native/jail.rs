@@ -13,7 +13,7 @@ use cellblock_jail::wire::{LeftOut, Programs, ResourceLimit, Scratch, Setup, Zyg
 use cellblock_jail::{probe, root};
 
 use super::instance::Instance;
-use super::sandbox::NativeSandbox;
+use super::sandbox::{Kin, NativeSandbox};
 use super::warden::{Slots, Warden};
 use super::{NativeSettings, STEP_LIMIT, WarmEnvironment};
 use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind, Network, Sandbox};
@@ -33,6 +33,8 @@ const PLAIN_OUTPUT: [(&str, &str); 4] = [
 pub(super) struct Jail {
     pub(super) warden: Arc<Warden>,
     pub(super) slots: Slots,
+    /// The numbers of families that are free.
+    pub(super) families: Slots,
     pub(super) instance: Instance,
     pub(super) identity: Identity,
     pub(super) isolation: Isolation,
@@ -104,6 +106,7 @@ impl Jail {
         Ok(Jail {
             warden: Arc::new(warden),
             slots: Slots::new(identity.slots()),
+            families: Slots::new(identity.slots()),
             instance,
             identity,
             isolation,
@@ -146,7 +149,7 @@ impl Jail {
         isolation.record(
             LayerKind::Identity,
             match identity {
-                Identity::Block { .. } => enforced("each session is a host user of its own"),
+                Identity::Block { .. } => enforced("each session, with its forks, is a host user of its own"),
                 Identity::Caller { .. } => Layer::Reduced {
                     how: "sessions run as the server's own unprivileged user".to_owned(),
                     why: "only a server started by root can give each session a user of its own".to_owned(),
@@ -234,7 +237,7 @@ pub async fn trial(mut settings: NativeSettings) -> Result<Isolation, LaunchErro
     };
     let jail = Jail::stand(&settings, nothing).await?;
     let slot = jail.slots.take().expect("a fresh jail has free slots");
-    let tried = NativeSandbox::prepare(&jail, slot, &settings.limits, false, Weak::new()).await;
+    let tried = NativeSandbox::prepare(&jail, slot, &settings.limits, Kin::Nobody { apart: false }, Weak::new()).await;
     let isolation = match tried {
         Ok(mut sandbox) => {
             sandbox.destroy().await;

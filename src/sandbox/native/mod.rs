@@ -29,7 +29,7 @@ use tracing::{info, warn};
 use self::jail::Jail;
 pub use self::jail::trial;
 use self::pool::{Lack, Pool};
-use self::sandbox::{Fresh, NativeSandbox};
+use self::sandbox::{Fresh, Kin, NativeSandbox};
 use super::{Backend, Interpreter, LaunchError, LayerKind, Network, Preparation, Sandbox, SandboxLimits};
 
 /// The working folder inside, for whoever describes a sandbox to a caller.
@@ -154,7 +154,7 @@ impl Backend for NativeBackend {
             return self.launch().await;
         }
         self.inner.prepared().await?;
-        let mut sandbox = self.inner.make_empty(true).await?;
+        let mut sandbox = self.inner.make_empty(Kin::Nobody { apart: true }).await?;
         let interpreter = sandbox.start_session(Fresh::AtOnce).await?;
         Ok((Box::new(sandbox), interpreter))
     }
@@ -180,7 +180,7 @@ impl Inner {
         let jail = self.jail.get_or_init(|| jail);
         self.tell("warming up Python");
         // The first sandbox is made while Python imports.
-        let (warmed, empty) = tokio::join!(jail.warden.warm(WARM_LIMIT), self.make_empty(false));
+        let (warmed, empty) = tokio::join!(jail.warden.warm(WARM_LIMIT), self.make_empty(Kin::Nobody { apart: false }));
         warmed.map_err(|why| LaunchError::Start { why })?;
         self.pool.add_empty(empty?);
         let limits = jail.instance.tree().map_or("rlimits", cgroup::Tree::kind);
@@ -207,7 +207,9 @@ impl Inner {
         while !self.pool.is_closed() {
             let made = match self.pool.lack(self.settings.pool, self.settings.empty) {
                 Some(Lack::Warm) => self.make(Fresh::Primed).await.map(|member| self.pool.add_warm(member)),
-                Some(Lack::Empty) => self.make_empty(false).await.map(|sandbox| self.pool.add_empty(sandbox)),
+                Some(Lack::Empty) => {
+                    self.make_empty(Kin::Nobody { apart: false }).await.map(|sandbox| self.pool.add_empty(sandbox))
+                }
                 None => {
                     self.pool.taken().await;
                     tokio::time::sleep(COURTESY).await;
@@ -233,16 +235,16 @@ impl Inner {
     async fn empty_sandbox(&self) -> Result<NativeSandbox, LaunchError> {
         match self.pool.take_empty() {
             Some(sandbox) => Ok(sandbox),
-            None => self.make_empty(false).await,
+            None => self.make_empty(Kin::Nobody { apart: false }).await,
         }
     }
 
-    async fn make_empty(&self, apart: bool) -> Result<NativeSandbox, LaunchError> {
+    async fn make_empty(&self, kin: Kin<'_>) -> Result<NativeSandbox, LaunchError> {
         let jail = self.jail.get().ok_or_else(|| LaunchError::Preparation { why: "it is not finished".to_owned() })?;
         let slot = jail
             .slots
             .take()
-            .ok_or_else(|| LaunchError::Start { why: "all user ids for sessions are in use".to_owned() })?;
-        NativeSandbox::prepare(jail, slot, &self.settings.limits, apart, Weak::clone(&self.this)).await
+            .ok_or_else(|| LaunchError::Start { why: "all numbers for sandboxes are in use".to_owned() })?;
+        NativeSandbox::prepare(jail, slot, &self.settings.limits, kin, Weak::clone(&self.this)).await
     }
 }

@@ -11,6 +11,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -30,7 +31,7 @@ use tracing::warn;
 
 use super::errand::NativeLauncher;
 use super::jail::Jail;
-use super::warden::{self, Checkpoint, Slots, View, Warden};
+use super::warden::{self, Checkpoint, FamilyNumber, Slots, View, Warden};
 use super::{Inner, STEP_LIMIT};
 use crate::sandbox::{
     Asker, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
@@ -65,11 +66,26 @@ pub(super) enum Fresh {
     Emptied,
 }
 
+/// Whose family a new sandbox joins.
+#[derive(Clone, Copy)]
+pub(super) enum Kin<'a> {
+    /// It begins a family. One that is `apart` has none of the operator's mounts, and its code may start programs: it is the server's own.
+    Nobody { apart: bool },
+    /// It is for a fork of the session in this one.
+    Of(&'a NativeSandbox),
+}
+
 /// One sandbox: an init in its namespaces, a control group, and the interpreters forked into it one after another.
 pub(super) struct NativeSandbox {
     warden: Arc<Warden>,
     slots: Slots,
     slot: Slot,
+    /// Held by all sandboxes whose sessions descend from one.
+    family: Arc<FamilyNumber>,
+    /// The family has none of the operator's mounts.
+    apart: bool,
+    /// The namespaces in which its interpreters must be.
+    home: Arc<[PathBuf]>,
     view: watch::Receiver<View>,
     groups: Groups,
     generation: Generation,
@@ -106,27 +122,22 @@ pub(super) struct NativeSandbox {
 pub(super) struct Groups {
     /// What the interpreter counts against.
     own: Option<Arc<Group>>,
-    /// A fork counts against its source's family; the group that its sandbox was made with holds only the init then.
-    made_with: Option<Arc<Group>>,
+    /// What it and all its forks count against.
     family: Option<Arc<Family>>,
-    family_made_with: Option<Arc<Family>>,
 }
 
 impl Groups {
     fn make(tree: &cgroup::Tree, slot: Slot, limits: &SandboxLimits) -> io::Result<Groups> {
         let family = Arc::new(tree.family(&format!("family-{}", slot.0), limits.family_memory)?);
         let own = Arc::new(family.group(&format!("session-{}", slot.0), &Groups::limits(limits))?);
-        Ok(Groups { own: Some(own), family: Some(family), ..Groups::default() })
+        Ok(Groups { own: Some(own), family: Some(family) })
     }
 
-    /// Goes over to the family of another sandbox; what has been running stays where it is.
-    fn join(&mut self, other: &Groups, slot: Slot, limits: &SandboxLimits) -> io::Result<()> {
-        if let Some(family) = &other.family {
-            let own = Arc::new(family.group(&format!("fork-{}", slot.0), &Groups::limits(limits))?);
-            self.made_with = self.own.replace(own);
-            self.family_made_with = self.family.replace(Arc::clone(family));
-        }
-        Ok(())
+    /// Makes the groups of a fork, in the family of its source.
+    fn join(&self, slot: Slot, limits: &SandboxLimits) -> io::Result<Groups> {
+        let Some(family) = &self.family else { return Ok(Groups::default()) };
+        let own = Arc::new(family.group(&format!("fork-{}", slot.0), &Groups::limits(limits))?);
+        Ok(Groups { own: Some(own), family: Some(Arc::clone(family)) })
     }
 
     fn limits(limits: &SandboxLimits) -> cgroup::Limits {
@@ -135,24 +146,30 @@ impl Groups {
 
     /// Removes them; no process is left in them. A family goes with its last member.
     pub(super) fn remove(&self) {
-        for group in self.own.iter().chain(&self.made_with) {
+        if let Some(group) = &self.own {
             group.remove();
         }
     }
 }
 
 impl NativeSandbox {
-    /// Makes an empty sandbox. One that is `apart` has none of the operator's mounts, and its code may start programs: it is the server's own.
+    /// Makes an empty sandbox.
     pub(super) async fn prepare(
         jail: &Jail,
         slot: Slot,
         limits: &SandboxLimits,
-        apart: bool,
+        kin: Kin<'_>,
         house: Weak<Inner>,
     ) -> Result<NativeSandbox, LaunchError> {
+        let (family, apart) = match kin {
+            Kin::Nobody { apart } => (FamilyNumber::take(&jail.families), apart),
+            Kin::Of(source) => (Some(Arc::clone(&source.family)), source.apart),
+        };
+        let all_taken = || LaunchError::Start { why: "all user ids for sessions are in use".to_owned() };
+        let family = family.ok_or_else(all_taken)?;
         let view = jail.warden.watch(slot);
         let (uid, gid) = match jail.identity {
-            Identity::Block { .. } => (jail.identity.on_host(slot), jail.identity.on_host(slot)),
+            Identity::Block { .. } => (jail.identity.on_host(family.id), jail.identity.on_host(family.id)),
             Identity::Caller { uid, gid } => (uid, gid),
         };
         let programs = if apart { Programs::Free } else { jail.programs };
@@ -160,6 +177,9 @@ impl NativeSandbox {
             warden: Arc::clone(&jail.warden),
             slots: jail.slots.clone(),
             slot,
+            family,
+            apart,
+            home: Arc::default(),
             view,
             groups: Groups::default(),
             generation: Generation(0),
@@ -189,15 +209,18 @@ impl NativeSandbox {
             gateway: None,
             destroyed: false,
         };
-        if let Some(tree) = jail.instance.tree() {
-            sandbox.groups = Groups::make(tree, slot, limits).map_err(no_limits)?;
-        }
+        sandbox.groups = match (kin, jail.instance.tree()) {
+            (Kin::Of(source), _) => source.groups.join(slot, limits).map_err(no_limits)?,
+            (Kin::Nobody { .. }, Some(tree)) => Groups::make(tree, slot, limits).map_err(no_limits)?,
+            (Kin::Nobody { .. }, None) => Groups::default(),
+        };
         let doors = sandbox.doors()?;
         let passed: Vec<_> = doors.iter().map(AsFd::as_fd).collect();
-        sandbox.warden.command(&Command::Prepare { slot, apart }, &passed).await?;
+        let prepare = Command::Prepare { slot, family: sandbox.family.id, apart };
+        sandbox.warden.command(&prepare, &passed).await?;
         let init = sandbox.await_view(|view| view.init.clone()).await?;
         sandbox.warden.command(&Command::Proceed { slot }, &[]).await?;
-        sandbox.await_view(|view| view.prepared.then_some(())).await?;
+        sandbox.home = sandbox.await_view(|view| view.prepared.clone()).await?;
         sandbox.check_confinement(&init)?;
         if let Some(network) = &jail.network {
             let opened = network.open(sandbox.warden.take_doors(slot));
@@ -287,8 +310,9 @@ impl NativeSandbox {
         drop(theirs);
         let process = self.await_view_for(FORK_LIMIT, |view| view.interpreter_of(generation)).await?;
         self.interpreter = Some(Arc::clone(&process));
-        let checked =
-            self.check_confinement(&process).and_then(|()| verify(&self.warden, &process, &self.expected, &self.host));
+        let checked = self
+            .check_confinement(&process)
+            .and_then(|()| verify(&self.warden, &process, &self.expected, &self.host, &self.home));
         if let Err(error) = checked {
             let _ = rustix::process::pidfd_send_signal(&process, Signal::KILL);
             return Err(error);
@@ -390,8 +414,7 @@ impl Sandbox for NativeSandbox {
     ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let house =
             self.house.upgrade().ok_or_else(|| LaunchError::Start { why: "the server is ending".to_owned() })?;
-        let mut sandbox = house.empty_sandbox().await?;
-        sandbox.groups.join(&self.groups, sandbox.slot, &self.limits).map_err(no_limits)?;
+        let mut sandbox = house.make_empty(Kin::Of(self)).await?;
         sandbox.set_rules(self.rules());
         let from = Origin::Checkpoint { slot: self.slot, number: checkpoint.0, last: terms.last };
         let interpreter = sandbox.interpreter_from(from, terms.keep_beginning, b"f").await?;
@@ -441,6 +464,7 @@ impl Sandbox for NativeSandbox {
             group: self.groups.own.clone(),
             expected: Expected { seccomp_filters: self.expected.seccomp_filters.min(FILTERS), ..self.expected },
             host: self.host.clone(),
+            home: Arc::clone(&self.home),
             environment: Arc::clone(&self.environment),
             memory_limit: self.limits.memory,
         })
@@ -475,6 +499,7 @@ impl Sandbox for NativeSandbox {
             let gone = self.view.wait_for(|view| view.destroyed);
             if tokio::time::timeout(STEP_LIMIT, gone).await.is_err() {
                 warn!(slot = self.slot.0, "a sandbox did not end; its user id stays taken");
+                std::mem::forget(Arc::clone(&self.family));
                 return;
             }
         }
@@ -490,7 +515,8 @@ impl Drop for NativeSandbox {
             return;
         }
         self.destroyed = true;
-        self.warden.abandon(self.slot, self.view.clone(), self.groups.clone(), self.slots.clone());
+        let (slots, family) = (self.slots.clone(), Arc::clone(&self.family));
+        self.warden.abandon(self.slot, self.view.clone(), self.groups.clone(), slots, family);
     }
 }
 
@@ -543,13 +569,14 @@ pub(super) fn verify(
     process: &OwnedFd,
     expected: &Expected,
     host: &Posture,
+    home: &[PathBuf],
 ) -> Result<(), LaunchError> {
     let posture = warden::host_pid(process).and_then(Posture::read);
     let posture =
         posture.map_err(|error| LaunchError::Start { why: format!("its isolation could not be checked: {error}") })?;
     let warm = warden.warm_posture();
     let warm = warm.ok_or_else(|| LaunchError::Start { why: "there is no warm interpreter".to_owned() })?;
-    match posture.fault(expected, host, &warm) {
+    match posture.fault(expected, host, &warm, home) {
         None => Ok(()),
         Some(fault) => Err(LaunchError::Start { why: format!("its isolation is not as it must be: {fault}") }),
     }

@@ -8,7 +8,7 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixDatagram as StdUnixDatagram;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -18,7 +18,7 @@ use cellblock_jail::cgroup;
 use cellblock_jail::guardian;
 use cellblock_jail::network::Door;
 use cellblock_jail::posture::Posture;
-use cellblock_jail::wire::{self, Command, Event, Generation, Setup, Slot};
+use cellblock_jail::wire::{self, Command, Event, FamilyId, Generation, Setup, Slot};
 use tokio::io::Interest;
 use tokio::net::UnixDatagram;
 use tokio::sync::watch;
@@ -36,7 +36,8 @@ pub(super) struct View {
     pub(super) init: Option<Arc<OwnedFd>>,
     /// The ways out of its network, until somebody takes them.
     doors: Vec<(Door, OwnedFd)>,
-    pub(super) prepared: bool,
+    /// The namespaces of the sandbox, once it is complete.
+    pub(super) prepared: Option<Arc<[PathBuf]>>,
     pub(super) failed: Option<String>,
     /// The number of the last sweep that is complete.
     pub(super) swept: u32,
@@ -278,7 +279,14 @@ impl Warden {
     }
 
     /// Destroys a sandbox whose owner went away without doing so.
-    pub(super) fn abandon(self: &Arc<Self>, slot: Slot, mut view: watch::Receiver<View>, groups: Groups, slots: Slots) {
+    pub(super) fn abandon(
+        self: &Arc<Self>,
+        slot: Slot,
+        mut view: watch::Receiver<View>,
+        groups: Groups,
+        slots: Slots,
+        family: Arc<FamilyNumber>,
+    ) {
         self.command_now(&Command::Destroy { slot });
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         let warden = Arc::clone(self);
@@ -287,6 +295,7 @@ impl Warden {
             groups.remove();
             warden.forget(slot);
             slots.give_back(slot);
+            drop(family);
         });
     }
 
@@ -393,7 +402,9 @@ impl State {
                 self.jail.send_replace(JailState::Broken(why));
             }
             Event::Created { slot } => change(slot, &mut |view| view.init = handle.take()),
-            Event::Prepared { slot } => change(slot, &mut |view| view.prepared = true),
+            Event::Prepared { slot, namespaces } => {
+                change(slot, &mut |view| view.prepared = Some(namespaces.as_slice().into()));
+            }
             Event::Forked { slot, generation } => {
                 change(slot, &mut |view| view.interpreter = handle.take().map(|process| (generation, process)));
             }
@@ -461,6 +472,26 @@ impl Slots {
 
     pub(super) fn give_back(&self, slot: Slot) {
         self.0.lock().expect("no holder of the slots panics").returned.insert(slot.0);
+    }
+}
+
+/// The number of a family, held by its members. It is free again when the last of them is gone.
+pub(super) struct FamilyNumber {
+    pub(super) id: FamilyId,
+    free: Slots,
+}
+
+impl FamilyNumber {
+    /// Takes a number from those that are free; they are counted like slots.
+    pub(super) fn take(free: &Slots) -> Option<Arc<FamilyNumber>> {
+        let id = FamilyId(free.take()?.0);
+        Some(Arc::new(FamilyNumber { id, free: free.clone() }))
+    }
+}
+
+impl Drop for FamilyNumber {
+    fn drop(&mut self) {
+        self.free.give_back(Slot(self.id.0));
     }
 }
 

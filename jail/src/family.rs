@@ -1,0 +1,213 @@
+//! A family: one session and everything that was forked from it, behind a user namespace of its own.
+//!
+//! A copy of a session is a copy of its memory, so a process that holds that memory has to enter the sandbox of the
+//! copy. It must not hold a right that the session does not have. Therefore each family has a user namespace, a child
+//! of the warden's, and
+//!
+//! - it owns the namespaces of all sandboxes of the family, so that rights in it suffice to enter them;
+//! - the first copy of the zygote enters it before a byte of a user is in its memory. Twins, checkpoints and
+//!   interpreters all descend from that copy and never get out again;
+//! - one uid is mapped into it, on a server that runs as root one that no other family has;
+//! - its processes are in a pid namespace of its own, so that they see and signal nobody else.
+//!
+//! ```text
+//! warden ──clone, mounts──► (a process that ends) ──clone, user and pid namespace──► cb-family
+//!   │ id maps, gate                                                                  │ pid 1 of the family
+//!   │───────── "make" + sockets ────────────────────────────────────────────────────►│ clone ──► init of a sandbox
+//!   │◄──────── "made" + pidfd ───────────────────────────────────────────────────────│
+//! ```
+//!
+//! `cb-family` holds no memory of a user. Nobody in the family can open it: it is not dumpable, and its memory belongs
+//! to the host's user namespace. When it ends, the kernel ends everything in the family.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
+
+use rustix::process::{DumpableBehavior, Gid, Pid, PidfdFlags, Signal, Uid, WaitOptions};
+use serde::{Deserialize, Serialize};
+
+use crate::guardian;
+use crate::identity::INSIDE_ID;
+use crate::init;
+use crate::root::{self, RootError, Tree};
+use crate::sys::{self, Forked};
+use crate::wire::{self, FamilyId, Setup, Slot};
+
+/// What the warden asks of a family's first process.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "do")]
+enum Order {
+    /// Makes the init of a sandbox. Carries its socket and the ways into its control group.
+    Make { slot: Slot },
+}
+
+/// What it answers.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "say")]
+pub(crate) enum Word {
+    /// The init exists and waits; carries its pidfd.
+    Made {
+        slot: Slot,
+    },
+    Failed {
+        slot: Slot,
+        why: String,
+    },
+}
+
+/// What is said while a family is made: the number of its first process, or why there is none.
+type Birth = Result<i32, String>;
+
+/// A family as the warden sees it.
+pub(crate) struct Family {
+    /// Its first process.
+    pub(crate) pid: Pid,
+    pub(crate) socket: OwnedFd,
+    pub(crate) user_namespace: OwnedFd,
+    pub(crate) pid_namespace: OwnedFd,
+    /// False once the other end of `socket` is closed.
+    pub(crate) listening: bool,
+}
+
+/// Which of the operator's mounts the sandboxes of a family see.
+pub(crate) enum OperatorMounts {
+    /// Opened for this family by the guardian.
+    Given(Vec<Tree>),
+    /// They stand in the warden's root, and so in this copy of it.
+    Standing,
+    /// This family has none.
+    None,
+}
+
+impl Family {
+    /// Makes a family without a sandbox. Returns when its first process runs as the family's user.
+    pub(crate) fn start(setup: &Setup, id: FamilyId, mounts: &OperatorMounts) -> Result<Family, RootError> {
+        let failed = |cause: io::Error| RootError::new("could not make the family's namespaces", cause);
+        let (socket, theirs) = wire::pair().map_err(failed)?;
+        let (gate, held) =
+            rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).map_err(|cause| failed(cause.into()))?;
+        let maker = match sys::clone_process(libc::CLONE_NEWNS).map_err(failed)? {
+            Forked::Child => make(setup, mounts, &theirs, &gate, held),
+            Forked::Parent(maker) => maker,
+        };
+        drop((theirs, gate));
+        let born = wire::receive::<Birth>(&socket);
+        let _ = rustix::process::waitpid(Some(maker), WaitOptions::empty());
+        let (born, _) = born.map_err(failed)?.ok_or_else(|| failed(io::ErrorKind::UnexpectedEof.into()))?;
+        let pid = born.map_err(|why| failed(io::Error::other(why)))?;
+        let pid = Pid::from_raw(pid).ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?;
+        let namespaces = map(pid, setup.identity.in_warden(id));
+        match namespaces.and_then(|namespaces| {
+            rustix::io::write(&held, b"x")?;
+            Ok(namespaces)
+        }) {
+            Ok((user_namespace, pid_namespace)) => {
+                Ok(Family { pid, socket, user_namespace, pid_namespace, listening: true })
+            }
+            Err(error) => {
+                let _ = rustix::process::kill_process(pid, Signal::KILL);
+                let _ = rustix::process::waitpid(Some(pid), WaitOptions::empty());
+                Err(failed(error))
+            }
+        }
+    }
+
+    /// Asks for the init of a sandbox.
+    pub(crate) fn make(&self, slot: Slot, socket: &OwnedFd, doors: &[OwnedFd]) -> io::Result<()> {
+        let passed: Vec<_> = std::iter::once(socket).chain(doors).map(AsFd::as_fd).collect();
+        wire::send(&self.socket, &Order::Make { slot }, &passed)
+    }
+
+    /// Ends everything in the family.
+    pub(crate) fn end(&self) {
+        let _ = rustix::process::kill_process(self.pid, Signal::KILL);
+    }
+}
+
+/// Writes the id maps of a family's user namespace and opens it and the pid namespace.
+fn map(first: Pid, id: u32) -> io::Result<(OwnedFd, OwnedFd)> {
+    let folder = format!("/proc/{}", first.as_raw_pid());
+    let line = format!("{INSIDE_ID} {id} 1\n");
+    std::fs::write(format!("{folder}/uid_map"), &line)?;
+    std::fs::write(format!("{folder}/gid_map"), &line)?;
+    let open = |name: &str| std::fs::File::open(format!("{folder}/ns/{name}")).map(OwnedFd::from);
+    Ok((open("user")?, open("pid")?))
+}
+
+/// Arranges the mounts of the family, which still takes the warden's rights, and makes its first process. Never returns.
+fn make(setup: &Setup, mounts: &OperatorMounts, warden: &OwnedFd, gate: &OwnedFd, held: OwnedFd) -> ! {
+    let arranged = root::remove_warden_proc().and_then(|()| match mounts {
+        OperatorMounts::Given(trees) => root::stand_mounts(trees),
+        OperatorMounts::Standing => Ok(()),
+        OperatorMounts::None => {
+            root::remove_standing_mounts(setup.mounts.len());
+            Ok(())
+        }
+    });
+    let born: Birth = match arranged {
+        Err(error) => Err(guardian::chain(&error)),
+        // A child of the warden, which collects it.
+        Ok(()) => match sys::clone_process(libc::CLONE_NEWUSER | libc::CLONE_NEWPID | libc::CLONE_PARENT) {
+            Ok(Forked::Child) => {
+                drop(held);
+                first_process(setup, matches!(mounts, OperatorMounts::None), warden, gate)
+            }
+            Ok(Forked::Parent(first)) => Ok(first.as_raw_pid()),
+            Err(error) => Err(error.to_string()),
+        },
+    };
+    let sent = wire::send(warden, &born, &[]);
+    sys::exit_now(i32::from(sent.is_err()));
+}
+
+/// The life of the first process.
+fn first_process(setup: &Setup, apart: bool, warden: &OwnedFd, gate: &OwnedFd) -> ! {
+    let status = match serve(setup, apart, warden, gate) {
+        Ok(()) => 0,
+        // The warden sees that it has ended; there is nobody else to tell.
+        Err(_) => 1,
+    };
+    sys::exit_now(status)
+}
+
+fn serve(setup: &Setup, apart: bool, warden: &OwnedFd, gate: &OwnedFd) -> io::Result<()> {
+    sys::close_all_but(&[0, 1, 2, warden.as_raw_fd(), gate.as_raw_fd()]);
+    if rustix::io::read(gate, &mut [0])? != 1 {
+        return Ok(());
+    }
+    rustix::thread::set_name(c"cb-family")?;
+    // Rights stay: they go with user 0, which does not exist in here.
+    let (uid, gid) = (Uid::from_raw(INSIDE_ID), Gid::from_raw(INSIDE_ID));
+    rustix::thread::set_thread_res_gid(gid, gid, gid)?;
+    rustix::thread::set_thread_res_uid(uid, uid, uid)?;
+    // Its memory is a copy of the warden's; nobody of the family may open it.
+    rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
+    sys::let_kernel_collect_children();
+    while let Some((Order::Make { slot }, descriptors)) = wire::receive::<Order>(warden)? {
+        match make_init(setup, apart, slot, descriptors) {
+            Ok(init) => wire::send(warden, &Word::Made { slot }, &[init.as_fd()])?,
+            Err(error) => wire::send(warden, &Word::Failed { slot, why: error.to_string() }, &[])?,
+        }
+    }
+    Ok(())
+}
+
+fn make_init(setup: &Setup, apart: bool, slot: Slot, descriptors: Vec<OwnedFd>) -> io::Result<OwnedFd> {
+    let mut descriptors = descriptors.into_iter();
+    let orders = descriptors.next().ok_or(io::ErrorKind::InvalidData)?;
+    match sys::clone_process(guardian::NAMESPACES)? {
+        Forked::Child => init::main(init::Start {
+            warden: orders,
+            doors: descriptors.collect(),
+            mounts: if apart { Vec::new() } else { setup.mounts.clone() },
+            scratch: setup.scratch,
+            // Below the least limit that kernels have, with room for some processes until the next sandbox's numbers.
+            first_process: 16 + slot.0 % 1024 * 16,
+            private_work_folder: apart || !setup.mounts.iter().any(|mount| mount.inside == Path::new(root::WORK)),
+            network: setup.doors.clone(),
+            leave_out: setup.leave_out.clone(),
+        }),
+        Forked::Parent(init) => Ok(rustix::process::pidfd_open(init, PidfdFlags::empty())?),
+    }
+}
