@@ -1,7 +1,8 @@
 //! Connections: accepted, bounded, and ended in good order.
 //!
-//! Every wait for the other side has an end: for a handshake, for the head of a request, for more of its body, for room to write. Beyond
-//! the number of connections that may be open, new ones are closed at once.
+//! Every wait for the other side has an end: for a handshake, for the head of a request, for more
+//! of its body, for room to write, for the next request. Which connection is closed when there are
+//! too many, `table` decides.
 
 use std::io;
 use std::net::SocketAddr;
@@ -23,18 +24,17 @@ use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 use tokio::time::{Instant, Sleep};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
+use super::table::{ConnectionTable, OpenConnection, RequestGuard};
 use crate::telemetry::Metrics;
 
 /// How long a client may take for a handshake, and for the head of a request.
 const HEAD_TIME: Duration = Duration::from_secs(10);
-/// How long a connection may wait for its next request.
-const IDLE_TIME: Duration = Duration::from_secs(600);
 /// How long a client may send nothing of a body that it has begun, and read nothing of an answer.
 const STALL_TIME: Duration = Duration::from_secs(30);
 /// Bytes of a request's head.
@@ -60,7 +60,7 @@ pub async fn serve(
     stop: CancellationToken,
     grace: Duration,
 ) {
-    let places = Arc::new(Semaphore::new(most));
+    let table = ConnectionTable::new(most);
     let ending = GracefulShutdown::new();
     loop {
         let accepted = tokio::select! {
@@ -75,13 +75,17 @@ pub async fn serve(
                 continue;
             }
         };
-        let Ok(place) = places.clone().try_acquire_owned() else {
+        let Some(place) = table.admit(peer.ip()) else {
             tracing::warn!(most, "a connection was closed because too many are open");
             continue;
         };
         let (reception, watcher, open) = (reception.clone(), ending.watcher(), metrics.connection());
         tokio::spawn(async move {
-            if let Err(error) = serve_one(stream, Peer(peer), reception, watcher).await {
+            let served = tokio::select! {
+                served = serve_one(stream, Peer(peer), place.0.clone(), reception, watcher) => served,
+                () = place.0.over() => Err("it was idle".to_owned()),
+            };
+            if let Err(error) = served {
                 tracing::debug!(error, "a connection ended early");
             }
             drop((open, place));
@@ -97,9 +101,15 @@ pub async fn serve(
 #[derive(Debug, Clone, Copy)]
 pub struct Peer(pub SocketAddr);
 
+/// The connection was closed for another one before its request began.
+#[derive(Debug, thiserror::Error)]
+#[error("the connection was closed before the request began")]
+struct ClosedBefore;
+
 async fn serve_one(
     stream: TcpStream,
     peer: Peer,
+    connection: OpenConnection,
     reception: watch::Receiver<Reception>,
     watcher: hyper_util::server::graceful::Watcher,
 ) -> Result<(), String> {
@@ -109,13 +119,16 @@ async fn serve_one(
     let stream = Patient::new(stream, activity.clone());
     let tls = reception.borrow().tls.clone();
     let service = service_fn(move |request: Request<Incoming>| {
-        let under_way = UnderWay::new(&activity, request.version());
+        let begun = connection.begin_request();
+        let under_way = begun.map(|guard| UnderWay::new(&activity, request.version(), guard));
         let mut request = request.map(|body| Body::new(Moving::new(body)));
         request.extensions_mut().insert(peer);
+        request.extensions_mut().insert(connection.clone());
         let routes = reception.borrow().routes.clone();
         async move {
-            let response = routes.oneshot(request).await;
-            response.map(|response| response.map(|body| Counted { body, _under_way: under_way }))
+            let under_way = under_way.ok_or(ClosedBefore)?;
+            let Ok(response) = routes.oneshot(request).await;
+            Ok::<_, ClosedBefore>(response.map(|body| Counted { body, _under_way: under_way }))
         }
     });
     let builder = builder();
@@ -132,7 +145,7 @@ async fn serve_one(
 
 fn builder() -> auto::Builder<TokioExecutor> {
     let mut builder = auto::Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(IDLE_TIME).max_buf_size(LARGEST_HEAD);
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(None).max_buf_size(LARGEST_HEAD);
     builder
         .http2()
         .timer(TokioTimer::new())
@@ -154,22 +167,25 @@ struct Activity {
 }
 
 /// A request whose answer has not been written to its end.
-struct UnderWay(Arc<Activity>);
+struct UnderWay {
+    activity: Arc<Activity>,
+    _guard: RequestGuard,
+}
 
 impl UnderWay {
-    fn new(activity: &Arc<Activity>, version: Version) -> UnderWay {
+    fn new(activity: &Arc<Activity>, version: Version, guard: RequestGuard) -> UnderWay {
         activity.requests.fetch_add(1, Ordering::Relaxed);
         activity.head_complete.store(true, Ordering::Relaxed);
         if version == Version::HTTP_2 {
             activity.is_http2.store(true, Ordering::Relaxed);
         }
-        UnderWay(activity.clone())
+        UnderWay { activity: activity.clone(), _guard: guard }
     }
 }
 
 impl Drop for UnderWay {
     fn drop(&mut self) {
-        self.0.requests.fetch_sub(1, Ordering::Relaxed);
+        self.activity.requests.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -24,6 +24,7 @@ use serde_json::Value;
 use super::connections::Peer;
 use super::files;
 use super::guard::Allowed;
+use super::table::OpenConnection;
 use crate::audit::{Audit, AuthenticationRefused, Event};
 use crate::auth::{Authenticator, Caller, Denied, Scope, require};
 use crate::mcp::http::{Endpoint, Handler};
@@ -172,6 +173,9 @@ async fn identified(State(doors): State<Doors>, mut request: Request, next: Next
         }
     };
     doors.metrics.authenticated("accepted");
+    if let Some(connection) = request.extensions().get::<OpenConnection>() {
+        connection.authenticated();
+    }
     // Nothing behind this needs it, and what is not there cannot be passed on.
     request.headers_mut().remove(header::AUTHORIZATION);
     request.extensions_mut().insert(caller);

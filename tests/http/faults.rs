@@ -167,21 +167,57 @@ async fn a_client_that_vanishes_cancels_what_it_asked_for() {
     check_all_gone(&stack).await;
 }
 
-#[tokio::test]
-async fn a_connection_too_many_is_closed_at_once_and_the_others_stay() {
+/// Opens a connection that asks for nothing that needs a token.
+async fn idle_connection(stack: &Stack) -> Raw {
+    let mut client = Raw::connect(stack.address).await;
+    client.write("GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
+    assert_eq!(client.answer().await.status, 200);
+    client
+}
+
+#[tokio::test(start_paused = true)]
+async fn idle_connections_give_way_and_cannot_keep_callers_out() {
     let stack = Stack::serve(Handler::new(), MOST).await;
+    let mut idle = Vec::new();
+    for _ in 0..MOST {
+        idle.push(idle_connection(&stack).await);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    assert_eq!(stack.open(), MOST); // control
+    check_served(&stack).await;
+    assert_eq!(idle[0].end().await, "", "the longest idle one has given way");
+    idle[1].write("GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
+    assert_eq!(idle[1].answer().await.status, 200, "the others stay");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_connection_is_idle_for_half_a_minute_before_a_token_and_for_ten_after() {
+    let stack = Stack::serve(Handler::new(), MOST).await;
+    let mut known = Raw::connect(stack.address).await;
+    known.call("short", json!({})).await;
+    assert_eq!(known.answer().await.status, 200);
+    for (mut client, seconds) in [(idle_connection(&stack).await, 30), (known, 600)] {
+        let start = Instant::now();
+        client.end().await;
+        let waited = start.elapsed().as_secs();
+        assert!(waited > seconds / 2 && waited <= seconds + 1, "{waited} s of {seconds} s");
+    }
+    check_all_gone(&stack).await;
+}
+
+#[tokio::test]
+async fn calls_under_way_are_not_closed_for_a_new_connection() {
+    let handler = Handler::new();
+    let stack = Stack::serve(handler.clone(), MOST).await;
     let mut clients = Vec::new();
     for _ in 0..MOST {
         let mut client = Raw::connect(stack.address).await;
-        client.call("short", json!({})).await;
-        assert_eq!(client.answer().await.status, 200);
+        client.call("never", json!({})).await;
+        handler.begun.acquire().await.unwrap().forget();
         clients.push(client);
     }
     assert_eq!(Raw::connect(stack.address).await.end().await, "");
-    for client in &mut clients {
-        client.call("short", json!({})).await;
-        assert_eq!(client.answer().await.status, 200);
-    }
+    assert_eq!(stack.open(), MOST);
     drop(clients);
     check_all_gone(&stack).await;
     check_served(&stack).await; // control
