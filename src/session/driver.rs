@@ -38,6 +38,7 @@ use super::accounts::{Accounts, Metered};
 use super::approvals::WaitingInstall;
 use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
+use super::images;
 use super::output::{Gatherer, Glance, Seen, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
 use super::tools::{Grants, ToolCalls};
@@ -1397,7 +1398,7 @@ impl Driver {
         if let Some(error) = error {
             gatherer.traceback(&error.traceback);
         }
-        let (draft, full) = gatherer.finish();
+        let (mut draft, full) = gatherer.finish();
         match full {
             Ok(full) => self.shared.keep(execution, full),
             Err(error) => warn!(session = self.id.as_str(), %error, "the whole output could not be kept"),
@@ -1432,11 +1433,14 @@ impl Driver {
             rulings,
             notes,
         };
-        if draft.has_images() {
-            tokio::task::spawn_blocking(move || teller.end(Ok(outcome(draft.develop()))));
-        } else {
-            teller.end(Ok(outcome(draft.develop())));
+        let images = draft.take_images();
+        if images.is_empty() {
+            return teller.end(Ok(outcome(draft.finish(Vec::new()))));
         }
+        tokio::spawn(async move {
+            let developed = images::develop_all(images).await;
+            teller.end(Ok(outcome(draft.finish(developed))));
+        });
     }
 
     /// Returns what the reader of an outcome must know.

@@ -1,13 +1,17 @@
 //! Images made fit for a model: checked, and scaled down when they are larger than models look at.
 //!
-//! The bytes come from inside and may be a bomb, so sizes are checked before anything is decoded, and decoding has a memory limit.
-//! This is work for the processor; call it where blocking is allowed.
+//! The bytes come from inside and may be a decompression bomb. So the number of pixels is read from
+//! the header before anything is decoded, decoding has a memory limit, the whole server decodes few
+//! images at a time, and the images of one cell have a budget of processor time.
 
 use std::io::Cursor;
+use std::time::Duration;
 
 use image::codecs::jpeg::JpegEncoder;
 use image::imageops::FilterType;
 use image::{DynamicImage, ImageFormat, ImageReader, Limits};
+use rustix::time::{ClockId, clock_gettime};
+use tokio::sync::Semaphore;
 
 use super::Image;
 
@@ -17,18 +21,82 @@ const LONGEST_SIDE: u32 = 1568;
 const MOST_BYTES: usize = 3_750_000;
 /// More pixels on a side are a mistake or an attack.
 const LARGEST_SIDE_READ: u32 = 20_000;
-const DECODING_MEMORY: u64 = 256 * 1024 * 1024;
+/// More pixels than a camera or a large figure has. Decoding so many takes half a second.
+const MOST_PIXELS: u64 = 32_000_000;
+/// Pixels times scans of a progressive JPEG, each of which goes over all pixels. Usual files have
+/// about ten scans.
+const MOST_PIXELS_SCANNED: u64 = 12 * MOST_PIXELS;
+/// Four bytes for each pixel.
+const DECODING_MEMORY: u64 = 128 * 1024 * 1024;
+/// Processor time for the images of one cell.
+const BUDGET: Duration = Duration::from_secs(5);
+/// How long an image may wait while others are decoded.
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
+
+/// What the whole server decodes at a time.
+static DECODERS: Semaphore = Semaphore::const_new(2);
 
 /// Why an image cannot be shown, as the end of the sentence "an image is not shown because …".
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum BadImage {
     #[error("its bytes are not a readable PNG or JPEG")]
     Corrupt,
-    #[error("it is too large to be read ({width} × {height} pixels)")]
+    #[error(
+        "it is too large to be read: {width} × {height} pixels, and the limit is {} million. Show a smaller one",
+        MOST_PIXELS / 1_000_000
+    )]
     TooLarge { width: u32, height: u32 },
+    #[error("it has too many scans for its size. Save it as a PNG or as a JPEG that is not progressive")]
+    TooManyScans,
+    #[error("the images before it took more than {} s of processor time. Show fewer or smaller ones in one cell", BUDGET.as_secs())]
+    OutOfTime,
+    #[error("the server was busy with other images for {} s. Show it again later", LONGEST_WAIT.as_secs())]
+    Busy,
 }
 
-/// Checks an image and scales it down if need be.
+/// Checks the images of one cell, and scales them down if need be.
+pub(super) async fn develop_all(images: Vec<Vec<u8>>) -> Vec<Result<Image, BadImage>> {
+    develop_within(images, &DECODERS, BUDGET).await
+}
+
+async fn develop_within(
+    images: Vec<Vec<u8>>,
+    decoders: &'static Semaphore,
+    budget: Duration,
+) -> Vec<Result<Image, BadImage>> {
+    let mut spent = Duration::ZERO;
+    let mut developed = Vec::with_capacity(images.len());
+    for bytes in images {
+        developed.push(if spent >= budget {
+            Err(BadImage::OutOfTime)
+        } else {
+            // One place for each image rather than for each cell, so that cells take turns.
+            match tokio::time::timeout(LONGEST_WAIT, decoders.acquire()).await {
+                Ok(Ok(place)) => {
+                    let decoded = tokio::task::spawn_blocking(move || {
+                        let before = thread_time();
+                        let image = develop(bytes);
+                        drop(place);
+                        (image, thread_time().saturating_sub(before))
+                    });
+                    let (image, time) = decoded.await.unwrap_or((Err(BadImage::Corrupt), budget));
+                    spent += time;
+                    image
+                }
+                _ => Err(BadImage::Busy),
+            }
+        });
+    }
+    developed
+}
+
+fn thread_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or_default())
+}
+
+/// Checks an image and scales it down if need be. This is work for the processor; call it where
+/// blocking is allowed.
 pub(super) fn develop(bytes: Vec<u8>) -> Result<Image, BadImage> {
     let (format, mime) = match image::guess_format(&bytes) {
         Ok(ImageFormat::Png) => (ImageFormat::Png, "image/png"),
@@ -37,8 +105,12 @@ pub(super) fn develop(bytes: Vec<u8>) -> Result<Image, BadImage> {
     };
     let reader = || ImageReader::with_format(Cursor::new(&bytes), format);
     let (width, height) = reader().into_dimensions().map_err(|_| BadImage::Corrupt)?;
-    if width > LARGEST_SIDE_READ || height > LARGEST_SIDE_READ {
+    let pixels = u64::from(width) * u64::from(height);
+    if width > LARGEST_SIDE_READ || height > LARGEST_SIDE_READ || pixels > MOST_PIXELS {
         return Err(BadImage::TooLarge { width, height });
+    }
+    if format == ImageFormat::Jpeg && pixels.saturating_mul(scans(&bytes)) > MOST_PIXELS_SCANNED {
+        return Err(BadImage::TooManyScans);
     }
     let mut limits = Limits::default();
     limits.max_alloc = Some(DECODING_MEMORY);
@@ -54,9 +126,19 @@ pub(super) fn develop(bytes: Vec<u8>) -> Result<Image, BadImage> {
     scale_down(decoded, format, mime)
 }
 
+/// Counts the scans of a JPEG: its start-of-scan markers. Compressed data cannot hold this pair of
+/// bytes; metadata can, and then the image counts as slower than it is.
+fn scans(jpeg: &[u8]) -> u64 {
+    jpeg.windows(2).filter(|pair| *pair == [0xff, 0xda]).count() as u64
+}
+
 fn scale_down(original: DynamicImage, format: ImageFormat, mime: &'static str) -> Result<Image, BadImage> {
     let scaled_from = Some((original.width(), original.height()));
     let mut side = LONGEST_SIDE.min(original.width().max(original.height()));
+    // Filtering needs 16 bytes for each pixel of one side; averaging first needs none.
+    let first = 2 * LONGEST_SIDE;
+    let original =
+        if original.width().max(original.height()) > first { original.thumbnail(first, first) } else { original };
     loop {
         let scaled = original.resize(side, side, FilterType::Triangle);
         let mut bytes = Vec::new();
@@ -121,11 +203,59 @@ pub(super) mod tests {
         let mut cut = png(64, 48, true);
         cut.truncate(cut.len() / 2);
         assert_eq!(develop(cut), Err(BadImage::Corrupt));
-        let mut bomb = png(64, 48, false);
-        bomb[16..24].copy_from_slice(&[0, 1, 0, 0, 0, 1, 0, 0]);
-        let checksum = crc32(&bomb[12..29]).to_be_bytes();
-        bomb[29..33].copy_from_slice(&checksum);
-        assert_eq!(develop(bomb), Err(BadImage::TooLarge { width: 65536, height: 65536 }));
+        assert_eq!(develop(png_that_claims(65_536, 65_536)), Err(BadImage::TooLarge { width: 65536, height: 65536 }));
+    }
+
+    /// A PNG whose header says this size, and whose pixels are those of a small one.
+    fn png_that_claims(width: u32, height: u32) -> Vec<u8> {
+        let mut bytes = png(64, 48, false);
+        bytes[16..20].copy_from_slice(&width.to_be_bytes());
+        bytes[20..24].copy_from_slice(&height.to_be_bytes());
+        let checksum = crc32(&bytes[12..29]).to_be_bytes();
+        bytes[29..33].copy_from_slice(&checksum);
+        bytes
+    }
+
+    #[test]
+    fn more_than_32_megapixels_are_refused_in_words_before_decoding() {
+        let refused = develop(png_that_claims(16_000, 16_000)).unwrap_err();
+        assert_eq!(refused, BadImage::TooLarge { width: 16_000, height: 16_000 });
+        assert!(refused.to_string().contains("16000 × 16000 pixels, and the limit is 32 million"), "{refused}");
+        assert!(matches!(develop(png_that_claims(8_000, 4_001)), Err(BadImage::TooLarge { .. })));
+        // One pixel row less passes the check of the header; its pixels are missing.
+        assert_eq!(develop(png_that_claims(8_000, 4_000)), Err(BadImage::Corrupt), "control");
+    }
+
+    #[test]
+    fn a_jpeg_of_many_scans_is_refused() {
+        let mut bytes = Vec::new();
+        let picture = DynamicImage::from(image::RgbImage::new(4_000, 4_000));
+        picture.write_with_encoder(JpegEncoder::new_with_quality(&mut bytes, 85)).unwrap();
+        assert_eq!(scans(&bytes), 1);
+        assert_eq!(develop(bytes.clone()).unwrap().width, LONGEST_SIDE, "control");
+        bytes.extend([0xff, 0xda].repeat(24));
+        assert_eq!(develop(bytes), Err(BadImage::TooManyScans));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn images_wait_for_a_decoder_and_say_when_there_is_none() {
+        let decoders: &'static Semaphore = Box::leak(Box::new(Semaphore::new(0)));
+        let one = || vec![png(64, 48, false)];
+        assert_eq!(develop_within(one(), decoders, BUDGET).await, [Err(BadImage::Busy)]);
+        decoders.add_permits(1);
+        assert!(develop_within(one(), decoders, BUDGET).await[0].is_ok(), "control");
+        assert_eq!(decoders.available_permits(), 1);
+    }
+
+    #[tokio::test]
+    async fn the_images_of_a_cell_have_a_budget() {
+        let decoders: &'static Semaphore = Box::leak(Box::new(Semaphore::new(1)));
+        let three = || vec![png(64, 48, false); 3];
+        let all = develop_within(three(), decoders, BUDGET).await;
+        assert!(all.iter().all(Result::is_ok), "control");
+        let some = develop_within(three(), decoders, Duration::from_nanos(1)).await;
+        assert!(some[0].is_ok());
+        assert_eq!(some[1..], [Err(BadImage::OutOfTime), Err(BadImage::OutOfTime)]);
     }
 
     fn crc32(bytes: &[u8]) -> u32 {

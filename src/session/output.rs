@@ -9,11 +9,11 @@
 
 use crate::runner_client::{Bundle, Pipe};
 
-use super::images;
+use super::images::BadImage;
 use super::rich::{self, Shown};
 use super::spool::{FullOutput, Spool};
 use super::terminal::{Piece, Terminal};
-use super::{Output, Part, Stream};
+use super::{Image, Output, Part, Stream};
 
 const MOST_IMAGES: usize = 20;
 const MOST_IMAGE_BYTES: usize = 20_000_000;
@@ -574,17 +574,23 @@ pub(super) struct Draft {
 }
 
 impl Draft {
-    pub(super) fn has_images(&self) -> bool {
-        self.items.iter().any(|item| matches!(item, Item::Image { .. }))
+    /// Takes the pictures out, in their order, so that they can be developed elsewhere.
+    pub(super) fn take_images(&mut self) -> Vec<Vec<u8>> {
+        let bytes = self.items.iter_mut().filter_map(|item| match item {
+            Item::Image { bytes, .. } => Some(std::mem::take(bytes)),
+            _ => None,
+        });
+        bytes.collect()
     }
 
-    /// Develops the pictures. This takes its time; call it where blocking is allowed.
-    pub(super) fn develop(self) -> Output {
+    /// Returns the output with what became of its pictures.
+    pub(super) fn finish(self, developed: Vec<Result<Image, BadImage>>) -> Output {
+        let mut developed = developed.into_iter();
         let part = |item| match item {
             Item::Text { text, .. } if text.is_empty() => None,
             Item::Text { stream, text, .. } => Some(Part::Text { stream, text }),
             Item::Gap => Some(Part::Cut { chars: self.cut_chars, lines: self.cut_lines }),
-            Item::Image { bytes, .. } => Some(match images::develop(bytes) {
+            Item::Image { .. } => Some(match developed.next().unwrap_or(Err(BadImage::Corrupt)) {
                 Ok(image) => Part::Image(image),
                 Err(why) => {
                     Part::Text { stream: Stream::Display, text: format!("[an image is not shown because {why}]") }
@@ -610,9 +616,10 @@ mod tests {
     fn gathered(max: usize, gather: impl FnOnce(&mut Gatherer)) -> (Output, String) {
         let mut gatherer = Gatherer::new(max);
         gather(&mut gatherer);
-        let (draft, full) = gatherer.finish();
+        let (mut draft, full) = gatherer.finish();
         let full = full.unwrap().read_range(0, usize::MAX).unwrap();
-        (draft.develop(), String::from_utf8(full).unwrap())
+        let developed = draft.take_images().into_iter().map(crate::session::images::develop).collect();
+        (draft.finish(developed), String::from_utf8(full).unwrap())
     }
 
     fn plain(text: &str) -> Bundle {
@@ -749,7 +756,7 @@ mod tests {
             assert!(gatherer.page.kept < 200_000);
         }
         let (draft, full) = gatherer.finish();
-        let output = draft.develop();
+        let output = draft.finish(Vec::new());
         assert_eq!((output.total_lines, output.total_chars), (500_000, full.unwrap().total_bytes()));
         let text = text_of(&output);
         assert_eq!(text.chars().count(), 100);
