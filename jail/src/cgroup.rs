@@ -240,6 +240,13 @@ impl Group {
         Ok(true)
     }
 
+    /// Returns the processes in the group, by their numbers on this machine.
+    pub fn processes(&self) -> io::Result<Vec<u32>> {
+        let folder = self.folders.first().ok_or(io::ErrorKind::NotFound)?;
+        let inside = fs::read_to_string(folder.join("cgroup.procs"))?;
+        Ok(inside.lines().filter_map(|line| line.parse().ok()).collect())
+    }
+
     /// Bytes held now, without cached files, which the kernel gives up when it needs to; and at most since the last `forget_peak`, with them.
     pub fn memory(&self) -> (u64, u64) {
         let (now, peak) = match self.version {

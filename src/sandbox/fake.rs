@@ -10,6 +10,7 @@
 //! | `raise X` | ends the cell with a `ValueError` |
 //! | `sleep SECONDS` | waits; an interrupt raises `KeyboardInterrupt` |
 //! | `ignore-interrupt` | waits for ever |
+//! | `stop-after SECONDS` | waits for an interrupt, and raises `KeyboardInterrupt` that long after it |
 //! | `burn SECONDS` | says that so much processor time was used |
 //! | `flood N` | prints N numbered lines |
 //! | `exit N`, `crash`, `oom` | ends the interpreter; `exit-later N` does so after the end of the cell, `oom everywhere` with the files |
@@ -58,8 +59,8 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 
 use self::programs::Launched;
 use super::{
-    Asker, Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError,
-    Launcher, Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox,
+    Asker, Backend, CheckpointError, CheckpointId, CpuWaits, Exit, ForkTerms, Gauge, Interpreter, Isolation,
+    LaunchError, Launcher, Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox,
 };
 
 const MARKER: [u8; 16] = *b"fake interpreter";
@@ -95,6 +96,8 @@ struct World {
     launched: Arc<Launched>,
     /// What whoever asks next is told to have been refused.
     blocked: Mutex<Vec<Blocked>>,
+    /// Of each second, how many milliseconds interpreters wait for a processor; and since when.
+    starved: Mutex<Option<(u32, tokio::time::Instant)>>,
     /// Whom the newest sandbox asks about names.
     asker: Mutex<Option<Arc<dyn Asker>>>,
 }
@@ -179,6 +182,12 @@ impl FakeBackend {
             Some(asker) => asker.ask(&name, port, ([127, 0, 0, 1], 1024).into()).await,
             None => false,
         }
+    }
+
+    /// Lets interpreters wait for a processor, for so many milliseconds of each second from now on.
+    pub fn starve(&self, milliseconds: u32) {
+        let since = tokio::time::Instant::now();
+        *self.world.starved.lock().expect("nothing panics while it holds the waits") = Some((milliseconds, since));
     }
 
     /// Has the sandbox that is asked next say that it refused a connection.
@@ -398,6 +407,12 @@ impl Gauge for FakeGauge {
     fn stored(&self) -> u64 {
         let files = self.files.as_deref().and_then(|folder| read_files(folder).ok()).unwrap_or_default();
         files.values().map(|bytes| bytes.len() as u64).sum()
+    }
+
+    fn cpu_waits(&self) -> CpuWaits {
+        let starved = *self.world.starved.lock().expect("nothing panics while it holds the waits");
+        let waited = |(milliseconds, since): (u32, tokio::time::Instant)| since.elapsed() * milliseconds / 1000;
+        starved.map(waited).map_or_else(CpuWaits::default, CpuWaits::of_one)
     }
 }
 
@@ -1034,6 +1049,11 @@ impl Script {
                 Ok(())
             }
             "ignore-interrupt" => std::future::pending().await,
+            "stop-after" => {
+                self.interrupt.clone().notified().await;
+                tokio::time::sleep(Duration::from_secs_f64(rest.parse().unwrap_or(0.0))).await;
+                Err(Interruption::Raised { name: "KeyboardInterrupt", message: String::new() })
+            }
             "mute" => {
                 self.muted = true;
                 Ok(())

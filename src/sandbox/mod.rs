@@ -10,6 +10,7 @@ pub mod container;
 pub mod fake;
 pub mod isolation;
 pub mod native;
+pub mod reaction;
 pub mod way_out;
 
 use std::os::fd::OwnedFd;
@@ -26,6 +27,7 @@ use tokio::sync::{oneshot, watch};
 
 pub use isolation::{Isolation, Layer, LayerKind};
 pub use native::WORK_FOLDER;
+pub use reaction::{CpuAccount, CpuWaits, ReactionLimit};
 pub use way_out::Network;
 
 /// Makes sandboxes.
@@ -274,6 +276,12 @@ pub trait Gauge: Send + Sync {
 
     /// Returns the bytes of files in its own folders. Folders of the operator are not its own. Zero where no control group counts.
     fn stored(&self) -> u64;
+
+    /// Returns how long the threads of its interpreter have waited for a processor. Nothing where
+    /// that cannot be told.
+    fn cpu_waits(&self) -> CpuWaits {
+        CpuWaits::default()
+    }
 }
 
 /// Limits every sandbox of a backend gets.

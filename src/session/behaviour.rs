@@ -210,6 +210,24 @@ async fn code_that_ignores_the_interrupt_is_killed_and_files_stay() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn code_that_waits_for_a_processor_has_more_time_to_stop() {
+    let timed_out = |state| Status::TimedOut { limit: Duration::from_secs(10), state };
+    for (milliseconds, state) in [(0, StateAfter::Lost), (750, StateAfter::Kept)] {
+        let setting = setting();
+        setting.backend.starve(milliseconds);
+        setting.ok("a", "set x 1").await;
+        let outcome = setting.ok("a", "stop-after 4").await;
+        assert_eq!(outcome.status, timed_out(state), "waits {milliseconds} ms of each second");
+    }
+    // However starved, code that does not stop is killed.
+    let setting = setting();
+    setting.backend.starve(1000);
+    let before = Instant::now();
+    assert_eq!(setting.ok("a", "ignore-interrupt").await.status, timed_out(StateAfter::Lost));
+    assert_eq!(before.elapsed().as_secs(), 10 + 15);
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_clock_of_a_cell_starts_when_the_cell_starts() {
     let setting = setting();
     let first = setting.begin("a", "sleep 8", CancellationToken::new()).await;

@@ -20,7 +20,7 @@ use std::pin::Pin;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::task::Poll;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use serde_json::json;
@@ -53,7 +53,10 @@ use crate::runner_client::{
     self, Carried, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection, DoneClaim, MOST_LISTED,
     Trouble,
 };
-use crate::sandbox::{Backend, CheckpointError, CheckpointId, Exit, Interpreter, LaunchError, Process, Rules, Sandbox};
+use crate::sandbox::{
+    Backend, CheckpointError, CheckpointId, CpuAccount, Exit, Interpreter, LaunchError, Process, ReactionLimit, Rules,
+    Sandbox,
+};
 
 /// Bytes of a file that travel in one frame.
 const CHUNK: usize = 256 * 1024;
@@ -65,6 +68,8 @@ const FILE_PATIENCE: Duration = Duration::from_secs(60);
 const GREETING_PATIENCE: Duration = Duration::from_secs(30);
 /// How long the kernel may take to report the exit of an interpreter whose channel is closed.
 const EXIT_PATIENCE: Duration = Duration::from_millis(800);
+/// Events that are taken when the time for the running code is over.
+const MOST_HEARD_AT_ONCE: usize = 1000;
 /// Executions whose whole output is kept.
 const MOST_SPOOLS: usize = 20;
 /// A time limit beyond this is none; the clock's arithmetic stays safe.
@@ -363,6 +368,11 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
     driver.run(on_gone).await;
 }
 
+fn cpu_account(sandbox: Option<&dyn Sandbox>) -> CpuAccount {
+    let gauge = sandbox.map(|sandbox| sandbox.gauge());
+    gauge.map(|gauge| CpuAccount { waits: gauge.cpu_waits(), used: gauge.processor_time() }).unwrap_or_default()
+}
+
 /// Runs futures side by side until each is over.
 pub(super) async fn all<F: Future>(futures: Vec<F>) -> Vec<F::Output> {
     let mut running = futures.into_iter().map(|future| (Box::pin(future), None)).collect::<Vec<_>>();
@@ -493,6 +503,8 @@ struct Running {
     begun: Instant,
     /// When the next patience ends: the time limit, then the grace; for files, the time without progress.
     deadline: Instant,
+    /// How long the code may take to react to the interrupt, once it has been asked to stop.
+    reaction: Option<ReactionLimit>,
 }
 
 /// What is known of a cell that has ended, beside its output.
@@ -708,6 +720,17 @@ impl Driver {
             match (&running.task, self.machine.state()) {
                 (Task::Cell { .. }, State::Running { stopping: None, .. }) => self.happen(Event::TimeIsUp),
                 (_, State::Running { stopping: Some(_), .. }) => {
+                    self.hear_what_has_come();
+                    let (Some(running), State::Running { stopping: Some(_), .. }) =
+                        (&mut self.running, self.machine.state())
+                    else {
+                        return;
+                    };
+                    let account = cpu_account(self.sandbox.as_deref());
+                    if let Some(left) = running.reaction.as_ref().and_then(|reaction| reaction.left(&account)) {
+                        running.deadline = now + left;
+                        return;
+                    }
                     self.ended = Some(
                         "its code ignored the interrupt and Python was stopped; variables are gone, files in the working folder \
                          are kept".to_owned(),
@@ -879,7 +902,7 @@ impl Driver {
                 (Task::List { result: None, reply }, begun + FILE_PATIENCE, header, Vec::new())
             }
         };
-        self.running = Some(Running { id, task, begun, deadline });
+        self.running = Some(Running { id, task, begun, deadline, reaction: None });
         self.give_tools();
         self.send(&header, &payload);
         self.send_file();
@@ -956,6 +979,7 @@ impl Driver {
         self.give_up_questions();
         let Some(running) = &mut self.running else { return };
         running.deadline = Instant::now() + self.settings.grace;
+        running.reaction = Some(ReactionLimit::begin(self.settings.grace, cpu_account(self.sandbox.as_deref())));
         if let Some(live) = &self.live
             && !matches!(running.task, Task::Cell { begun_inside: false, .. })
         {
@@ -1144,6 +1168,24 @@ impl Driver {
             self.last_words(connection);
         }
         self.live = Some(live);
+    }
+
+    /// Takes what has come already. A server that wakes up late finds the answer and the end of the
+    /// time together, and the answer came first.
+    fn hear_what_has_come(&mut self) {
+        for _ in 0..MOST_HEARD_AT_ONCE {
+            let Some(Live { connection: Ok(connection), .. }) = &mut self.live else { return };
+            let mut context = Context::from_waker(Waker::noop());
+            let next = std::pin::pin!(connection.next()).poll(&mut context);
+            match next {
+                Poll::Ready(Ok(event)) => self.heard(event),
+                Poll::Ready(Err(error)) => return self.broken(error.to_string()),
+                Poll::Pending => return,
+            }
+            if self.running.is_none() {
+                return;
+            }
+        }
     }
 
     /// Takes what was written before the end. It is complete when this returns, and nothing waits.

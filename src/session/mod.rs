@@ -230,7 +230,8 @@ pub struct SessionSettings {
     pub work_folder: WorkFolder,
     pub max_sessions: usize,
     pub idle_timeout: Duration,
-    /// How long code may ignore an interrupt before it is killed.
+    /// How long code may ignore an interrupt before it is killed. Time in which it waits for a
+    /// processor does not count, up to nine times as much.
     pub grace: Duration,
     pub undo: Undo,
     /// Variants of one exploration that run at the same time, at least one.

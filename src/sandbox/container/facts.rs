@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 
 use super::engine::Engine;
 use super::spec::User;
-use crate::sandbox::{Gauge, MemoryUse};
+use crate::sandbox::{CpuWaits, Gauge, MemoryUse};
 
 /// How a container is doing, from the events of the engine.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -153,6 +153,14 @@ impl Gauge for Meter {
             _ if self.gone.load(Ordering::Relaxed) => 0,
             Source::Kernel(group) => group.files_in_memory(),
             Source::Engine { latest, .. } => latest.stored.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Of all its processes: the engine does not say which is the interpreter.
+    fn cpu_waits(&self) -> CpuWaits {
+        match &self.source {
+            Source::Kernel(group) => CpuWaits::of_processes(group.processes().unwrap_or_default()),
+            Source::Engine { .. } => CpuWaits::default(),
         }
     }
 }

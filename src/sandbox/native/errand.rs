@@ -23,6 +23,7 @@ use tokio::sync::watch;
 use super::STEP_LIMIT;
 use super::sandbox::{check_group, exit_of, next_number, verify};
 use super::warden::{Errand, View, Warden};
+use crate::sandbox::reaction::within;
 use crate::sandbox::{Exit, LaunchError, Launcher, Process, Program, ProgramError};
 
 /// What starts programs in one sandbox.
@@ -118,9 +119,9 @@ fn sealed(name: &std::ffi::CStr, bytes: &[u8]) -> io::Result<OwnedFd> {
 }
 
 async fn within_limit<T>(step: impl Future<Output = io::Result<T>>) -> Result<T, ProgramError> {
-    match tokio::time::timeout(STEP_LIMIT, step).await {
-        Ok(result) => result.map_err(failed),
-        Err(_) => Err(failed(LaunchError::TimedOut(STEP_LIMIT))),
+    match within(STEP_LIMIT, step).await {
+        Some(result) => result.map_err(failed),
+        None => Err(failed(LaunchError::TimedOut(STEP_LIMIT))),
     }
 }
 
@@ -171,10 +172,10 @@ impl NativeProgram {
     async fn made(&mut self) -> Result<Arc<OwnedFd>, ProgramError> {
         let number = self.number;
         let settled = self.view.wait_for(|view| view.destroyed || !matches!(view.errand(number), Some(Errand::Asked)));
-        match tokio::time::timeout(STEP_LIMIT, settled).await {
-            Err(_) => Err(failed(LaunchError::TimedOut(STEP_LIMIT))),
-            Ok(Err(_)) => Err(failed("the jail ended")),
-            Ok(Ok(view)) => match view.errand(number) {
+        match within(STEP_LIMIT, settled).await {
+            None => Err(failed(LaunchError::TimedOut(STEP_LIMIT))),
+            Some(Err(_)) => Err(failed("the jail ended")),
+            Some(Ok(view)) => match view.errand(number) {
                 Some(Errand::Made(process)) => Ok(Arc::clone(process)),
                 Some(Errand::Failed(why)) => Err(ProgramError::Unsupported { why: why.clone() }),
                 _ => Err(failed("its process ended on the way")),

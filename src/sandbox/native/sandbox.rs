@@ -33,9 +33,10 @@ use super::errand::NativeLauncher;
 use super::jail::Jail;
 use super::warden::{self, Checkpoint, FamilyNumber, Slots, View, Warden};
 use super::{Inner, STEP_LIMIT};
+use crate::sandbox::reaction::{within, within_with};
 use crate::sandbox::{
-    Asker, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
-    MemoryUse, Process, Sandbox, SandboxLimits,
+    Asker, CheckpointError, CheckpointId, CpuWaits, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError,
+    Launcher, MemoryUse, Process, Sandbox, SandboxLimits,
 };
 
 /// Forks after which the warm interpreter is replaced, so that address layout and hash seed change.
@@ -241,10 +242,10 @@ impl NativeSandbox {
         wanted: impl Fn(&View) -> Option<T>,
     ) -> Result<T, LaunchError> {
         let settled = self.view.wait_for(|view| view.failed.is_some() || view.destroyed || wanted(view).is_some());
-        let view = match tokio::time::timeout(limit, settled).await {
-            Err(_) => return Err(LaunchError::TimedOut(limit)),
-            Ok(Err(_)) => return Err(LaunchError::Start { why: "the jail ended".to_owned() }),
-            Ok(Ok(view)) => view,
+        let view = match within(limit, settled).await {
+            None => return Err(LaunchError::TimedOut(limit)),
+            Some(Err(_)) => return Err(LaunchError::Start { why: "the jail ended".to_owned() }),
+            Some(Ok(view)) => view,
         };
         match (wanted(&view), &view.failed) {
             (Some(found), _) => Ok(found),
@@ -360,10 +361,10 @@ impl NativeSandbox {
                 }
             }
         };
-        match tokio::time::timeout(STEP_LIMIT, spoke).await {
-            Ok(Ok(())) => Ok(()),
-            Err(_) => Err(LaunchError::TimedOut(STEP_LIMIT)),
-            Ok(Err(_)) => Err(LaunchError::Start { why: "the interpreter ended before it greeted".to_owned() }),
+        match within(STEP_LIMIT, spoke).await {
+            Some(Ok(())) => Ok(()),
+            None => Err(LaunchError::TimedOut(STEP_LIMIT)),
+            Some(Err(_)) => Err(LaunchError::Start { why: "the interpreter ended before it greeted".to_owned() }),
         }
     }
 
@@ -497,7 +498,7 @@ impl Sandbox for NativeSandbox {
         self.gateway = None;
         if self.warden.command(&Command::Destroy { slot: self.slot }, &[]).await.is_ok() {
             let gone = self.view.wait_for(|view| view.destroyed);
-            if tokio::time::timeout(STEP_LIMIT, gone).await.is_err() {
+            if within(STEP_LIMIT, gone).await.is_none() {
                 warn!(slot = self.slot.0, "a sandbox did not end; its user id stays taken");
                 std::mem::forget(Arc::clone(&self.family));
                 return;
@@ -538,14 +539,15 @@ impl NativeSandbox {
         wanted: impl Fn(&Checkpoint) -> bool,
     ) -> Result<(), CheckpointError> {
         let failed = |why: &str| Err(CheckpointError::Failed { why: why.to_owned() });
+        let gauge = self.gauge();
         let settled = self.view.wait_for(|view| {
             view.destroyed
                 || view.checkpoint(number).is_some_and(|state| matches!(state, Checkpoint::Failed(_)) || wanted(state))
         });
-        match tokio::time::timeout(BRANCH_LIMIT, settled).await {
-            Err(_) => failed("it did not come to its branch point in time"),
-            Ok(Err(_)) => failed("the jail ended"),
-            Ok(Ok(view)) => match view.checkpoint(number) {
+        match within_with(BRANCH_LIMIT, &*gauge, settled).await {
+            None => failed("it did not come to its branch point in time"),
+            Some(Err(_)) => failed("the jail ended"),
+            Some(Ok(view)) => match view.checkpoint(number) {
                 Some(Checkpoint::Failed(why)) => failed(why),
                 Some(_) => Ok(()),
                 None => failed("the sandbox ended"),
@@ -605,6 +607,10 @@ impl Gauge for NativeGauge {
 
     fn stored(&self) -> u64 {
         self.group.as_ref().map_or(0, |group| group.files_in_memory())
+    }
+
+    fn cpu_waits(&self) -> CpuWaits {
+        CpuWaits::of_processes(self.process.as_ref().and_then(|process| warden::host_pid(process).ok()))
     }
 }
 

@@ -25,6 +25,7 @@ use tokio::sync::watch;
 use tracing::{debug, error, warn};
 
 use super::sandbox::Groups;
+use crate::sandbox::reaction::within;
 use crate::sandbox::{LaunchError, MemoryUse};
 
 /// A warm interpreter that dies this often within a minute is not started again by itself.
@@ -169,10 +170,10 @@ impl Warden {
     async fn reach(&self, limit: Duration, wanted: impl Fn(&JailState) -> bool) -> Result<(), String> {
         let mut jail = self.state.jail.subscribe();
         let settled = jail.wait_for(|state| matches!(state, JailState::Broken(_)) || wanted(state));
-        match tokio::time::timeout(limit, settled).await {
-            Err(_) => Err(format!("the jail did not answer within {} s", limit.as_secs())),
-            Ok(Err(_)) => Err("the jail ended".to_owned()),
-            Ok(Ok(state)) => match &*state {
+        match within(limit, settled).await {
+            None => Err(format!("the jail did not answer within {} s", limit.as_secs())),
+            Some(Err(_)) => Err("the jail ended".to_owned()),
+            Some(Ok(state)) => match &*state {
                 JailState::Broken(why) => Err(why.clone()),
                 _ => Ok(()),
             },

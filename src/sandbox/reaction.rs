@@ -1,0 +1,218 @@
+//! Limits for how long something may take to react, on a machine that may be busy.
+//!
+//! Such a limit means "it does not react", not "the machine is slow". So time in which the process
+//! was runnable and waited for a processor does not count. The kernel knows that time: for each
+//! thread in `/proc/PID/task/TID/schedstat`, for the whole machine in `/proc/pressure/cpu`. Where
+//! it does not tell, wall time counts.
+//!
+//! A sandbox whose processes wait for each other gains nothing: the processor time that it got
+//! counts in any case. And however starved, nothing gets more than ten times its limit.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::Gauge;
+
+/// How much longer than its limit something may take on a busy machine. At a load of ten for each
+/// processor a process still gets its time.
+const MOST_STRETCHED: u32 = 10;
+
+/// How long each of some threads has waited for a processor, since it began.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CpuWaits(BTreeMap<u32, Duration>);
+
+impl CpuWaits {
+    /// Reads the waits of all threads of these processes, by their numbers on this machine.
+    pub fn of_processes(processes: impl IntoIterator<Item = u32>) -> CpuWaits {
+        let tasks = processes.into_iter().filter_map(|process| fs::read_dir(format!("/proc/{process}/task")).ok());
+        let waits = tasks.flatten().flatten().filter_map(|task| {
+            let thread = task.file_name().to_str()?.parse().ok()?;
+            Some((thread, run_queue_wait(&fs::read_to_string(task.path().join("schedstat")).ok()?)?))
+        });
+        CpuWaits(waits.collect())
+    }
+
+    /// Reads for how long any task of this machine has waited, for work that many processes share.
+    pub fn of_machine() -> CpuWaits {
+        let pressure = fs::read_to_string("/proc/pressure/cpu").ok();
+        CpuWaits(pressure.and_then(|text| pressure_total(&text)).map(|total| (0, total)).into_iter().collect())
+    }
+
+    /// One thread that has waited for so long.
+    pub fn of_one(wait: Duration) -> CpuWaits {
+        CpuWaits([(0, wait)].into())
+    }
+
+    /// Returns how long the thread that waited the most has waited since then.
+    pub fn since(&self, before: &CpuWaits) -> Duration {
+        let waits = self.0.iter().map(|(thread, wait)| {
+            let before = before.0.get(thread).copied().unwrap_or_default();
+            wait.saturating_sub(before)
+        });
+        waits.max().unwrap_or_default()
+    }
+}
+
+/// Three numbers: nanoseconds on a processor, nanoseconds runnable without one, and time slices.
+fn run_queue_wait(schedstat: &str) -> Option<Duration> {
+    schedstat.split_whitespace().nth(1)?.parse().ok().map(Duration::from_nanos)
+}
+
+/// `some avg10=0.00 avg60=0.00 avg300=0.00 total=0`, in microseconds.
+fn pressure_total(pressure: &str) -> Option<Duration> {
+    let some = pressure.lines().find_map(|line| line.strip_prefix("some "))?;
+    let total = some.split_whitespace().find_map(|field| field.strip_prefix("total="))?;
+    total.parse().ok().map(Duration::from_micros)
+}
+
+/// What the scheduler has given to a sandbox, and what it has not.
+#[derive(Debug, Clone, Default)]
+pub struct CpuAccount {
+    pub waits: CpuWaits,
+    /// Processor time that the whole sandbox got.
+    pub used: Duration,
+}
+
+/// A limit that has begun to run.
+#[derive(Debug, Clone)]
+pub struct ReactionLimit {
+    limit: Duration,
+    begun: Instant,
+    before: CpuAccount,
+}
+
+impl ReactionLimit {
+    pub fn begin(limit: Duration, now: CpuAccount) -> ReactionLimit {
+        ReactionLimit { limit, begun: Instant::now(), before: now }
+    }
+
+    /// Returns what is left of the limit, at least; nothing when it is over.
+    pub fn left(&self, now: &CpuAccount) -> Option<Duration> {
+        let elapsed = self.begun.elapsed();
+        let awake = elapsed.saturating_sub(now.waits.since(&self.before.waits));
+        let used = now.used.saturating_sub(self.before.used).min(elapsed);
+        let counted = awake.max(used);
+        let left = self.limit.saturating_sub(counted);
+        let left = left.min((self.limit * MOST_STRETCHED).saturating_sub(elapsed));
+        (!left.is_zero()).then_some(left)
+    }
+}
+
+/// Waits for work that processes of the server share, within a limit.
+pub async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Option<T> {
+    within_measured(limit, || CpuAccount { waits: CpuWaits::of_machine(), used: Duration::ZERO }, work).await
+}
+
+/// Waits for work that a sandbox and processes of the server share. What the sandbox uses of a
+/// processor counts.
+pub async fn within_with<T>(limit: Duration, gauge: &dyn Gauge, work: impl Future<Output = T>) -> Option<T> {
+    let account = || CpuAccount { waits: CpuWaits::of_machine(), used: gauge.processor_time() };
+    within_measured(limit, account, work).await
+}
+
+async fn within_measured<T>(
+    limit: Duration,
+    account: impl Fn() -> CpuAccount,
+    work: impl Future<Output = T>,
+) -> Option<T> {
+    let mut work = std::pin::pin!(work);
+    // Nearly everything is over by then, and reading the kernel's counts would take as long as a
+    // step of a launch.
+    let soon = limit / 10;
+    if let Ok(result) = tokio::time::timeout(soon, &mut work).await {
+        return Some(result);
+    }
+    let mut left = limit - soon;
+    let reaction = ReactionLimit::begin(left, account());
+    loop {
+        match tokio::time::timeout(left, &mut work).await {
+            Ok(result) => return Some(result),
+            Err(_) => left = reaction.left(&account())?,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// Waits of a machine on which each process gets one part in so many.
+    fn crowded(parts: u32) -> impl Fn() -> CpuAccount {
+        let begun = Instant::now();
+        let waits = move || CpuWaits::of_one(begun.elapsed() * (parts - 1) / parts);
+        move || CpuAccount { waits: waits(), used: Duration::ZERO }
+    }
+
+    async fn took<T>(future: impl Future<Output = T>) -> (T, Duration) {
+        let begun = Instant::now();
+        let result = future.await;
+        (result, begun.elapsed())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn only_time_with_a_processor_counts() {
+        for parts in [1, 4] {
+            // The first tenth counts in any case.
+            let time = SECOND / 10 + SECOND * 9 / 10 * parts;
+            let (result, elapsed) = took(within_measured(SECOND, crowded(parts), std::future::pending::<()>())).await;
+            assert_eq!(result, None);
+            // The timer of the clock is coarse, and each look at the waits costs one of its steps.
+            assert!(elapsed >= time && elapsed < time + SECOND / 10, "{elapsed:?} with {parts}");
+        }
+        let slow = tokio::time::sleep(3 * SECOND);
+        assert_eq!(within_measured(SECOND, crowded(4), slow).await, Some(()), "control");
+        let slow = tokio::time::sleep(3 * SECOND);
+        assert_eq!(within_measured(SECOND, crowded(1), slow).await, None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn processes_that_wait_for_each_other_gain_nothing() {
+        let begun = Instant::now();
+        let crowded = crowded(100);
+        // Hundred processes together have a processor for themselves.
+        let bomb = || CpuAccount { used: begun.elapsed(), ..crowded() };
+        let (result, elapsed) = took(within_measured(SECOND, bomb, std::future::pending::<()>())).await;
+        assert_eq!(result, None);
+        assert!(elapsed < SECOND + SECOND / 10, "{elapsed:?}");
+        // Two processors do not make time run faster.
+        let two = || CpuAccount { used: begun.elapsed() * 2, ..CpuAccount::default() };
+        let (_, elapsed) = took(within_measured(SECOND, two, std::future::pending::<()>())).await;
+        assert!(elapsed >= SECOND, "{elapsed:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nothing_gets_more_than_ten_times_its_limit() {
+        let (result, elapsed) = took(within_measured(SECOND, crowded(1000), std::future::pending::<()>())).await;
+        assert_eq!(result, None);
+        assert!(elapsed >= 9 * SECOND && elapsed < 10 * SECOND, "{elapsed:?}");
+    }
+
+    #[test]
+    fn the_thread_that_waited_most_counts_and_what_it_waited_before_does_not() {
+        let waits = |waits: &[(u32, u64)]| {
+            CpuWaits(waits.iter().map(|(thread, seconds)| (*thread, Duration::from_secs(*seconds))).collect())
+        };
+        let before = waits(&[(1, 100), (2, 0), (3, 5)]);
+        assert_eq!(waits(&[(1, 101), (2, 4), (4, 3)]).since(&before), 4 * SECOND);
+        assert_eq!(CpuWaits::default().since(&before), Duration::ZERO);
+        assert_eq!(before.since(&CpuWaits::default()), 100 * SECOND);
+    }
+
+    #[test]
+    fn the_files_of_the_kernel_are_read() {
+        assert_eq!(run_queue_wait("121567 5504199 2\n"), Some(Duration::from_nanos(5_504_199)));
+        assert_eq!(run_queue_wait(""), None);
+        let pressure = "some avg10=82.42 avg60=62.08 avg300=46.66 total=324559963\nfull avg10=0.00 total=7\n";
+        assert_eq!(pressure_total(pressure), Some(Duration::from_micros(324_559_963)));
+        assert_eq!(pressure_total("full total=7"), None);
+        let own = CpuWaits::of_processes([std::process::id()]);
+        let tasks = fs::read_dir("/proc/self/task").unwrap().count();
+        assert!(!own.0.is_empty() && own.0.len() <= tasks + 1, "{own:?} of {tasks}");
+        assert_eq!(CpuWaits::of_processes([u32::MAX]), CpuWaits::default());
+    }
+}
