@@ -30,7 +30,7 @@ pub use memory::{Memory, Scope};
 pub use pattern::{BadPattern, Pattern};
 pub use policy::{Defaults, Policy};
 pub use rule::{BadRule, Rule, registered_rules, registration};
-pub use shown::{digest, visible};
+pub use shown::{Rendering, digest, visible};
 
 /// What is about to happen.
 #[derive(Debug, Clone, PartialEq)]
@@ -53,6 +53,16 @@ impl Subject {
             Subject::Shell { .. } => "shell",
             Subject::Install { .. } => "packages",
             Subject::Domain { .. } => "domain",
+        }
+    }
+
+    /// Bytes of text in it. The arguments of a tool are counted by whoever has read them.
+    pub fn text_bytes(&self) -> usize {
+        match self {
+            Subject::Tool { server, tool, .. } => server.len() + tool.len(),
+            Subject::Shell { command, kind } => command.len() + kind.len(),
+            Subject::Install { requirements } => requirements.iter().map(String::len).sum(),
+            Subject::Domain { name, .. } => name.len(),
         }
     }
 

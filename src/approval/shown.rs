@@ -17,23 +17,91 @@ const SHORTEST: usize = 300;
 impl Subject {
     /// Says exactly what is about to happen, in about `most` characters.
     pub fn shown(&self, most: usize) -> String {
-        let most = most.max(SHORTEST);
+        self.rendering(most).shown(most)
+    }
+
+    /// Prepares what is shown in at most about `longest` characters. This looks at the whole
+    /// subject; showing it later does not.
+    pub fn rendering(&self, longest: usize) -> Rendering {
+        let longest = longest.max(SHORTEST);
         match self {
             Subject::Tool { server, tool, arguments, .. } => {
                 let pairs = arguments.iter().map(|(key, value)| format!("{}={}", key_word(key), json(value)));
                 let pairs = pairs.collect::<Vec<_>>().join(", ");
-                format!("{}.{}({})", visible(server), visible(tool), cut(&pairs, most))
+                let opening = format!("{}.{}(", visible(server), visible(tool));
+                Rendering { closing: ")", ..Rendering::new(opening, pairs, longest) }
             }
             Subject::Shell { command, kind } => {
-                let lines = cut(&visible_lines(command), most).replace('\n', "\n   | ");
-                format!("{}\n   | {lines}", visible(kind))
+                let opening = format!("{}\n   | ", visible(kind));
+                Rendering { has_lines: true, ..Rendering::new(opening, visible_lines(command), longest) }
             }
             Subject::Install { requirements } => {
                 let all = requirements.iter().map(|requirement| quoted(requirement)).collect::<Vec<_>>();
-                format!("install {}", cut(&all.join(", "), most))
+                Rendering::new("install ".to_owned(), all.join(", "), longest)
             }
-            Subject::Domain { name, port } => format!("connect to {} at port {port}", cut(&visible(name), most)),
+            Subject::Domain { name, port } => {
+                let text = format!("{} at port {port}", visible(name));
+                Rendering::new("connect to ".to_owned(), text, longest)
+            }
         }
+    }
+}
+
+/// What is shown of a subject, in whatever length up to the one it was made for.
+#[derive(Debug, Clone)]
+pub struct Rendering {
+    opening: String,
+    text: Extract,
+    closing: &'static str,
+    /// Each line is set off.
+    has_lines: bool,
+}
+
+impl Rendering {
+    fn new(opening: String, text: String, longest: usize) -> Rendering {
+        Rendering { opening, text: Extract::new(text, longest), closing: "", has_lines: false }
+    }
+
+    /// Returns it in about `most` characters.
+    pub fn shown(&self, most: usize) -> String {
+        let text = self.text.cut(most.max(SHORTEST));
+        let text = if self.has_lines { text.replace('\n', "\n   | ") } else { text };
+        format!("{}{text}{}", self.opening, self.closing)
+    }
+}
+
+/// The beginning and the end of a text, and the digest of all of it.
+#[derive(Debug, Clone)]
+struct Extract {
+    beginning: String,
+    end: String,
+    length: usize,
+    digest: String,
+}
+
+impl Extract {
+    fn new(text: String, longest: usize) -> Extract {
+        let length = text.chars().count();
+        let at = |index: usize| text.char_indices().nth(index).map_or(text.len(), |(at, _)| at);
+        let end = text[at(length.saturating_sub(longest))..].to_owned();
+        let digest = hexadecimal(text.as_bytes());
+        Extract { beginning: text[..at(longest)].to_owned(), end, length, digest }
+    }
+
+    /// Keeps the beginning and the end of a text that is too long, and says so with its digest.
+    fn cut(&self, most: usize) -> String {
+        let Extract { beginning, end, length, digest } = self;
+        // All of it is in the beginning only if that is as long as the text.
+        if *length <= most && beginning.chars().count() == *length {
+            return beginning.clone();
+        }
+        let (head, tail) = (most * 3 / 4, most / 4);
+        let beginning: String = beginning.chars().take(head).collect();
+        let end: String = end.chars().skip(end.chars().count().saturating_sub(tail)).collect();
+        let left_out = length.saturating_sub(beginning.chars().count() + end.chars().count());
+        format!(
+            "{beginning} [… {left_out} of {length} characters are not shown here; SHA-256 of all of them: {digest} …] {end}"
+        )
     }
 }
 
@@ -114,22 +182,6 @@ fn key_word(key: &str) -> String {
     if plain { key.to_owned() } else { quoted(key) }
 }
 
-/// Keeps the beginning and the end of a text that is too long, and says so with its digest.
-fn cut(text: &str, most: usize) -> String {
-    let length = text.chars().count();
-    if length <= most {
-        return text.to_owned();
-    }
-    let (head, tail) = (most * 3 / 4, most / 4);
-    let beginning: String = text.chars().take(head).collect();
-    let end: String = text.chars().skip(length - tail).collect();
-    let left_out = length - head - tail;
-    let whole = hexadecimal(text.as_bytes());
-    format!(
-        "{beginning} [… {left_out} of {length} characters are not shown here; SHA-256 of all of them: {whole} …] {end}"
-    )
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -175,6 +227,18 @@ mod tests {
             tool(json!({"text": format!("{}{letter}{}", "x".repeat(5000), "x".repeat(5000))})).shown(1000)
         };
         assert_ne!(middle("a"), middle("b"));
+    }
+
+    #[test]
+    fn a_rendering_shows_in_every_length_what_the_subject_shows() {
+        let short = tool(json!({"text": "a"}));
+        let shell = Subject::Shell { command: "line\n".repeat(500), kind: "!".to_owned() };
+        for subject in [short, shell, tool(json!({"text": "é".repeat(7000)}))] {
+            let rendering = subject.rendering(6000);
+            for most in [10, 300, 301, 1000, 6000] {
+                assert_eq!(rendering.shown(most), subject.shown(most), "{most}");
+            }
+        }
     }
 
     #[test]

@@ -508,6 +508,36 @@ fn echo() -> crate::approval::Subject {
 }
 
 #[tokio::test(start_paused = true)]
+async fn nobody_is_asked_about_a_requirement_that_is_too_long() {
+    let packages = install::Source(Some(Arc::new(Unpacker)));
+    let (setting, _) = house_with(SessionSettings { approvals: asking().into(), packages, ..without_undo() });
+    let ask = |length: usize| format!(r#"ask {{"what": "install", "requirements": ["{}"]}}"#, "x".repeat(length));
+    let told = answers(&setting.unasked("a", &ask(501)).await);
+    assert!(told[0]["text"].as_str().unwrap().contains("501 characters is too long"), "{told:?}");
+    let many = format!(r#"ask {{"what": "install", "requirements": {:?}}}"#, vec!["x"; 101]);
+    let told = answers(&setting.unasked("a", &many).await);
+    assert!(told[0]["text"].as_str().unwrap().contains("101 requirements are too many"), "{told:?}");
+    let leave = Leave { asking: Asking::Person, answer: None };
+    let refused = setting
+        .sessions
+        .install(&owner(), &id("b"), vec!["x".repeat(501)], leave, CancellationToken::new(), &|_| ())
+        .await
+        .unwrap_err();
+    assert!(matches!(refused, Refused::Install(_)), "{refused}");
+    setting.asks("a", &ask(500)).await; // Control.
+}
+
+#[tokio::test(start_paused = true)]
+async fn questions_with_more_text_than_may_wait_are_refused() {
+    let (setting, _) = house();
+    // Each call has 5 MiB; twelve of them are within 64 MiB, and thirteen are not.
+    let call = format!(r#"calls 14 notes echo {{"text": "{}"}}"#, "x".repeat(5 << 20));
+    let underway = setting.asks("a", &call).await;
+    assert_eq!(underway.asks.len(), 12);
+    assert!(underway.asks.iter().all(|asked| asked.text.len() < 4000), "they are shown short");
+}
+
+#[tokio::test(start_paused = true)]
 async fn packages_are_asked_for_in_a_cell_and_in_a_call() {
     let packages = install::Source(Some(Arc::new(Unpacker)));
     let (setting, _) = house_with(SessionSettings { approvals: asking().into(), packages, ..without_undo() });

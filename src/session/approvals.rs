@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::driver::{Command, Shared};
 use super::{ExecutionHandle, Principal, Refused, SessionId, Sessions, Which};
-use crate::approval::{self, Answer, Book, BookError, Policy, Scope, Subject, Verdict};
+use crate::approval::{self, Answer, Book, BookError, Policy, Rendering, Scope, Subject, Verdict};
 
 /// Decisions without a question that an outcome tells of.
 const MOST_RULINGS: usize = 100;
@@ -146,22 +146,33 @@ pub struct Asked {
     pub patience: Duration,
 }
 
-impl Asked {
-    /// Describes a question, as one of so many that are asked together.
-    pub(super) fn new(
-        id: AskId,
-        (subject, line): (&Subject, &str),
-        together: usize,
-        approvals: &Approvals,
-        patience: Duration,
-    ) -> Asked {
+/// What a question says. It is made once, however often the question is shown.
+pub(super) struct Wording {
+    kind: &'static str,
+    rendering: Rendering,
+    covers: String,
+    line: String,
+}
+
+impl Wording {
+    pub(super) fn new(subject: &Subject, line: &str) -> Wording {
+        Wording {
+            kind: subject.kind(),
+            rendering: subject.rendering(MOST_SHOWN),
+            covers: Scope::words(subject),
+            line: line.to_owned(),
+        }
+    }
+
+    /// Describes the question, as one of so many that are asked together.
+    pub(super) fn asked(&self, id: AskId, together: usize, approvals: &Approvals, patience: Duration) -> Asked {
         let most = (MOST_SHOWN_TOGETHER / together.max(1)).min(MOST_SHOWN);
         Asked {
             id,
-            kind: subject.kind().to_owned(),
-            text: subject.shown(most),
-            covers: Scope::words(subject),
-            line: line.to_owned(),
+            kind: self.kind.to_owned(),
+            text: self.rendering.shown(most),
+            covers: self.covers.clone(),
+            line: self.line.clone(),
             can_last: approvals.book.is_kept(),
             patience,
         }
@@ -341,7 +352,7 @@ impl Sessions {
             Asking::Exploration => refuse(&line, Why::Exploration, DecidedBy::NobodyToAsk),
             Asking::Person => {
                 let ask = AskId(self.next_number());
-                let asked = Asked::new(ask, (&subject, &line), 1, &approvals, approvals.patience);
+                let asked = Wording::new(&subject, &line).asked(ask, 1, &approvals, approvals.patience);
                 let (requirements, until) = (requirements.to_vec(), now + approvals.patience);
                 shared.wait_with_install(WaitingInstall { id: ask, requirements, line, until }, now);
                 Err(Refused::Ask { session: id.clone(), asked: Box::new(asked) })

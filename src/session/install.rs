@@ -55,6 +55,27 @@ pub trait Installer: Send + Sync {
     ) -> Pin<Box<dyn Future<Output = Result<Installed, InstallError>> + Send + 'a>>;
 }
 
+/// Requirements of one installation, and bytes of each, as the installer takes them.
+const MOST_REQUIREMENTS: usize = 100;
+const LONGEST_REQUIREMENT: usize = 500;
+
+/// Refuses what no installer takes, so that nobody is asked about it and nothing large waits for an
+/// answer.
+pub(super) fn check_bounds(requirements: &[String]) -> Result<(), InstallError> {
+    if requirements.len() > MOST_REQUIREMENTS {
+        let count = requirements.len();
+        return Err(InstallError::Refused(format!(
+            "{count} requirements are too many; at most {MOST_REQUIREMENTS} can be installed at once"
+        )));
+    }
+    match requirements.iter().map(String::len).max() {
+        Some(length) if length > LONGEST_REQUIREMENT => Err(InstallError::Refused(format!(
+            "a requirement of {length} characters is too long; the limit is {LONGEST_REQUIREMENT}"
+        ))),
+        _ => Ok(()),
+    }
+}
+
 /// Where sessions get packages, if anywhere.
 #[derive(Clone, Default)]
 pub struct Source(pub Option<Arc<dyn Installer>>);
@@ -97,6 +118,7 @@ impl Sessions {
         tell: &(dyn Fn(String) + Send + Sync),
     ) -> Result<InstallReport, Refused> {
         let installer = self.packages().0.ok_or(Refused::NoPackages)?;
+        check_bounds(&requirements).map_err(Refused::Install)?;
         let entry = self.find_or_create(owner, id)?;
         let Leave { asking, answer } = leave;
         let ruling = self.leave_to_install((owner, id), &entry.shared, &requirements, asking, answer)?;

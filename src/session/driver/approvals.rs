@@ -25,7 +25,9 @@ use super::shell::CommandWanted;
 use super::{Driver, RequestId, Running, Task};
 use crate::approval::{Answer, Policy, Subject, Verdict};
 use crate::sandbox::Asker;
-use crate::session::approvals::{AskId, Asked, Asking, DecidedBy, Decision, InForce, Ruling, Why, keep, note, refusal};
+use crate::session::approvals::{
+    AskId, Asking, DecidedBy, Decision, InForce, Ruling, Why, Wording, keep, note, refusal,
+};
 use crate::session::state::State;
 use crate::session::tools::{ToolCall, ToolReason, ToolRefused};
 
@@ -33,6 +35,8 @@ use crate::session::tools::{ToolCall, ToolReason, ToolRefused};
 const MOST_PARKED: usize = 100;
 /// Bytes of everything that is parked.
 const MOST_PARKED_BYTES: usize = 64 * 1024 * 1024;
+/// Bytes of a question beside its text.
+const SIZE_OF_A_QUESTION: usize = 1024;
 
 /// What is to happen with a subject when it is allowed.
 pub(super) enum Wanted {
@@ -59,12 +63,14 @@ impl Wanted {
         }
     }
 
-    fn size(&self) -> usize {
-        match self {
+    /// Bytes that are held while it waits, about.
+    fn size(&self, subject: &Subject) -> usize {
+        let own = match self {
             Wanted::Call { size, .. } => *size,
             Wanted::Command(wanted) => wanted.size(),
-            _ => 1024,
-        }
+            Wanted::Install { .. } | Wanted::Connections(_) => 0,
+        };
+        SIZE_OF_A_QUESTION + subject.text_bytes() + own
     }
 }
 
@@ -124,6 +130,8 @@ pub(super) struct Parking {
 struct Parked {
     id: AskId,
     subject: Subject,
+    size: usize,
+    wording: Wording,
     line: String,
     until: Instant,
     /// How long it waits in all.
@@ -153,7 +161,7 @@ impl Parking {
 
     fn take(&mut self, fits: impl Fn(&Parked) -> bool) -> Vec<Parked> {
         let taken = self.parked.extract_if(.., |parked| fits(parked)).collect::<Vec<_>>();
-        self.bytes -= taken.iter().map(|parked| parked.wanted.size()).sum::<usize>();
+        self.bytes -= taken.iter().map(|parked| parked.size).sum::<usize>();
         taken
     }
 }
@@ -167,7 +175,7 @@ impl Driver {
                 note(&mut self.parking.rulings, Ruling::new(&subject, &line, DecidedBy::Policy));
                 self.turn_down(subject, wanted, &line, Why::Policy);
             }
-            Verdict::Ask { line } => match self.why_not_asked(wanted.size()) {
+            Verdict::Ask { line } => match self.why_not_asked(wanted.size(&subject)) {
                 Some(why) => {
                     note(&mut self.parking.rulings, Ruling::new(&subject, &line, DecidedBy::NobodyToAsk));
                     self.turn_down(subject, wanted, &line, why);
@@ -243,10 +251,11 @@ impl Driver {
         let Some(running) = &self.running else { return };
         debug!(session = self.id.as_str(), kind = subject.kind(), "a person is asked");
         self.parking.left.get_or_insert(running.deadline.saturating_duration_since(now));
-        self.parking.bytes += wanted.size();
+        let (size, wording) = (wanted.size(&subject), Wording::new(&subject, &line));
+        self.parking.bytes += size;
         let id = AskId(self.numbers.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
         let patience = self.settings.approvals.now().patience;
-        self.parking.parked.push(Parked { id, subject, line, until: now + patience, patience, wanted });
+        self.parking.parked.push(Parked { id, subject, size, wording, line, until: now + patience, patience, wanted });
         self.show_questions();
     }
 
@@ -256,7 +265,7 @@ impl Driver {
         let (approvals, together) = (self.settings.approvals.now(), self.parking.parked.len());
         let asked = |parked: &Parked| {
             let left = parked.until.saturating_duration_since(now);
-            Asked::new(parked.id, (&parked.subject, &parked.line), together, &approvals, left)
+            parked.wording.asked(parked.id, together, &approvals, left)
         };
         let all = self.parking.parked.iter().map(asked).collect::<Vec<_>>();
         let is_over = all.is_empty();

@@ -14,7 +14,7 @@ use super::approvals::Wanted;
 use super::{Driver, RequestId, Running, Task};
 use crate::approval::{Fingerprint, Subject};
 use crate::runner_client::{LARGEST_FRAME, Question};
-use crate::session::install::{InstallError, InstallRequest, Installed};
+use crate::session::install::{self, InstallError, InstallRequest, Installed};
 use crate::session::tools::{Begun, CallEnd, ToolCall, ToolCalls, ToolReason, ToolRefused, ToolReply};
 
 /// Installations of one cell that are under way at the same time.
@@ -197,6 +197,9 @@ impl Driver {
         }
         match question {
             Question::Install { requirements, upgrade } => {
+                if let Err(error) = install::check_bounds(&requirements) {
+                    return self.refuse_question(ask, &error.to_string());
+                }
                 self.consider(Subject::Install { requirements }, Wanted::Install { ask, upgrade });
             }
             Question::CallTool { server, tool, arguments, size } => {
