@@ -1,14 +1,18 @@
 //! What a terminal would do with the bytes of a stream, as far as a reader of text cares.
 //!
 //! Bytes become text: code points that were split between two reads are joined, invalid ones replaced, colour codes and other escape
-//! sequences removed. Carriage return and backspace are told apart, because the line they act on belongs to the caller.
+//! sequences removed, also those that begin with one of the control characters from U+0080 to
+//! U+009F. Carriage return and backspace are told apart, because the line they act on belongs to
+//! the caller. Characters that turn the direction of writing are shown by number, so that text
+//! cannot look like other text.
 //!
 //! The state is a few bytes, whatever is fed. An escape sequence that never ends swallows at most the rest of its line.
 
 /// A piece of a stream.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Piece<'a> {
-    /// Text with no control characters but newline and tab.
+    /// Text with no control characters but newline and tab, and none that turn the direction of
+    /// writing.
     Text(&'a str),
     CarriageReturn,
     Backspace,
@@ -77,19 +81,25 @@ impl Terminal {
                 rest = self.skip_escape(rest);
                 continue;
             }
-            let special = |byte: &u8| (*byte < 0x20 && *byte != b'\n' && *byte != b'\t') || *byte == 0x7f;
-            let plain = rest.as_bytes().iter().position(special).unwrap_or(rest.len());
+            let plain = plain_length(rest);
             if plain > 0 {
                 emit(Piece::Text(&rest[..plain]));
             }
-            match rest.as_bytes().get(plain) {
-                Some(b'\r') => emit(Piece::CarriageReturn),
-                Some(0x08) => emit(Piece::Backspace),
-                Some(0x1b) => self.escape = Escape::Begun,
+            let mut characters = rest[plain..].chars();
+            match characters.next() {
+                Some('\r') => emit(Piece::CarriageReturn),
+                Some('\x08') => emit(Piece::Backspace),
+                Some('\x1b') => self.escape = Escape::Begun,
+                // In one character, what ESC and a letter are in two.
+                Some('\u{9b}') => self.escape = Escape::Control,
+                Some('\u{90}' | '\u{98}' | '\u{9d}'..='\u{9f}') => self.escape = Escape::String,
+                Some(character) if turns_direction(character) => {
+                    emit(Piece::Text(&format!("\\u{{{:x}}}", u32::from(character))));
+                }
                 // The other control characters ring bells and the like.
                 _ => {}
             }
-            rest = rest.get(plain + 1..).unwrap_or_default();
+            rest = characters.as_str();
         }
     }
 
@@ -99,7 +109,7 @@ impl Terminal {
         let character = characters.next().unwrap_or_default();
         self.escape = match (self.escape, character) {
             (Escape::String | Escape::StringEnding, '\n')
-            | (Escape::Begun | Escape::Control, '\0'..='\x1a' | '\x1c'..='\x1f') => {
+            | (Escape::Begun | Escape::Control, '\0'..='\x1a' | '\x1c'..='\x1f' | '\u{80}'..='\u{9f}') => {
                 self.escape = Escape::None;
                 return text;
             }
@@ -108,13 +118,37 @@ impl Terminal {
             (Escape::Begun, ']' | 'P' | 'X' | '^' | '_') => Escape::String,
             (Escape::Begun, ' '..='/') => Escape::Begun,
             (Escape::Control, ' '..='?') => Escape::Control,
-            (Escape::String, '\x07') => Escape::None,
+            (Escape::String, '\x07' | '\u{9c}') => Escape::None,
             (Escape::String, '\x1b') => Escape::StringEnding,
             (Escape::String, _) => Escape::String,
             (Escape::StringEnding, _) | (Escape::Begun | Escape::Control | Escape::None, _) => Escape::None,
         };
         characters.as_str()
     }
+}
+
+/// Returns how many bytes at the beginning of a text are shown as they are.
+fn plain_length(text: &str) -> usize {
+    // Nearly all text has none of these bytes: controls, and the first bytes of what is looked at
+    // below.
+    let suspicious =
+        |byte: &u8| (*byte < 0x20 && *byte != b'\n' && *byte != b'\t') || matches!(*byte, 0x7f | 0xc2 | 0xd8 | 0xe2);
+    let mut from = 0;
+    while let Some(at) = text.as_bytes()[from..].iter().position(suspicious) {
+        let at = from + at;
+        let character = text[at..].chars().next().unwrap_or_default();
+        if character.is_control() || turns_direction(character) {
+            return at;
+        }
+        from = at + character.len_utf8();
+    }
+    text.len()
+}
+
+/// Tells whether a character changes the direction of the writing around it. Letters that are
+/// written from the right are not among these.
+fn turns_direction(character: char) -> bool {
+    matches!(character, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 #[cfg(test)]
@@ -155,6 +189,36 @@ mod tests {
     }
 
     #[test]
+    fn control_characters_of_one_code_point_act_as_their_sequences() {
+        for (bytes, text) in [
+            ("\u{9b}31mred\u{9b}0m", "red"),
+            ("\u{9d}0;title\u{9c}a\u{90}x\x1b\\b", "ab"),
+            ("a\u{85}b\u{8d}c\u{80}", "abc"),
+            ("\x1b[1\u{9b}2Kx", "x"),
+            ("\u{9d}title\nnext", "\nnext"),
+            // Control: characters with the same first bytes.
+            ("£ é € “x” ؀ا", "£ é € “x” ؀ا"),
+        ] {
+            assert_eq!(read(&[bytes.as_bytes()]), text, "{bytes:?}");
+            let single = bytes.as_bytes().chunks(1).collect::<Vec<_>>();
+            assert_eq!(read(&single), text, "{bytes:?} byte by byte");
+        }
+    }
+
+    #[test]
+    fn characters_that_turn_the_direction_are_shown_by_number() {
+        assert_eq!(read(&["admin\u{202e}txt.exe\u{2066}\u{200f}".as_bytes()]), r"admin\u{202e}txt.exe\u{2066}\u{200f}");
+        assert_eq!(read(&["\u{61c}a".as_bytes()]), r"\u{61c}a");
+        // Control: letters that are written from the right, and joiners that words and emoji need.
+        for text in ["שלום", "سلام", "می\u{200c}خواهم", "👩\u{200d}💻"] {
+            assert_eq!(read(&[text.as_bytes()]), text);
+        }
+        for unseen in "\u{61c}\u{200e}\u{200f}\u{202a}\u{202e}\u{2066}\u{2069}".chars() {
+            assert!(turns_direction(unseen) && cellblock_typed::is_unseen(unseen), "{unseen:?} is in the list of all");
+        }
+    }
+
+    #[test]
     fn a_sequence_that_never_ends_loses_only_its_line() {
         assert_eq!(read(&[b"\x1b]title\nnext"]), "\nnext");
         assert_eq!(read(&[b"\x1b[12\nnext"]), "\nnext");
@@ -176,6 +240,13 @@ mod tests {
         fn the_way_bytes_are_cut_makes_no_difference(bytes in prop::collection::vec(any::<u8>(), 0..80), cut in 0usize..80) {
             let cut = cut.min(bytes.len());
             prop_assert_eq!(read(&[&bytes]), read(&[&bytes[..cut], &bytes[cut..]]));
+        }
+
+        #[test]
+        fn nothing_that_is_shown_controls_a_terminal(text in any::<String>()) {
+            let shown = read(&[text.as_bytes()]);
+            let allowed = |character: char| matches!(character, '\n' | '\t' | '\r' | '\x08');
+            prop_assert!(!shown.chars().any(|shown| (shown.is_control() && !allowed(shown)) || turns_direction(shown)));
         }
     }
 }
