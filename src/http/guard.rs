@@ -15,6 +15,8 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 pub struct Allowed {
     hosts: Vec<AllowedHost>,
     origins: Vec<Origin>,
+    /// Where this server listens.
+    port: u16,
 }
 
 /// A name of this server; with a port, only there.
@@ -64,7 +66,7 @@ impl Allowed {
             // Any port: a tunnel brings requests under another one.
             all.push(AllowedHost { host: host.to_owned(), port: None });
         }
-        Allowed { hosts: all, origins }
+        Allowed { hosts: all, origins, port: address.port() }
     }
 
     /// Decides about a request by its head.
@@ -92,13 +94,24 @@ impl Allowed {
         self.origins.contains(&origin).then_some(written)
     }
 
+    /// Tells whether an origin has a port of ours, for a request that names none. A browser leaves
+    /// out the usual port of a scheme and no other, so the page is at that port, of a proxy
+    /// perhaps, or at the one where this server listens.
+    fn is_own_port(&self, origin: &Origin) -> bool {
+        origin.port == usual_port(&origin.scheme) || origin.port == self.port
+    }
+
     fn check_origin(&self, origin: &HeaderValue, host: &str, port: Option<u16>) -> Result<(), Refusal> {
         let parsed = origin.to_str().ok().and_then(|text| text.parse::<Origin>().ok());
         let origin = parsed.ok_or(Refusal::ForeignOrigin)?;
         // A page of ours: its origin is the very name that was found good above.
-        let is_own = origin.host == host && port.unwrap_or(origin.port) == origin.port;
+        let is_own = origin.host == host && port.map_or_else(|| self.is_own_port(&origin), |port| port == origin.port);
         if is_own || self.origins.contains(&origin) { Ok(()) } else { Err(Refusal::ForeignOrigin) }
     }
+}
+
+fn usual_port(scheme: &str) -> u16 {
+    if scheme == "https" { 443 } else { 80 }
 }
 
 /// Returns the one name that a request is for. HTTP/2 has it in the address, HTTP/1 in a header; both must agree where both are.
@@ -165,11 +178,10 @@ impl FromStr for Origin {
     fn from_str(text: &str) -> Result<Origin, BadOrigin> {
         let uri = text.parse::<Uri>().map_err(|_| BadOrigin)?;
         let scheme = uri.scheme_str().ok_or(BadOrigin)?.to_ascii_lowercase();
-        let usual = match scheme.as_str() {
-            "http" => 80,
-            "https" => 443,
-            _ => return Err(BadOrigin),
-        };
+        if !matches!(scheme.as_str(), "http" | "https") {
+            return Err(BadOrigin);
+        }
+        let usual = usual_port(&scheme);
         let authority = uri.authority().ok_or(BadOrigin)?;
         let has_more =
             !matches!(uri.path(), "" | "/") || uri.query().is_some() || authority.as_str().contains(['@', '*']);
@@ -294,6 +306,19 @@ mod tests {
         }
         let twice = [("host", "localhost"), ("origin", "http://localhost"), ("origin", "http://localhost")];
         assert_eq!(verdict(&twice), Err(Refusal::ForeignOrigin));
+    }
+
+    #[test]
+    fn a_host_without_a_port_has_pages_at_its_usual_port_and_ours_only() {
+        for origin in ["http://localhost", "https://localhost", "http://localhost:80", "http://localhost:8000"] {
+            assert_eq!(verdict(&[("host", "localhost"), ("origin", origin)]), Ok(()), "control: {origin}");
+        }
+        for origin in
+            ["http://localhost:3000", "https://localhost:80", "http://localhost:443", "https://localhost:8443"]
+        {
+            let verdict = verdict(&[("host", "localhost"), ("origin", origin)]);
+            assert_eq!(verdict, Err(Refusal::ForeignOrigin), "{origin}");
+        }
     }
 
     #[test]
