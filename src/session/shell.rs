@@ -3,6 +3,7 @@
 //! All of it is one value, `ShellCommand`, which is made once from what the code said and never changes. A decision is made about its texts; the program is launched
 //! from the same value. What the code does meanwhile, to its memory or to its variables, is of no consequence.
 
+use std::collections::HashSet;
 use std::fmt::Write as _;
 use std::time::Duration;
 
@@ -181,13 +182,16 @@ fn quoted(words: &[String]) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// Returns a word that is no line of the text.
+/// Returns a word that is no line of the text: `END` with fewer underscores than any other such
+/// word.
 fn unused_word(text: &str) -> String {
-    let mut word = "END".to_owned();
-    while text.lines().any(|line| line == word) {
-        word.push('_');
-    }
-    word
+    let underscores = |line: &str| {
+        let rest = line.strip_prefix("END")?;
+        rest.bytes().all(|byte| byte == b'_').then_some(rest.len())
+    };
+    let used: HashSet<usize> = text.lines().filter_map(underscores).collect();
+    let unused = (0..).find(|count| !used.contains(count)).expect("a text has fewer lines than there are numbers");
+    format!("END{}", "_".repeat(unused))
 }
 
 #[cfg(test)]
@@ -246,6 +250,25 @@ mod tests {
         assert_eq!(text, r"env -C /tmp /bin/bash -c 'it'\''s'");
         let (kind, text) = shown(with(script(&["bash"], "ls\nEND\n"), USUAL_FOLDER, &[("A", Some("1"))]));
         assert_eq!((kind.as_str(), text.as_str()), ("%%bash", "env A=1 bash <<'END_'\nls\nEND\nEND_"));
+    }
+
+    #[test]
+    fn the_word_that_ends_a_script_is_no_line_of_it() {
+        for (text, word) in [
+            ("", "END"),
+            ("END", "END_"),
+            ("ENDE\nEND_x\n END", "END"),
+            ("END__\nEND\n", "END_"),
+            ("END_\r\nEND\n", "END__"),
+        ] {
+            assert_eq!(unused_word(text), word, "{text:?}");
+        }
+        // As many as fit into the largest input. One pass finds the word; a pass for each word
+        // would take a second.
+        let all = |count: usize| (0..count).map(|count| format!("END{}\n", "_".repeat(count))).collect::<String>();
+        let text = all(1400);
+        assert!(text.len() < LONGEST_INPUT);
+        assert_eq!(unused_word(&text), format!("END{}", "_".repeat(1400)));
     }
 
     #[test]
