@@ -455,9 +455,14 @@ async fn too_many_sessions_are_refused_with_the_oldest_idle_ones() {
     setting.ok("second", "print x").await;
     let refused = setting.refused("third", "print x").await;
     assert!(
-        matches!(&refused, Refused::TooManySessions { limit: 2, oldest_idle } if oldest_idle[0] == id("first")),
+        matches!(&refused, Refused::TooManySessions { limit: 2, own: 2, oldest_idle } if oldest_idle[0] == id("first")),
         "{refused}"
     );
+    // Somebody else is told that none of them is theirs, and no names.
+    let other = Principal("other".to_owned());
+    let refused = setting.sessions.execute(&other, &id("a"), request("print x"), CancellationToken::new()).await;
+    let refused = refused.unwrap_err().to_string();
+    assert!(refused.contains("None of them is yours") && !refused.contains("first"), "{refused}");
     setting.sessions.close(&owner(), &id("first")).await.unwrap();
     setting.ok("third", "print x").await;
 }

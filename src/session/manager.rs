@@ -507,7 +507,8 @@ impl Sessions {
     fn check_room(&self, table: &Table, owner: &Principal, more: usize) -> Result<(), Refused> {
         let limit = self.house.settings.max_sessions;
         if table.sessions.len() + more > limit {
-            return Err(Refused::TooManySessions { limit, oldest_idle: table.oldest_idle(owner) });
+            let (own, oldest_idle) = (table.starts(owner, 0, 0).live, table.oldest_idle(owner));
+            return Err(Refused::TooManySessions { limit, own, oldest_idle });
         }
         Ok(())
     }

@@ -330,8 +330,13 @@ pub enum Refused {
         "there is no such execution. It is not known here, its session is gone, or it ended too long ago; `list_sessions` shows the sessions that exist"
     )]
     UnknownExecution,
-    #[error("{}", too_many(*.limit, .oldest_idle))]
-    TooManySessions { limit: usize, oldest_idle: Vec<SessionId> },
+    #[error("{}", too_many(*.limit, *.own, .oldest_idle))]
+    TooManySessions {
+        limit: usize,
+        /// Sessions of the caller among them.
+        own: usize,
+        oldest_idle: Vec<SessionId>,
+    },
     #[error("{}", accounts::Told { which, limit: *limit, used: *used, retry_after: *retry_after })]
     Quota {
         which: Quota,
@@ -470,15 +475,16 @@ fn nothing_to_undo(id: &SessionId, cells: u32, possible: &[u32], why: &Option<St
     }
 }
 
-fn too_many(limit: usize, oldest_idle: &[SessionId]) -> String {
+fn too_many(limit: usize, own: usize, oldest_idle: &[SessionId]) -> String {
     let names = oldest_idle.iter().map(|id| format!("`{id}`")).collect::<Vec<_>>().join(", ");
-    let cure = if names.is_empty() {
-        "None of them is idle: wait for a running cell to finish, then close its session with `close_session`"
-            .to_owned()
-    } else {
-        format!("Close one with `close_session` (idle the longest: {names}), or go on in an existing session")
+    let cure = match own {
+        0 => "None of them is yours: try again later, or ask the server's operator to raise `max_sessions`".to_owned(),
+        _ if names.is_empty() => format!(
+            "{own} of them are yours, and none of yours is idle: wait for a running cell to finish, then close its session with `close_session`"
+        ),
+        _ => format!("Close one with `close_session` (idle the longest: {names}), or go on in an existing session"),
     };
-    format!("no new session was created, because {limit} sessions exist and no more are allowed. {cure}")
+    format!("no new session was created, because {limit} sessions exist on this server and no more are allowed. {cure}")
 }
 
 fn file_trouble(reason: Trouble, detail: &str) -> String {
@@ -565,9 +571,10 @@ mod tests {
     #[test]
     fn a_refusal_for_too_many_sessions_names_what_to_close() {
         let idle = vec![SessionId::from_str("old").unwrap()];
-        assert!(Refused::TooManySessions { limit: 3, oldest_idle: idle }.to_string().contains("`old`"));
-        assert!(
-            Refused::TooManySessions { limit: 3, oldest_idle: vec![] }.to_string().contains("None of them is idle")
-        );
+        let text = |own, oldest_idle| Refused::TooManySessions { limit: 3, own, oldest_idle }.to_string();
+        assert!(text(3, idle).contains("`old`"));
+        assert!(text(2, vec![]).contains("2 of them are yours, and none of yours is idle"));
+        let others = text(0, vec![]);
+        assert!(others.contains("None of them is yours") && !others.contains("close_session"), "{others}");
     }
 }

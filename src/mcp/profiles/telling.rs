@@ -89,10 +89,15 @@ pub(super) fn refusal(refused: &Refused, way_back: &str) -> String {
     match refused {
         Refused::Unknown { id } => format!("there is no session `{id}`"),
         Refused::Ended { why, .. } => format!("the session ended because {why}. {way_back}").trim_end().to_owned(),
-        Refused::TooManySessions { limit, oldest_idle } => {
+        Refused::TooManySessions { limit, own: 0, .. } => {
+            format!(
+                "no new session was created, because {limit} exist and no more are allowed. None of them is yours: try again later"
+            )
+        }
+        Refused::TooManySessions { limit, oldest_idle, .. } => {
             let names: Vec<&str> = oldest_idle.iter().map(|id| id.as_str()).collect();
             let idle = match &names[..] {
-                [] => "none of them is idle".to_owned(),
+                [] => "none of yours is idle".to_owned(),
                 names => format!("idle the longest: {}", names.join(", ")),
             };
             format!("no new session was created, because {limit} exist and no more are allowed; end one ({idle})")
@@ -181,15 +186,16 @@ mod tests {
         for refused in [
             Refused::Unknown { id: id.clone() },
             Refused::Ended { id: id.clone(), why: "it expired".to_owned(), undo: true },
-            Refused::TooManySessions { limit: 3, oldest_idle: vec![id.clone()] },
-            Refused::TooManySessions { limit: 3, oldest_idle: vec![] },
+            Refused::TooManySessions { limit: 3, own: 1, oldest_idle: vec![id.clone()] },
+            Refused::TooManySessions { limit: 3, own: 1, oldest_idle: vec![] },
+            Refused::TooManySessions { limit: 3, own: 0, oldest_idle: vec![] },
         ] {
             let text = refusal(&refused, "");
             for tool in ["list_sessions", "close_session", "undo", "`reset`"] {
                 assert!(!text.contains(tool), "{text}");
             }
         }
-        let full = Refused::TooManySessions { limit: 3, oldest_idle: vec![id] };
+        let full = Refused::TooManySessions { limit: 3, own: 1, oldest_idle: vec![id] };
         assert!(refusal(&full, "").ends_with("end one (idle the longest: a)"));
     }
 
