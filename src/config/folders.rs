@@ -70,7 +70,9 @@ pub(super) fn overlap(one: &Path, other: &Path) -> bool {
 
 /// Makes a folder that only we can enter, or checks that an existing one is ours and real.
 ///
-/// Below a shared temporary folder somebody else could have made it first, or put a link in its place.
+/// Below a shared temporary folder somebody else could have made it first, or put a link in its
+/// place. Choosing another name then would hide the server from its own commands, so that is
+/// refused with what helps.
 pub(super) fn make_private(path: &Path, user_id: u32) -> io::Result<()> {
     if let Some(parent) = path.parent() {
         std::fs::create_dir_all(parent)?;
@@ -81,10 +83,11 @@ pub(super) fn make_private(path: &Path, user_id: u32) -> io::Result<()> {
     }
     let found = std::fs::symlink_metadata(path)?;
     if !found.is_dir() {
-        return Err(io::Error::other("it is not a folder"));
+        return Err(io::Error::other("it is not a folder; set XDG_RUNTIME_DIR to a folder that is yours alone"));
     }
     if found.uid() != user_id {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it belongs to another user"));
+        let why = "it belongs to another user; set XDG_RUNTIME_DIR to a folder that is yours alone";
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
     }
     if found.mode() & 0o077 != 0 {
         std::fs::set_permissions(path, Permissions::from_mode(0o700))?;
@@ -179,7 +182,9 @@ mod tests {
         std::fs::set_permissions(&path, Permissions::from_mode(0o755)).unwrap();
         make_private(&path, user_id).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o700);
-        assert_eq!(make_private(&path, user_id + 1).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        let refused = make_private(&path, user_id + 1).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
+        assert!(refused.to_string().contains("set XDG_RUNTIME_DIR"), "{refused}");
     }
 
     #[test]
