@@ -268,7 +268,10 @@ impl Server {
                 tracing::warn!(%error, "the output of an execution could not be read");
                 Err(ErrorData::internal_error("the output could not be read", None))
             }
-            None => Err(not_found("the output of this execution is not kept (any more)".to_owned())),
+            None => Err(not_found(
+                "the output of this execution is not kept, or not any more: the oldest give way when there are too many or they are too large"
+                    .to_owned(),
+            )),
         }
     }
 

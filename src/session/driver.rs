@@ -13,7 +13,7 @@ mod questions;
 mod shell;
 mod tools;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::future::Future;
 use std::io::{Read, Seek, Write};
 use std::pin::Pin;
@@ -39,12 +39,13 @@ use super::approvals::WaitingInstall;
 use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
 use super::images;
+use super::kept_outputs::SessionOutputs;
 use super::output::{Gatherer, Glance, Seen, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
 use super::tools::{Grants, ToolCalls};
 use super::turns::{Crowded, Turn, Turns};
 use super::{
-    Decision, ExecuteRequest, ExecutionId, FileChanges, FileList, FileNote, FullOutput, InsidePath, Outcome, Principal,
+    Decision, ExecuteRequest, ExecutionId, FileChanges, FileList, FileNote, InsidePath, Outcome, Principal,
     PythonError, Refused, ResetReport, Ruling, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport,
     Variable, VariableChanges, WorkFolder,
 };
@@ -70,8 +71,6 @@ const GREETING_PATIENCE: Duration = Duration::from_secs(30);
 const EXIT_PATIENCE: Duration = Duration::from_millis(800);
 /// Events that are taken when the time for the running code is over.
 const MOST_HEARD_AT_ONCE: usize = 1000;
-/// Executions whose whole output is kept.
-const MOST_SPOOLS: usize = 20;
 /// A time limit beyond this is none; the clock's arithmetic stays safe.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 
@@ -196,7 +195,7 @@ pub(super) enum Origin {
 /// What others may see of a session without asking its driver.
 pub(super) struct Shared {
     facts: Mutex<Facts>,
-    spools: Mutex<VecDeque<(ExecutionId, FullOutput)>>,
+    pub(super) outputs: SessionOutputs,
     /// Installations that somebody has to allow first.
     installs: Mutex<Vec<WaitingInstall>>,
     pub(super) docket: Arc<Docket>,
@@ -224,7 +223,7 @@ pub(super) struct Facts {
 }
 
 impl Shared {
-    pub(super) fn new() -> Shared {
+    pub(super) fn new(outputs: SessionOutputs) -> Shared {
         let now = Instant::now();
         let facts = Facts {
             state: "starting",
@@ -239,8 +238,7 @@ impl Shared {
             granted: Memory::default(),
             grants: Grants::default(),
         };
-        let (spools, installs) = (Mutex::default(), Mutex::default());
-        Shared { facts: Mutex::new(facts), spools, installs, docket: Arc::default(), created: now }
+        Shared { facts: Mutex::new(facts), outputs, installs: Mutex::default(), docket: Arc::default(), created: now }
     }
 
     pub(super) fn facts(&self) -> MutexGuard<'_, Facts> {
@@ -256,31 +254,9 @@ impl Shared {
         self.facts().last_used = Instant::now();
     }
 
-    pub(super) fn full_output(&self, execution: ExecutionId) -> Option<FullOutput> {
-        let spools = self.spools.lock().expect("nothing panics while it holds the spools");
-        spools.iter().find(|(id, _)| *id == execution).map(|(_, full)| full.clone())
-    }
-
     /// Returns the bytes of outputs that are kept, whole and for somebody to collect.
     pub(super) fn kept_bytes(&self) -> u64 {
-        let spools = self.spools.lock().expect("nothing panics while it holds the spools");
-        spools.iter().map(|(_, full)| full.total_bytes()).sum::<u64>() + self.docket.kept_bytes()
-    }
-
-    /// Takes over the whole outputs that another session keeps.
-    pub(super) fn take_over(&self, other: &Shared) {
-        let spools = std::mem::take(&mut *other.spools.lock().expect("nothing panics while it holds the spools"));
-        for (execution, full) in spools {
-            self.keep(execution, full);
-        }
-    }
-
-    fn keep(&self, execution: ExecutionId, full: FullOutput) {
-        let mut spools = self.spools.lock().expect("nothing panics while it holds the spools");
-        spools.push_back((execution, full));
-        if spools.len() > MOST_SPOOLS {
-            spools.pop_front();
-        }
+        self.outputs.bytes() + self.docket.kept_bytes()
     }
 }
 
@@ -1442,7 +1418,7 @@ impl Driver {
         }
         let (mut draft, full) = gatherer.finish();
         match full {
-            Ok(full) => self.shared.keep(execution, full),
+            Ok(full) => self.shared.outputs.keep(execution, full),
             Err(error) => warn!(session = self.id.as_str(), %error, "the whole output could not be kept"),
         }
         let memory = self.sandbox.as_ref().map(|sandbox| sandbox.memory()).unwrap_or_default();

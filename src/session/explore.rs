@@ -134,7 +134,7 @@ impl Exploration<'_> {
         if self.request.replace {
             match adopted(&self.source, fork, name).await {
                 Ok(()) => {
-                    self.source.shared.take_over(&entry.shared);
+                    self.source.shared.outputs.take_over(&entry.shared.outputs);
                     report.notes.push(format!(
                         "`{id}` goes on as the variant `{name}`; cells that ran in it before cannot be undone any more."
                     ));

@@ -20,6 +20,7 @@ use super::driver::{
     Shared,
 };
 use super::install::Source;
+use super::kept_outputs::KeptOutputs;
 use super::tools::Grant;
 use super::turns::Turns;
 use super::uploads::{UploadPart, Uploaded, Uploads};
@@ -65,6 +66,7 @@ struct House {
     accounts: Arc<Accounts>,
     turns: Turns,
     uploads: Arc<Uploads>,
+    outputs: Arc<KeptOutputs>,
 }
 
 #[derive(Default)]
@@ -113,8 +115,9 @@ impl Sessions {
         let accounts = Arc::new(Accounts::new(settings.quotas.clone()));
         let next_number = Arc::new(AtomicU64::new(1));
         let turns = Turns::new(settings.max_running);
-        let (table, uploads, population) = (Mutex::default(), Arc::default(), watch::Sender::new(0));
-        let house = House { backend, settings, table, population, next_number, accounts, turns, uploads };
+        let (table, uploads, outputs) = (Mutex::default(), Arc::default(), Arc::default());
+        let population = watch::Sender::new(0);
+        let house = House { backend, settings, table, population, next_number, accounts, turns, uploads, outputs };
         Sessions { house: Arc::new(house) }
     }
 
@@ -434,7 +437,7 @@ impl Sessions {
 
     /// The whole text of an execution, as long as it is kept: the last ones of a session that lives.
     pub fn full_output(&self, owner: &Principal, id: &SessionId, execution: ExecutionId) -> Option<FullOutput> {
-        self.find(owner, id).ok()?.shared.full_output(execution)
+        self.find(owner, id).ok()?.shared.outputs.find(execution)
     }
 
     /// Ends every session and destroys every sandbox.
@@ -491,7 +494,7 @@ impl Sessions {
             return Ok(entry);
         }
         self.take_room(&table, owner, 1)?;
-        Ok(self.open(&mut table, key, Origin::Launch(self.house.backend.clone()), Shared::new()))
+        Ok(self.open(&mut table, key, Origin::Launch(self.house.backend.clone()), self.new_shared()))
     }
 
     pub(super) fn backend(&self) -> Arc<dyn Backend> {
@@ -501,6 +504,10 @@ impl Sessions {
     /// Where sessions get packages.
     pub(super) fn packages(&self) -> Source {
         self.house.settings.packages.clone()
+    }
+
+    fn new_shared(&self) -> Shared {
+        Shared::new(self.house.outputs.of_session())
     }
 
     /// Checks that so many more sessions may exist on this server.
@@ -633,7 +640,7 @@ impl Sessions {
         }
         self.take_room(&table, owner, names.len())?;
         let note = format!("This session is a fork of `{source}`.");
-        let seat = |id| self.seat(&mut table, owner, id, note.clone(), Arc::new(Shared::new()));
+        let seat = |id| self.seat(&mut table, owner, id, note.clone(), Arc::new(self.new_shared()));
         Ok(names.into_iter().map(seat).collect())
     }
 
@@ -683,7 +690,7 @@ impl Sessions {
     /// Starts a driver that only the caller sees.
     pub(super) fn hide_as(&self, id: SessionId, customer: Option<Customer>, origin: Origin) -> Result<Entry, Refused> {
         let (commands, receiver) = mpsc::channel(MOST_COMMANDS);
-        let entry = Entry { commands, shared: Arc::new(Shared::new()) };
+        let entry = Entry { commands, shared: Arc::new(self.new_shared()) };
         let number = self.house.next_number.fetch_add(1, Ordering::Relaxed);
         {
             let mut table = self.table();

@@ -38,6 +38,7 @@ mod hidden;
 mod history;
 mod images;
 pub mod install;
+mod kept_outputs;
 mod manager;
 mod outcome;
 mod output;
