@@ -65,6 +65,9 @@ struct Lane {
     stop: Option<Stop>,
     /// Bytes fed since the present search began.
     searched: usize,
+    /// A search came to its end without the marker. No other begins until a marker has found its twin again: whoever writes markers without twins is not
+    /// searched for at every one of them.
+    given_up: bool,
     dry: bool,
 }
 
@@ -184,6 +187,7 @@ impl Merger {
         for lane in &mut self.lanes {
             lane.dry = false;
             lane.searched = 0;
+            lane.given_up = false;
         }
     }
 
@@ -219,6 +223,9 @@ impl Merger {
         if !keep_err {
             self.lanes[1].stop = None;
         }
+        if out == err {
+            self.lanes.iter_mut().for_each(|lane| lane.given_up = false);
+        }
         true
     }
 
@@ -235,6 +242,8 @@ impl Merger {
         let matters = lane.has_bytes() || expected.is_some();
         if another_frame || too_much || (!stop.frame_follows && unexplained && matters) {
             lane.stop = None;
+            let other = self.lane(pipe.other());
+            other.given_up |= other.searched > SEARCH;
             return true;
         }
         false
@@ -255,8 +264,9 @@ impl Merger {
                 lane.from += MARKER;
                 if !(stop.frame_follows && self.passed == Some(stop.seq)) {
                     lane.stop = Some(stop);
-                    if self.expected.is_none() {
-                        self.lanes[pipe.other() as usize].searched = 0;
+                    let other = &mut self.lanes[pipe.other() as usize];
+                    if self.expected.is_none() && !other.given_up {
+                        other.searched = 0;
                     }
                     break;
                 }
@@ -516,6 +526,42 @@ mod tests {
         assert_eq!(merger.need(), Some(Need::Pipe(Pipe::Err)));
         merger.dry(Need::Pipe(Pipe::Err));
         assert_eq!(merger.need(), None);
+    }
+
+    /// Feeds markers that contradict each other for as long as the merger asks for more of a pipe, and returns how many bytes that were.
+    fn fed_with_contradictions(merger: &mut Merger, most: usize) -> usize {
+        let flood = [1, 5].map(|seq| marker(seq, b'P').repeat(65536 / MARKER));
+        let mut fed = 0;
+        merger.feed(Pipe::Err, &flood[1]);
+        merger.feed(Pipe::Out, &flood[0]);
+        while let Some(Need::Pipe(pipe)) = merger.need()
+            && fed < most
+        {
+            merger.feed(pipe, &flood[pipe as usize]);
+            fed += flood[pipe as usize].len();
+        }
+        fed
+    }
+
+    #[test]
+    fn a_search_that_was_given_up_does_not_begin_anew_at_every_marker() {
+        let mut merger = Merger::new(SECRET);
+        let fed = fed_with_contradictions(&mut merger, 64 * SEARCH);
+        assert!(fed <= 2 * SEARCH, "{fed} bytes were read for markers without twins");
+        // Markers that have their twins put the text in order again.
+        while merger.pop().is_some() {}
+        merger.dry(Need::Pipe(Pipe::Out));
+        merger.dry(Need::Pipe(Pipe::Err));
+        let mut told = Vec::new();
+        for seq in [10, 11, 12] {
+            merger.feed(Pipe::Out, &[&marker(seq, b'P')[..], b"out"].concat());
+            while merger.need() == Some(Need::Pipe(Pipe::Err)) {
+                merger.feed(Pipe::Err, &[b"err", &marker(seq, b'P')[..]].concat());
+            }
+            told.extend(std::iter::from_fn(|| merger.pop()));
+        }
+        let one = [(Pipe::Err, b"err".to_vec()), (Pipe::Out, b"out".to_vec())];
+        assert_eq!(told, [one.clone(), one.clone(), one].concat());
     }
 
     #[test]
