@@ -3,10 +3,12 @@
 //! Unknown types and members are passed over so that a newer runner can say more. Text that is only shown is cut to its bound; a
 //! list that is too long is cut and the rest counted. What cannot be read as described breaks the conversation.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use cellblock_json::{Budget, Excess, MAX_DEPTH};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -32,8 +34,8 @@ const MOST_KINDS: usize = 32;
 const MOST_LOSSES: usize = 50;
 /// Bytes kept of each of them, and of the reason why files were left alone.
 const LONGEST_LOSS: usize = 200;
-/// Levels of a frame of which something is kept when it has more than the parser takes. Whatever says what kind of frame it is lies above.
-const MOST_LEVELS: usize = 8;
+/// What a header may hold. The lists that a runner makes are short; only arguments of tools may be long.
+const HEADER: Budget = Budget { depth: MAX_DEPTH, memory: 16 * 1024 * 1024 };
 
 /// One thing the runner says. Any of it may be a lie.
 #[derive(Debug, Clone, PartialEq)]
@@ -134,8 +136,8 @@ pub enum Question {
     Withdraw {
         of: u64,
     },
-    /// A call with arguments that are nested deeper than anything is read.
-    TooDeep,
+    /// A call with arguments that are nested too deeply, or have too many values, to be read.
+    TooMuch(Excess),
     Unknown,
 }
 
@@ -323,9 +325,9 @@ struct Header {
     server: String,
     tool: String,
     arguments: Map<String, Value>,
-    /// The arguments are not all there.
+    /// Why the arguments are not there.
     #[serde(skip)]
-    is_cut: bool,
+    cut: Option<Excess>,
     of: Option<u64>,
     command: Option<String>,
     words: Vec<String>,
@@ -395,9 +397,9 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             id: id()?,
             display_id: header.display_id.map(|id| shortened(id, LONGEST_NAME)),
             update: header.update,
-            bundle: bundle(header.data, header.blobs, frame.payload)?,
+            bundle: bundle(header.data, header.blobs, &frame.payload)?,
         },
-        "value" => Claim::Value { id: id()?, bundle: bundle(header.data, header.blobs, frame.payload)? },
+        "value" => Claim::Value { id: id()?, bundle: bundle(header.data, header.blobs, &frame.payload)? },
         "clear" => Claim::Clear { id: id()?, wait: header.wait },
         "done" => Claim::Done(Box::new(DoneClaim {
             id: id()?,
@@ -414,7 +416,7 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             },
             unchanged: header.unchanged,
         })),
-        "file_data" => Claim::FileData { id: id()?, bytes: frame.payload },
+        "file_data" => Claim::FileData { id: id()?, bytes: frame.payload.into() },
         "file_end" => Claim::FileEnd {
             id: id()?,
             size: header.size,
@@ -445,12 +447,14 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
                     let upgrade = header.options.get("upgrade").and_then(Value::as_bool).unwrap_or(false);
                     Question::Install { requirements: header.requirements, upgrade }
                 }
-                "call_tool" if header.is_cut => Question::TooDeep,
-                "call_tool" => Question::CallTool {
-                    server: header.server,
-                    tool: header.tool,
-                    arguments: header.arguments,
-                    size: frame.header.len(),
+                "call_tool" => match header.cut {
+                    Some(excess) => Question::TooMuch(excess),
+                    None => Question::CallTool {
+                        server: header.server,
+                        tool: header.tool,
+                        arguments: header.arguments,
+                        size: frame.header.len(),
+                    },
                 },
                 "shell" => Question::Shell(Box::new(ClaimedCommand {
                     line: header.command,
@@ -484,38 +488,39 @@ fn parse_header(bytes: &[u8]) -> Result<Header, FrameError> {
     if !bytes.trim_ascii_start().starts_with(b"{") {
         return Err(wrong("not an object"));
     }
+    if let Err(excess) = HEADER.check(bytes) {
+        // Arguments that are too deep or too many are the user's values and no breach of the protocol.
+        let cut: Result<Header, _> = serde_json::from_slice(&without_lone_surrogates(&without_insides(bytes)));
+        return match cut {
+            Ok(header) if header.what == "call_tool" => Ok(Header { cut: Some(excess), ..header }),
+            _ => Err(FrameError::Header { why: excess.to_string() }),
+        };
+    }
     let first = match serde_json::from_slice(bytes) {
         Ok(header) => return Ok(header),
         Err(error) => error,
     };
     // Python strings may hold half of a surrogate pair, which JSON can write and UTF-8 cannot. That is the user's text and no
     // breach of the protocol.
-    let repaired = without_lone_surrogates(bytes);
-    if repaired != bytes
+    if let Cow::Owned(repaired) = without_lone_surrogates(bytes)
         && let Ok(header) = serde_json::from_slice(&repaired)
     {
         return Ok(header);
-    }
-    // Neither is a value that the user has nested deeper than the parser goes.
-    if let Ok(header @ Header { .. }) = serde_json::from_slice(&without_depths(&repaired))
-        && header.what == "call_tool"
-    {
-        return Ok(Header { is_cut: true, ..header });
     }
     // Only the place is told: the parser's text may quote the header, which is the user's.
     Err(FrameError::Header { why: format!("not readable at byte {}", first.column()) })
 }
 
-/// Leaves out what is inside of lists and objects deeper than any that belong to a frame itself.
-fn without_depths(bytes: &[u8]) -> Vec<u8> {
+/// Empties every list and object inside of a header. Whatever says what kind of frame it is lies outside of them.
+fn without_insides(bytes: &[u8]) -> Vec<u8> {
     let (mut depth, mut in_string, mut is_escaped) = (0_usize, false, false);
-    let mut kept = Vec::with_capacity(bytes.len());
+    let mut kept = Vec::new();
     for &byte in bytes {
         let is_closing = !in_string && matches!(byte, b'}' | b']');
         if is_closing {
             depth = depth.saturating_sub(1);
         }
-        if depth < MOST_LEVELS {
+        if depth < 2 {
             kept.push(byte);
         }
         match byte {
@@ -530,7 +535,7 @@ fn without_depths(bytes: &[u8]) -> Vec<u8> {
 }
 
 /// Replaces each escaped half of a surrogate pair that has no other half.
-fn without_lone_surrogates(bytes: &[u8]) -> Vec<u8> {
+fn without_lone_surrogates(bytes: &[u8]) -> Cow<'_, [u8]> {
     let unit = |at: usize| -> Option<u16> {
         let escape = bytes.get(at..at + 6)?;
         if !escape.starts_with(b"\\u") {
@@ -538,24 +543,20 @@ fn without_lone_surrogates(bytes: &[u8]) -> Vec<u8> {
         }
         u16::from_str_radix(str::from_utf8(&escape[2..]).ok()?, 16).ok()
     };
-    let mut repaired = Vec::with_capacity(bytes.len());
+    let mut repaired = Cow::Borrowed(bytes);
     let mut at = 0;
-    while at < bytes.len() {
-        let width = match unit(at) {
+    while let Some(offset) = bytes.get(at..).and_then(|rest| rest.iter().position(|byte| *byte == b'\\')) {
+        at += offset;
+        at += match unit(at) {
             Some(0xd800..=0xdbff) if matches!(unit(at + 6), Some(0xdc00..=0xdfff)) => 12,
             Some(0xd800..=0xdfff) => {
-                repaired.extend_from_slice(b"\\ufffd");
-                at += 6;
-                continue;
+                repaired.to_mut()[at..at + 6].copy_from_slice(b"\\ufffd");
+                6
             }
             Some(_) => 6,
             // Any other escape is two bytes; the second may be a backslash that starts nothing.
-            None if bytes[at] == b'\\' => 2,
-            None => 1,
+            None => 2,
         };
-        let end = (at + width).min(bytes.len());
-        repaired.extend_from_slice(&bytes[at..end]);
-        at = end;
     }
     repaired
 }
@@ -568,7 +569,7 @@ fn read_marker(text: &str) -> Option<[u8; 16]> {
     Some(u128::from_str_radix(text, 16).ok()?.to_be_bytes())
 }
 
-fn bundle(data: BTreeMap<String, Value>, blobs: Vec<BlobHeader>, payload: Vec<u8>) -> Result<Bundle, FrameError> {
+fn bundle(data: BTreeMap<String, Value>, blobs: Vec<BlobHeader>, payload: &[u8]) -> Result<Bundle, FrameError> {
     let mut bundle = Bundle::default();
     for (mime, value) in data.into_iter().take(MOST_KINDS) {
         let text = match value {
@@ -577,7 +578,7 @@ fn bundle(data: BTreeMap<String, Value>, blobs: Vec<BlobHeader>, payload: Vec<u8
         };
         bundle.texts.insert(shortened(mime, LONGEST_NAME), text);
     }
-    let mut rest = &payload[..];
+    let mut rest = payload;
     let many = blobs.len() > MOST_KINDS;
     for blob in blobs.into_iter().take(MOST_KINDS) {
         let size = usize::try_from(blob.size).map_err(|_| FrameError::Payload)?;
@@ -659,13 +660,14 @@ fn shortened_in_the_middle(text: String, most: usize) -> String {
 mod tests {
     use std::path::Path;
 
+    use bytes::Bytes;
     use serde_json::json;
 
     use super::*;
     use crate::runner_client::frame::Decoder;
 
     fn claim(header: Value, payload: &[u8]) -> Result<Claim, FrameError> {
-        let frame = Frame { header: header.to_string().into_bytes(), payload: payload.to_vec() };
+        let frame = Frame { header: header.to_string().into(), payload: payload.to_vec().into() };
         read(frame).map(|(claim, _)| claim)
     }
 
@@ -737,13 +739,13 @@ mod tests {
             assert!(matches!(claim(header.clone(), b""), Err(FrameError::Header { .. })), "{header}");
         }
         assert!(claim(json!({"type": "done", "id": 1, "status": "great"}), b"").is_err());
-        let not_json = Frame { header: b"{\"type\":".to_vec(), payload: vec![] };
+        let not_json = Frame { header: "{\"type\":".into(), payload: Bytes::new() };
         assert!(read(not_json).is_err());
     }
 
     #[test]
     fn the_place_of_a_frame_is_read() {
-        let frame = |header: Value| Frame { header: header.to_string().into_bytes(), payload: vec![] };
+        let frame = |header: Value| Frame { header: header.to_string().into(), payload: Bytes::new() };
         assert_eq!(read(frame(json!({"type": "clear", "id": 1, "seq": 9}))).unwrap().1, Some(9));
         assert_eq!(read(frame(json!({"type": "clear", "id": 1}))).unwrap().1, None);
     }
@@ -790,21 +792,40 @@ mod tests {
             let header = format!(
                 r#"{{"type":"ask","id":1,"ask":2,"what":"{what}","server":"s","arguments":{{"a":{value},"b":1}},"tool":"t"}}"#
             );
-            read(Frame { header: header.into_bytes(), payload: Vec::new() })
+            read(Frame { header: header.into(), payload: Bytes::new() })
         };
         assert!(matches!(claimed(100, "call_tool"), Ok((Claim::Ask { question: Question::CallTool { .. }, .. }, _))));
         for levels in [127, 1000, 100_000] {
-            let ask = Claim::Ask { id: 1, ask: 2, question: Question::TooDeep };
+            let ask = Claim::Ask { id: 1, ask: 2, question: Question::TooMuch(Excess::Depth(MAX_DEPTH)) };
             assert_eq!(claimed(levels, "call_tool").map(|(claim, _)| claim), Ok(ask), "{levels}");
             assert!(claimed(levels, "install").is_err(), "{levels}");
         }
     }
 
     #[test]
+    fn a_header_that_would_take_much_memory_is_refused_and_a_long_text_is_not() {
+        let many = format!("[{}0]", r#"{"":0},"#.repeat(100_000));
+        let claimed = |header: String| read(Frame { header: header.into(), payload: Bytes::new() });
+        for member in ["data", "options", "novel"] {
+            let header = format!(r#"{{"type":"value","id":1,"{member}":{{"application/json":{many}}}}}"#);
+            let Err(FrameError::Header { why }) = claimed(header) else { panic!("{member} was read") };
+            assert!(why.contains("16384 KiB"), "{why}");
+        }
+        let header = json!({"type": "value", "id": 1, "data": {"application/json": many.repeat(10)}}).to_string();
+        assert!(matches!(claimed(header), Ok((Claim::Value { .. }, None))), "the control: as text it is no structure");
+        // Arguments are the user's. They are refused alone, also with half a surrogate pair beside them.
+        let header = format!(
+            r#"{{"type":"ask","id":1,"ask":2,"what":"call_tool","arguments":{{"a":{many}}},"tool":"\ud800","seq":3}}"#
+        );
+        let question = Question::TooMuch(Excess::Memory(HEADER.memory));
+        assert_eq!(claimed(header), Ok((Claim::Ask { id: 1, ask: 2, question }, Some(3))));
+    }
+
+    #[test]
     fn half_a_surrogate_pair_is_replaced() {
         let text = |escaped: &str| {
             let header = format!(r#"{{"type":"failed","id":1,"reason":"missing","message":"{escaped}"}}"#);
-            match read(Frame { header: header.into_bytes(), payload: vec![] }) {
+            match read(Frame { header: header.into(), payload: Bytes::new() }) {
                 Ok((Claim::Failed { message, reason: Trouble::Missing, .. }, _)) => message,
                 other => panic!("{other:?}"),
             }

@@ -7,6 +7,9 @@
 //! counts as dry; whoever forges markers holds up nothing but the own text.
 //!
 //! `next` may be dropped at any await: what was read stays in the connection.
+//!
+//! Nothing from inside holds a worker of the runtime: a large header is decoded elsewhere while everything behind it waits, and after `MAX_READ` bytes other tasks
+//! have their turn.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSliceMut};
@@ -17,6 +20,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use cellblock_json::Decoding;
 use rustix::io::{Errno, ReadWriteFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags};
 use serde::Serialize;
@@ -33,6 +37,10 @@ use super::merge::{Merger, Need, Pipe};
 const VERSION: u32 = 2;
 /// One read. As large as a pipe usually is, so that a full pipe is emptied by one call.
 const CHUNK: usize = 64 * 1024;
+/// Bytes that are read before other tasks have their turn, whatever comes of them. Markers alone are no event.
+const MAX_READ: usize = 1024 * 1024;
+/// What each frame counts for beside its bytes.
+const FRAME_COST: usize = 1024;
 /// Pipes of earlier cells that are still read, so that processes left behind neither block nor die. Older ones are closed.
 const MOST_RETIRED: usize = 16;
 /// What is read from each lane after the end of the interpreter: all that a pipe can hold. A process that was left behind may go on
@@ -88,6 +96,10 @@ pub struct Connection {
     pipes: [Option<PipeEnd>; 2],
     retired: VecDeque<PipeEnd>,
     merger: Merger,
+    /// A frame with a large header, and the claim that is being made of it. Nothing else is read meanwhile, so that order is kept.
+    decoding: Option<(Frame, Decoding<Read>)>,
+    /// Bytes that may be read before other tasks have their turn.
+    left: usize,
     /// The claim that waits until the text before it has been told.
     pending: Option<Claim>,
     outgoing: Vec<u8>,
@@ -101,6 +113,18 @@ pub struct Connection {
     skew: Duration,
     /// What the lane that is needed has not brought yet.
     late: Late,
+}
+
+/// What a frame says, and its place.
+type Read = Result<(Claim, Option<u32>), FrameError>;
+
+/// How far a step went.
+enum Step {
+    Event(Event),
+    /// Nothing more can be done without waiting.
+    Wait,
+    /// As much was read as one step may. There may be more.
+    Paused,
 }
 
 /// Whether a lane is waited for that another one is ahead of.
@@ -133,6 +157,8 @@ impl Connection {
             pipes: [None, None],
             retired: VecDeque::new(),
             merger: Merger::new([0; 16]),
+            decoding: None,
+            left: MAX_READ,
             pending: None,
             outgoing: Vec::new(),
             sent: 0,
@@ -181,12 +207,32 @@ impl Connection {
 
     /// Waits for the next event.
     pub async fn next(&mut self) -> Result<Event, ConnectionError> {
-        std::future::poll_fn(|context| self.poll_next(context)).await
+        std::future::poll_fn(|context| {
+            let polled = self.poll_next(context);
+            if polled.is_pending() {
+                self.left = MAX_READ;
+            }
+            polled
+        })
+        .await
     }
 
     /// Returns the next event that needs no waiting. After `hang_up` there always is one, and `Closed` is the last.
     pub fn next_now(&mut self) -> Result<Option<Event>, ConnectionError> {
-        self.step()
+        loop {
+            if let Some((frame, _)) = self.decoding.take() {
+                let read = cellblock_json::decode_now(|| claim::read(frame));
+                if let Some(event) = self.take_claim(read)? {
+                    return Ok(Some(event));
+                }
+            }
+            match self.step()? {
+                Step::Event(event) => return Ok(Some(event)),
+                Step::Wait if self.decoding.is_none() => return Ok(None),
+                Step::Wait => {}
+                Step::Paused => self.left = MAX_READ,
+            }
+        }
     }
 
     /// Stops listening: after what was written until now, `next` says `Closed` and never waits again.
@@ -216,8 +262,26 @@ impl Connection {
 
     fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Result<Event, ConnectionError>> {
         loop {
-            if let Some(event) = self.step()? {
-                return Poll::Ready(Ok(event));
+            if let Some((_, decoding)) = &mut self.decoding {
+                if let Poll::Ready(read) = decoding.as_mut().poll(context) {
+                    self.decoding = None;
+                    if let Some(event) = self.take_claim(read)? {
+                        return Poll::Ready(Ok(event));
+                    }
+                } else if self.is_sending() && self.poll_write(context)?.is_ready() {
+                    return Poll::Ready(Ok(Event::Sent));
+                } else {
+                    return Poll::Pending;
+                }
+            }
+            match self.step()? {
+                Step::Event(event) => return Poll::Ready(Ok(event)),
+                Step::Wait if self.decoding.is_some() => continue,
+                Step::Wait => {}
+                Step::Paused => {
+                    context.waker().wake_by_ref();
+                    return Poll::Pending;
+                }
             }
             if self.is_sending() && self.poll_write(context)?.is_ready() {
                 return Poll::Ready(Ok(Event::Sent));
@@ -252,17 +316,20 @@ impl Connection {
         patience.as_mut().poll(context).map(|()| Err(ConnectionError::HalfFrame))
     }
 
-    /// Does everything that needs no waiting and returns the next event, if there is one.
-    fn step(&mut self) -> Result<Option<Event>, ConnectionError> {
+    /// Does everything that needs no waiting, until there is an event or enough was read.
+    fn step(&mut self) -> Result<Step, ConnectionError> {
         loop {
             if let Some((pipe, bytes)) = self.merger.pop() {
-                return Ok(Some(Event::Text { pipe, bytes }));
+                return Ok(Step::Event(Event::Text { pipe, bytes }));
+            }
+            if self.left == 0 {
+                return Ok(Step::Paused);
             }
             match self.merger.need() {
                 Some(Need::Pipe(pipe)) => {
                     if self.read_pipe_now(pipe) == 0 {
                         if self.pipes[pipe as usize].is_some() && self.waits_for_late() {
-                            return Ok(None);
+                            return Ok(Step::Wait);
                         }
                         self.merger.dry(Need::Pipe(pipe));
                     }
@@ -270,11 +337,14 @@ impl Connection {
                 }
                 Some(Need::Channel) => {
                     if let Some(event) = self.take_frame()? {
-                        return Ok(Some(event));
+                        return Ok(Step::Event(event));
+                    }
+                    if self.decoding.is_some() {
+                        return Ok(Step::Wait);
                     }
                     if self.pending.is_none() && !self.read_channel_now()? {
                         if self.waits_for_late() {
-                            return Ok(None);
+                            return Ok(Step::Wait);
                         }
                         self.merger.dry(Need::Channel);
                     }
@@ -284,28 +354,23 @@ impl Connection {
             }
             if let Some(claim) = self.pending.take() {
                 self.merger.pass();
-                return self.told(claim).map(Some);
+                return self.told(claim).map(Step::Event);
             }
             if let Some(event) = self.take_frame()? {
-                return Ok(Some(event));
+                return Ok(Step::Event(event));
+            }
+            if self.decoding.is_some() {
+                return Ok(Step::Wait);
             }
             if self.pending.is_some() {
                 continue;
             }
             match self.ending {
-                Ending::Open => return Ok(None),
-                Ending::Over => return Ok(Some(Event::Closed)),
-                Ending::LastWords { mut left } => {
-                    let mut read = 0;
-                    for pipe in Pipe::BOTH {
-                        if left[pipe as usize] > 0 {
-                            let size = self.read_pipe_now(pipe);
-                            left[pipe as usize] = if size == 0 { 0 } else { left[pipe as usize].saturating_sub(size) };
-                            read += size;
-                        }
-                    }
-                    self.ending = Ending::LastWords { left };
-                    if read == 0 {
+                Ending::Open => return Ok(Step::Wait),
+                Ending::Over => return Ok(Step::Event(Event::Closed)),
+                Ending::LastWords { .. } => {
+                    let read = Pipe::BOTH.map(|pipe| self.read_pipe_now(pipe));
+                    if read == [0, 0] {
                         self.merger.finish();
                         self.ending = Ending::Over;
                     }
@@ -330,9 +395,21 @@ impl Connection {
     }
 
     /// Reads the next whole frame. One that has a place among the text becomes `pending`; any other is an event at once.
+    ///
+    /// One with a large header is given away to be decoded.
     fn take_frame(&mut self) -> Result<Option<Event>, ConnectionError> {
         let Some(frame) = self.decoder.next()? else { return Ok(None) };
-        let (claim, seq) = self.read_claim(frame)?;
+        self.left = self.left.saturating_sub(FRAME_COST);
+        if cellblock_json::is_small(&frame.header) {
+            return self.take_claim(claim::read(frame));
+        }
+        let decoding = cellblock_json::decoding(false, frame.clone(), claim::read);
+        self.decoding = Some((frame, decoding));
+        Ok(None)
+    }
+
+    fn take_claim(&mut self, read: Read) -> Result<Option<Event>, ConnectionError> {
+        let (claim, seq) = self.check_descriptors(read?)?;
         match seq {
             Some(seq) => {
                 self.merger.expect(seq);
@@ -343,8 +420,10 @@ impl Connection {
         }
     }
 
-    fn read_claim(&mut self, frame: Frame) -> Result<(Claim, Option<u32>), ConnectionError> {
-        let (claim, seq) = claim::read(frame)?;
+    fn check_descriptors(
+        &mut self,
+        (claim, seq): (Claim, Option<u32>),
+    ) -> Result<(Claim, Option<u32>), ConnectionError> {
         let takes_descriptors = matches!(
             claim,
             Claim::Hello { .. }
@@ -385,20 +464,39 @@ impl Connection {
         Ok(())
     }
 
-    /// Reads a pipe without waiting and returns how much there was.
+    /// Reads a pipe without waiting and returns how much there was. After the end of the interpreter there is only what may still be read.
     fn read_pipe_now(&mut self, pipe: Pipe) -> usize {
+        if matches!(self.ending, Ending::LastWords { left } if left[pipe as usize] == 0) {
+            return 0;
+        }
         let Some(end) = &mut self.pipes[pipe as usize] else { return 0 };
-        match end.read(&mut self.buffer) {
+        let size = match end.read(&mut self.buffer) {
             Ok(0) => {
                 self.pipes[pipe as usize] = None;
                 0
             }
             Ok(size) => {
-                self.merger.feed(pipe, &self.buffer[..size]);
+                self.feed(pipe, size);
                 size
             }
             Err(_) => 0,
+        };
+        if let Ending::LastWords { left } = &mut self.ending {
+            left[pipe as usize] = if size == 0 { 0 } else { left[pipe as usize].saturating_sub(size) };
         }
+        size
+    }
+
+    /// Takes what was read from a pipe into the buffer.
+    fn feed(&mut self, pipe: Pipe, size: usize) {
+        self.left = self.left.saturating_sub(size);
+        self.merger.feed(pipe, &self.buffer[..size]);
+    }
+
+    /// Takes what was read from the channel into the buffer.
+    fn feed_decoder(&mut self, size: usize) {
+        self.left = self.left.saturating_sub(size);
+        self.decoder.feed(&self.buffer[..size]);
     }
 
     /// Reads the channel without waiting and tells whether there was anything.
@@ -412,7 +510,7 @@ impl Connection {
                 Ok(false)
             }
             Ok(Received::Bytes(size)) => {
-                self.decoder.feed(&self.buffer[..size]);
+                self.feed_decoder(size);
                 Ok(true)
             }
             Ok(Received::WrongDescriptors) => Err(ConnectionError::Descriptors),
@@ -440,7 +538,7 @@ impl Connection {
             match self.channel.try_io(Interest::READABLE, read) {
                 Ok(Received::Bytes(0)) => self.end(),
                 Ok(Received::Bytes(size)) => {
-                    self.decoder.feed(&self.buffer[..size]);
+                    self.feed_decoder(size);
                     self.patience = None;
                 }
                 Ok(Received::WrongDescriptors) => return Poll::Ready(Err(ConnectionError::Descriptors)),
@@ -460,7 +558,7 @@ impl Connection {
                 Poll::Ready(())
             }
             Poll::Ready(size) => {
-                self.merger.feed(pipe, &self.buffer[..size]);
+                self.feed(pipe, size);
                 Poll::Ready(())
             }
         }
@@ -816,6 +914,139 @@ mod tests {
         rustix::fs::fcntl_setfl(&out, rustix::fs::OFlags::empty()).unwrap();
         // On older kernels the pipe would have to be opened again first, which happens at the first read.
         assert_eq!(connection.read_pipe_now(Pipe::Out), 0);
+    }
+
+    /// A value whose header is too large to be decoded where it was read.
+    fn large_value(seq: u32) -> serde_json::Value {
+        json!({"type": "value", "id": 1, "seq": seq, "data": {"text/plain": "x".repeat(200_000)}})
+    }
+
+    fn kind(event: &Event) -> &'static str {
+        match event {
+            Event::Text { .. } => "text",
+            Event::Claim(Claim::Value { .. }) => "value",
+            Event::Claim(Claim::Clear { .. }) => "clear",
+            Event::Claim(_) => "other claim",
+            Event::Sent => "sent",
+            Event::Closed => "closed",
+        }
+    }
+
+    #[tokio::test]
+    async fn a_large_header_is_decoded_elsewhere_and_keeps_its_place() {
+        let (mut connection, mut inside) = connect().await;
+        inside.write(Pipe::Out, b"before");
+        inside.mark(1, b'F');
+        inside.write(Pipe::Out, b"after");
+        inside.mark(2, b'F');
+        let says = async {
+            inside.say(large_value(1)).await;
+            inside.say(json!({"type": "clear", "id": 1, "seq": 2})).await;
+        };
+        let hears = async {
+            let mut heard = Vec::new();
+            for _ in 0..4 {
+                heard.push(connection.next().await.unwrap());
+            }
+            heard
+        };
+        let heard = tokio::join!(says, hears).1;
+        assert_eq!(heard.iter().map(kind).collect::<Vec<_>>(), ["text", "value", "text", "clear"]);
+    }
+
+    #[tokio::test]
+    async fn a_large_header_that_is_being_decoded_is_told_before_the_end() {
+        let (mut connection, mut inside) = connect().await;
+        inside.mark(1, b'F');
+        inside.write(Pipe::Out, b"after");
+        let says = async {
+            inside.say(large_value(1)).await;
+            drop(inside);
+        };
+        // The frame has arrived whole, and its decoding has begun and not ended: this runtime has one thread, and it is not free in between.
+        let hears = std::future::poll_fn(|context| match connection.poll_next(context) {
+            Poll::Ready(event) => panic!("{event:?} came too early"),
+            Poll::Pending if connection.decoding.is_some() => Poll::Ready(()),
+            Poll::Pending => Poll::Pending,
+        });
+        tokio::join!(says, hears);
+        connection.hang_up().unwrap();
+        let told = std::iter::from_fn(|| connection.next_now().unwrap().filter(|event| *event != Event::Closed));
+        assert_eq!(told.map(|event| kind(&event)).collect::<Vec<_>>(), ["value", "text"]);
+    }
+
+    /// Markers that contradict each other: reading them gives no text, however many there are.
+    fn contradictions(pipe: Pipe) -> Vec<u8> {
+        let seq = if pipe == Pipe::Out { 1 } else { 5 };
+        marker(seq, b'P').repeat(CHUNK / 26)
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+    async fn a_flood_of_markers_lets_other_tasks_have_their_turn_and_ends_with_the_interpreter() {
+        let (mut connection, inside) = connect().await;
+        let Inside { channel, pipes } = inside;
+        let end = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let writers = pipes.into_iter().zip(Pipe::BOTH).map(|(mut writer, pipe)| {
+            let end = end.clone();
+            std::thread::spawn(move || {
+                let markers = contradictions(pipe);
+                while !end.load(std::sync::atomic::Ordering::Relaxed) && writer.write_all(&markers).is_ok() {}
+            })
+        });
+        let writers = writers.collect::<Vec<_>>();
+        // The only worker reads markers, and has time for another task.
+        let reads = tokio::spawn(async move {
+            let heard = tokio::select! {
+                heard = connection.next() => Some(heard),
+                () = async { for _ in 0..20 { tokio::task::yield_now().await } } => None,
+            };
+            assert!(heard.is_none(), "markers are no event: {heard:?}");
+            connection
+        });
+        let mut connection = reads.await.unwrap();
+        // Left-behind processes go on writing after the end, and the end comes all the same.
+        drop(channel);
+        connection.hang_up().unwrap();
+        while connection.next_now().unwrap() != Some(Event::Closed) {}
+        end.store(true, std::sync::atomic::Ordering::Relaxed);
+        drop(connection);
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
+    }
+
+    #[tokio::test]
+    async fn a_flood_of_text_lets_other_tasks_have_their_turn() {
+        let (mut connection, mut inside) = connect().await;
+        // Text of both pipes in turn, so that one is always needed before the other may go on.
+        let flood = |from: u32, pipe: Pipe| {
+            let pieces = (from..from + 100).map(|seq| match (seq % 2 == 0, pipe) {
+                (true, Pipe::Out) | (false, Pipe::Err) => [&[b'x'; 500][..], &marker(seq, b'P')].concat(),
+                _ => marker(seq, b'P'),
+            });
+            pieces.collect::<Vec<_>>().concat()
+        };
+        let mut seq = 1;
+        let mut write_100 = |inside: &mut Inside| {
+            Pipe::BOTH.into_iter().for_each(|pipe| inside.write(pipe, &flood(seq, pipe)));
+            seq += 100;
+        };
+        write_100(&mut inside);
+        let mut told = 0;
+        let reads = async {
+            loop {
+                if let Event::Text { bytes, .. } = connection.next().await.unwrap() {
+                    told += bytes.len();
+                    if told % (100 * 500) == 0 {
+                        write_100(&mut inside);
+                    }
+                }
+            }
+        };
+        tokio::select! {
+            biased;
+            () = reads => {}
+            () = tokio::task::yield_now() => {}
+        }
+        assert!((1..=4 * MAX_READ).contains(&told), "{told} bytes were told in one turn");
     }
 
     #[tokio::test]

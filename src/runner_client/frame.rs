@@ -3,6 +3,7 @@
 //! The decoder is total: any bytes give frames, a wish for more, or a typed error. It never reserves memory because a length was
 //! claimed; it holds what has arrived and nothing else.
 
+use bytes::Bytes;
 use serde::Serialize;
 
 /// The most bytes a frame may have after its first four. A large plot with its source stays well below.
@@ -11,11 +12,11 @@ pub const LARGEST_FRAME: usize = 32 * 1024 * 1024;
 /// The decoder gives memory back when a large frame has left more than this behind.
 const KEPT_CAPACITY: usize = 256 * 1024;
 
-/// A frame that keeps the layout. Its header has not been looked at.
+/// A frame that keeps the layout. Its header has not been looked at. Cheap to clone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Frame {
-    pub(super) header: Vec<u8>,
-    pub(super) payload: Vec<u8>,
+    pub(super) header: Bytes,
+    pub(super) payload: Bytes,
 }
 
 /// How a peer broke the layout or the meaning of a frame.
@@ -72,15 +73,24 @@ impl Decoder {
             return Err(FrameError::HeaderTooLong { header, length });
         }
         let Some(body) = rest.get(4..length) else { return Ok(None) };
-        let (header, payload) = body.split_at(header);
-        let frame = Frame { header: header.to_vec(), payload: payload.to_vec() };
-        self.from += 4 + length;
-        if self.from == self.held.len() {
+        let end = self.from + 4 + length;
+        let mut body = if length > KEPT_CAPACITY && end == self.held.len() {
+            // A large frame keeps the memory in which it arrived, so that it is never held twice.
+            let start = end - body.len();
             self.from = 0;
-            self.held.clear();
-            self.held.shrink_to(KEPT_CAPACITY);
-        }
-        Ok(Some(frame))
+            Bytes::from(std::mem::take(&mut self.held)).slice(start..)
+        } else {
+            let body = Bytes::copy_from_slice(body);
+            self.from = end;
+            if end == self.held.len() {
+                self.from = 0;
+                self.held.clear();
+                self.held.shrink_to(KEPT_CAPACITY);
+            }
+            body
+        };
+        let header = body.split_to(header);
+        Ok(Some(Frame { header, payload: body }))
     }
 }
 
@@ -126,7 +136,10 @@ mod tests {
         let mut bytes = Vec::new();
         encode(&json!({"id": 7}), b"code", &mut bytes);
         assert_eq!(bytes, b"\0\0\0\x10\0\0\0\x08{\"id\":7}code");
-        assert_eq!(decode_all(&bytes).unwrap(), [Frame { header: b"{\"id\":7}".to_vec(), payload: b"code".to_vec() }]);
+        assert_eq!(
+            decode_all(&bytes).unwrap(),
+            [Frame { header: Bytes::from_static(b"{\"id\":7}"), payload: Bytes::from_static(b"code") }]
+        );
     }
 
     #[test]
@@ -145,7 +158,28 @@ mod tests {
 
     #[test]
     fn an_empty_header_and_payload_make_a_frame() {
-        assert_eq!(decode_all(b"\0\0\0\x04\0\0\0\0").unwrap(), [Frame { header: vec![], payload: vec![] }]);
+        assert_eq!(decode_all(b"\0\0\0\x04\0\0\0\0").unwrap(), [Frame { header: Bytes::new(), payload: Bytes::new() }]);
+    }
+
+    #[test]
+    fn a_large_frame_is_not_copied_and_what_follows_it_is_kept() {
+        let large = vec![b'x'; 2 * KEPT_CAPACITY];
+        let mut bytes = Vec::new();
+        encode(&json!({"id": 1}), &large, &mut bytes);
+        let mut decoder = Decoder::default();
+        decoder.feed(&bytes);
+        let place = decoder.held.as_ptr();
+        let frame = decoder.next().unwrap().unwrap();
+        assert_eq!(frame.payload, large);
+        assert_eq!(frame.header.as_ptr(), place.wrapping_add(8));
+        assert!(decoder.is_empty() && decoder.held.capacity() == 0);
+        // The control: with more behind it, it is copied.
+        bytes.extend_from_slice(b"\0\0\0\x04\0\0");
+        decoder.feed(&bytes);
+        assert_eq!(decoder.next().unwrap().unwrap().payload, large);
+        decoder.feed(b"\0\0");
+        assert_eq!(decoder.next().unwrap().unwrap().header, "");
+        assert!(decoder.is_empty());
     }
 
     proptest! {
@@ -167,7 +201,7 @@ mod tests {
                 decoder.feed(now);
                 rest = later;
                 while let Some(frame) = decoder.next().unwrap() {
-                    seen.push(frame.payload);
+                    seen.push(frame.payload.to_vec());
                 }
             }
             prop_assert_eq!(seen, payloads);

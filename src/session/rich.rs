@@ -2,6 +2,7 @@
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use cellblock_json::{Budget, MAX_DEPTH};
 use serde_json::Value;
 
 use crate::runner_client::Bundle;
@@ -11,6 +12,9 @@ const SOURCE_SHOWN: usize = 4000;
 
 /// Bytes of a page that are looked at for text. A page is the last resort, and much of a long one is style and script.
 const HTML_READ: usize = 1024 * 1024;
+
+/// What data and figures may hold to be looked into; this takes some milliseconds. Of larger ones the source is shown.
+const LOOKED_INTO: Budget = Budget { depth: MAX_DEPTH, memory: 4 * 1024 * 1024 };
 
 /// What is shown of a bundle.
 #[derive(Debug, PartialEq, Eq)]
@@ -66,13 +70,14 @@ fn shortened(text: &str) -> String {
 }
 
 fn pretty(json: &str) -> String {
-    let laid_out = serde_json::from_str::<Value>(json).ok().and_then(|value| serde_json::to_string_pretty(&value).ok());
+    let value: Option<Value> = cellblock_json::read(json.as_bytes(), LOOKED_INTO).ok();
+    let laid_out = value.and_then(|value| serde_json::to_string_pretty(&value).ok());
     shortened(laid_out.as_deref().unwrap_or(json))
 }
 
 /// Says in a line what a figure shows, then gives its source.
 fn plotly(figure: &str) -> String {
-    let Ok(value) = serde_json::from_str::<Value>(figure) else { return shortened(figure) };
+    let Ok(value) = cellblock_json::read::<Value>(figure.as_bytes(), LOOKED_INTO) else { return shortened(figure) };
     let traces = value["data"].as_array().map(Vec::as_slice).unwrap_or_default();
     let shown = traces.iter().take(20).map(|trace| {
         let kind = trace["type"].as_str().unwrap_or("scatter");
@@ -187,6 +192,17 @@ mod tests {
     fn long_sources_are_cut() {
         let Shown::Text(cut) = shown(&[("image/svg+xml", &"s".repeat(5000))], &[]) else { panic!("a drawing is text") };
         assert!(cut.ends_with("… (1000 more characters)"));
+    }
+
+    #[test]
+    fn data_that_would_take_much_memory_is_shown_as_it_is() {
+        let many = |count: usize| format!("[{}0]", r#"{"":0},"#.repeat(count));
+        for mime in ["application/json", "application/vnd.plotly.v1+json"] {
+            let Shown::Text(cut) = shown(&[(mime, &many(100_000))], &[]) else { panic!("data is text") };
+            assert!(cut.starts_with(r#"[{"":0},{"#), "{}", &cut[..40]);
+        }
+        let Shown::Text(laid_out) = shown(&[("application/json", &many(1000))], &[]) else { panic!("data is text") };
+        assert!(laid_out.starts_with("[\n"), "the control: less is laid out");
     }
 
     #[test]

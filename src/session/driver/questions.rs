@@ -6,6 +6,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::io;
 
+use cellblock_json::Excess;
 use serde_json::{Value, json};
 use tokio::task::{AbortHandle, JoinSet};
 use tracing::debug;
@@ -214,9 +215,13 @@ impl Driver {
                 self.questions.ready.push_back(Answered::plain(ask, frame));
                 self.call_those_that_wait();
             }
-            Question::TooDeep => self.refuse_question(
+            Question::TooMuch(Excess::Depth(_)) => self.refuse_question(
                 ask,
                 "the arguments are nested more than 100 levels deep; send a flatter value, or JSON in a text",
+            ),
+            Question::TooMuch(Excess::Memory(_)) => self.refuse_question(
+                ask,
+                "the arguments hold more values than a call may have; send fewer at a time, or JSON in a text",
             ),
             Question::Unknown => self.refuse_question(ask, "this server does not know that question"),
         }
