@@ -24,6 +24,7 @@
 
 mod arguments;
 mod asking;
+mod bodies;
 mod calls;
 mod compare;
 mod connections;

@@ -22,6 +22,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use cellblock_json::Decoding;
 use rmcp::RoleServer;
 use rmcp::model::{
     ClientJsonRpcMessage, ClientNotification, ClientRequest, ErrorCode, GetMeta, JsonRpcMessage, ProtocolVersion,
@@ -36,7 +37,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::turns::Turns;
-use super::wire::{Rejection, read_message};
+use super::wire::{self, Rejection};
 use super::{Server, tools};
 
 /// Bytes in one line. Room for the largest cell even when every character of it is escaped, and for nothing much
@@ -84,6 +85,7 @@ pub(super) async fn serve(server: Server, reader: Reader, writer: Writer) -> Res
     let transport = LineTransport {
         lines: Lines::new(reader, LONGEST_LINE),
         outgoing: Some(outgoing),
+        reading: None,
         rejection: None,
         connection: connection.clone(),
         era: Era::Open,
@@ -154,6 +156,8 @@ enum Era {
 
 struct LineTransport {
     lines: Lines,
+    /// A line that is being decoded. Lines behind it wait, so that messages stay in order.
+    reading: Option<Decoding<wire::Read>>,
     outgoing: Option<mpsc::Sender<Vec<u8>>>,
     /// An answer that could not be sent yet: `receive` may be dropped at any of its waits and must not lose it.
     rejection: Option<Vec<u8>>,
@@ -234,15 +238,21 @@ impl Transport<RoleServer> for LineTransport {
                 };
                 place.send(self.rejection.take().expect("checked above, and nothing else takes it"));
             }
-            let admitted = match self.lines.next().await {
-                Ok(Some(Line::Whole(line))) => match read_message(&line) {
-                    Ok(Some(message)) => self.admit(message),
-                    Ok(None) => Ok(None),
-                    Err(rejection) => Err(rejection),
-                },
+            if let Some(reading) = &mut self.reading {
+                let read = reading.await;
+                self.reading = None;
+                match read.and_then(|message| message.map_or(Ok(None), |message| self.admit(message))) {
+                    Ok(Some(message)) => return Some(message),
+                    Ok(None) => {}
+                    Err(rejection) => self.rejection = Some(rejection.line()),
+                }
+                continue;
+            }
+            match self.lines.next().await {
+                Ok(Some(Line::Whole(line))) => self.reading = Some(wire::reading(line)),
                 Ok(Some(Line::TooLong)) => {
                     let text = format!("the message is longer than {LONGEST_LINE} bytes and was skipped");
-                    Err(Rejection::new(Value::Null, ErrorCode::INVALID_REQUEST, text))
+                    self.rejection = Some(Rejection::new(Value::Null, ErrorCode::INVALID_REQUEST, text).line());
                 }
                 ended => {
                     if let Err(error) = ended {
@@ -251,11 +261,6 @@ impl Transport<RoleServer> for LineTransport {
                     self.connection.cancel();
                     return None;
                 }
-            };
-            match admitted {
-                Ok(Some(message)) => return Some(message),
-                Ok(None) => {}
-                Err(rejection) => self.rejection = Some(rejection.line()),
             }
         }
     }

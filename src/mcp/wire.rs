@@ -3,16 +3,15 @@
 //! The library reads leniently: it takes the last of two equal keys, a request with wrong parameters for an unknown method, and a cursor
 //! it cannot read for none. What is ambiguous is refused here, with an answer, before the library sees it.
 
-use std::fmt;
-
+use cellblock_json::{Budget, Decoding, ReadError};
 use rmcp::model::{ClientJsonRpcMessage, ErrorCode, JsonRpcMessage, RequestId};
-use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value, json};
 
 use super::has_wrong_params;
 
-/// Objects and lists inside one another. No message of the protocol comes near.
-const DEEPEST: usize = 64;
+/// What a message may hold. Long texts are code; no tool takes long lists. The library decodes each message once
+/// more, so this bounds what it does too.
+pub(super) const MESSAGE: Budget = Budget { depth: 64, memory: 4 * 1024 * 1024 };
 
 /// Where a request that stands alone says which revision of the protocol it speaks.
 const PROTOCOL_VERSION: &str = "io.modelcontextprotocol/protocolVersion";
@@ -38,16 +37,29 @@ impl Rejection {
     }
 }
 
+/// What became of a message.
+pub(super) type Read = Result<Option<ClientJsonRpcMessage>, Rejection>;
+
+/// Reads one message as `read_message` does, a large one away from the workers of the runtime.
+pub(super) fn reading(line: impl AsRef<[u8]> + Send + 'static) -> Decoding<Read> {
+    let is_small = cellblock_json::is_small(line.as_ref());
+    cellblock_json::decoding(is_small, line, |line| read_message(line.as_ref()))
+}
+
 /// Reads one message. Nothing is answered to an empty one, and to notifications and responses of the wrong
 /// shape: JSON-RPC allows no answer.
-pub(super) fn read_message(line: &[u8]) -> Result<Option<ClientJsonRpcMessage>, Rejection> {
+pub(super) fn read_message(line: &[u8]) -> Read {
     const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
     let line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line).trim_ascii();
     if line.is_empty() {
         return Ok(None);
     }
-    let value = strict_json(line).map_err(|error| {
-        Rejection::new(Value::Null, ErrorCode::PARSE_ERROR, format!("the message is not valid JSON: {error}"))
+    let value = cellblock_json::read_strict(line, MESSAGE).map_err(|error| {
+        let text = match error {
+            ReadError::Excess(excess) => format!("the message is refused: {excess}"),
+            ReadError::Json(error) => format!("the message is not valid JSON: {error}"),
+        };
+        Rejection::new(Value::Null, ErrorCode::PARSE_ERROR, text)
     })?;
     let invalid = |id: Value, text: &str| Err(Rejection::new(id, ErrorCode::INVALID_REQUEST, text));
     let message = match &value {
@@ -110,95 +122,6 @@ fn stands_alone(message: &Map<String, Value>) -> bool {
 
 fn is_list(message: &serde_json::Map<String, Value>) -> bool {
     message.get("method").and_then(Value::as_str).is_some_and(|method| method.ends_with("/list"))
-}
-
-/// Reads JSON in which no object has a key twice and nothing is nested deeper than it may be.
-fn strict_json(bytes: &[u8]) -> serde_json::Result<Value> {
-    let mut reader = serde_json::Deserializer::from_slice(bytes);
-    let value = Strict { left: DEEPEST }.deserialize(&mut reader)?;
-    reader.end()?;
-    Ok(value)
-}
-
-/// Reads one value; `left` levels may still be opened.
-#[derive(Clone, Copy)]
-struct Strict {
-    left: usize,
-}
-
-impl Strict {
-    fn inner<E: Error>(self) -> Result<Strict, E> {
-        match self.left.checked_sub(1) {
-            Some(left) => Ok(Strict { left }),
-            None => Err(E::custom(format_args!("it is nested deeper than {DEEPEST} levels"))),
-        }
-    }
-}
-
-impl<'de> DeserializeSeed<'de> for Strict {
-    type Value = Value;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Value, D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Strict {
-    type Value = Value;
-
-    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("a JSON value")
-    }
-
-    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
-        Ok(Value::Bool(value))
-    }
-
-    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
-        Ok(Value::String(value.to_owned()))
-    }
-
-    fn visit_string<E>(self, value: String) -> Result<Value, E> {
-        Ok(Value::String(value))
-    }
-
-    fn visit_unit<E>(self) -> Result<Value, E> {
-        Ok(Value::Null)
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
-        let inner = self.inner()?;
-        let mut list = Vec::new();
-        while let Some(item) = items.next_element_seed(inner)? {
-            list.push(item);
-        }
-        Ok(Value::Array(list))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Value, A::Error> {
-        let inner = self.inner()?;
-        let mut object = Map::new();
-        while let Some(key) = members.next_key::<String>()? {
-            let value = members.next_value_seed(inner)?;
-            // The key is not repeated in the answer: it may be long, and it is the writer's own.
-            if object.insert(key, value).is_some() {
-                return Err(A::Error::custom("an object has the same key twice"));
-            }
-        }
-        Ok(Value::Object(object))
-    }
 }
 
 #[cfg(test)]
@@ -326,15 +249,24 @@ mod tests {
     }
 
     #[test]
-    fn values_are_read_as_the_library_reads_them() {
-        let text = r#"{"a":[1,-2,3.5,1e300,18446744073709551615,null,true,"\u00e4"],"b":{"c":""}}"#;
-        assert_eq!(strict_json(text.as_bytes()).unwrap(), serde_json::from_str::<Value>(text).unwrap());
+    fn a_message_that_would_take_much_memory_is_refused_before_it_is_decoded() {
+        let call = |count: usize| {
+            let many = r#"{"":0},"#.repeat(count);
+            format!(r#"{{"jsonrpc":"2.0","id":1,"method":"ping","params":{{"x":[{many}0]}}}}"#)
+        };
+        check_rejected(&call(1_000_000), Value::Null, -32700, "more than 4096 KiB of memory");
+        assert!(read_message(call(1000).as_bytes()).is_ok(), "the control");
+        let long = json!({"jsonrpc": "2.0", "id": 1, "method": "ping", "params": {"x": call(1_000_000)}}).to_string();
+        assert!(read_message(long.as_bytes()).is_ok(), "the control: as text it is no structure");
     }
 
     #[test]
     fn nesting_is_read_up_to_the_edge_and_refused_beyond() {
-        let nested = |levels: usize| format!("{}{}", "[".repeat(levels), "]".repeat(levels));
-        assert!(strict_json(nested(DEEPEST).as_bytes()).is_ok());
-        assert!(strict_json(nested(DEEPEST + 1).as_bytes()).is_err());
+        let nested = |levels: usize| {
+            let list = format!("{}{}", "[".repeat(levels), "]".repeat(levels));
+            format!(r#"{{"jsonrpc":"2.0","id":1,"method":"ping","params":{{"x":{list}}}}}"#)
+        };
+        assert!(read_message(nested(MESSAGE.depth - 2).as_bytes()).is_ok());
+        assert!(read_message(nested(MESSAGE.depth - 1).as_bytes()).is_err());
     }
 }
