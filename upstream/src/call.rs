@@ -63,6 +63,8 @@ pub enum CallError {
     Protocol { server: String, why: &'static str },
     #[error("the answer of the server {server} is larger than {largest} bytes")]
     TooLarge { server: String, largest: usize },
+    #[error("the answer of the server {server} holds too many values; ask for fewer at a time, or for text")]
+    TooManyValues { server: String },
     #[error("the call was cancelled")]
     Cancelled,
 }
@@ -97,7 +99,7 @@ impl CallError {
                 Reason::Unavailable
             }
             CallError::Refused { .. } | CallError::Protocol { .. } => Reason::Protocol,
-            CallError::TooLarge { .. } => Reason::TooLarge,
+            CallError::TooLarge { .. } | CallError::TooManyValues { .. } => Reason::TooLarge,
             CallError::Cancelled => Reason::Cancelled,
         }
     }

@@ -59,6 +59,7 @@ pub(crate) enum Failure {
     },
     NotAResult(&'static str),
     TooLarge,
+    TooManyValues,
     Timeout(Duration),
     Cancelled,
 }
@@ -193,7 +194,7 @@ impl Connection {
             // Servers that have no tools need not know the question.
             Err(Failure::Refused { code: -32601, .. }) => Ok(None),
             Err(Failure::Refused { message, .. }) => Err(ConnectError::ListRefused { why: message }),
-            Err(Failure::TooLarge) => Err(ConnectError::List { why: "is too long" }),
+            Err(Failure::TooLarge | Failure::TooManyValues) => Err(ConnectError::List { why: "is too long" }),
             Err(Failure::NotSent { why }) => Err(ConnectError::Greeting { why }),
             Err(_) => Err(ConnectError::Ended { last_words: self.last_words().await }),
         }
@@ -277,6 +278,7 @@ impl Connection {
             Ok(ServerResult::CustomResult(result)) => Ok(result.0),
             Ok(result) => serde_json::to_value(result).map_err(|_| Failure::NotAResult("it cannot be read")),
             Err(ServiceError::McpError(error)) if wire::is_too_large(&error) => Err(Failure::TooLarge),
+            Err(ServiceError::McpError(error)) if wire::has_too_many_values(&error) => Err(Failure::TooManyValues),
             Err(ServiceError::McpError(error)) if wire::is_unreadable(&error) => {
                 Err(Failure::NotAResult("it is no JSON, or nested too deeply"))
             }

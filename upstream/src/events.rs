@@ -95,8 +95,8 @@ impl Decoder {
             tracing::warn!(largest = self.largest, "an MCP server sent a message that is too large");
             let message = finder.found().and_then(|id| serde_json::to_string(&wire::too_large(id, self.largest)).ok());
             ready.extend(message.map(|message| Sse::default().data(message)));
-        } else if let Some(data) = event.data.as_ref().filter(|data| wire::is_too_deep(data.as_bytes())) {
-            let message = wire::unreadable(data.as_bytes()).and_then(|message| serde_json::to_string(&message).ok());
+        } else if let Some(refused) = event.data.as_ref().and_then(|data| wire::excess(data.as_bytes())) {
+            let message = refused.and_then(|message| serde_json::to_string(&message).ok());
             ready.extend(message.map(|message| Sse::default().data(message)));
         } else if event.data.is_some() || event.event.is_some() || event.id.is_some() || event.retry.is_some() {
             ready.push_back(event);
@@ -184,6 +184,10 @@ mod tests {
         let deep_event = decode(&format!("data: {}\n\n", deep(127)), 1000);
         assert!(deep_event[0].data.as_ref().unwrap().contains("cannot be read"), "{deep_event:?}");
         assert_eq!(decode(&format!("data: {}\n\n", deep(126)), 1000)[0].data, Some(deep(126)));
+        // So is what would take much memory.
+        let many = format!("{{\"id\":3,\"result\":[{}0]}}", "{},".repeat(100_000));
+        let many_event = decode_in_pieces(&format!("data: {many}\n\n"), 1_000_000, 10_000);
+        assert!(many_event[0].data.as_ref().unwrap().contains("the answer is refused"), "{many_event:?}");
         // Many small lines of one event are as large as one large line.
         assert_eq!(decode(&format!("{}\n", "data: x\n".repeat(100)), 100).len(), 0);
     }

@@ -6,6 +6,7 @@
 use std::io;
 use std::sync::Arc;
 
+use cellblock_json::{Budget, Decoding, MAX_DEPTH};
 use rmcp::RoleClient;
 use rmcp::model::RequestId;
 use rmcp::service::TxJsonRpcMessage;
@@ -20,10 +21,15 @@ use crate::wire::{self, IdFinder, Message};
 /// The id of the question with which a server's era is found out. rmcp counts, so that its own ids are never texts.
 const PROBE: &str = "cellblock-probe";
 
+/// What an answer to that question may hold.
+const PROBED: Budget = Budget { depth: MAX_DEPTH, memory: 512 * 1024 };
+
 /// Both directions of a program's pipes.
 pub(crate) struct Lines<R, W> {
     reader: BufReader<R>,
     line: Vec<u8>,
+    /// A line that is being decoded. Lines behind it wait, so that messages stay in order.
+    reading: Option<Decoding<Option<Message>>>,
     /// Set while a line is thrown away.
     discarded: Option<IdFinder>,
     largest: usize,
@@ -43,6 +49,7 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Lines<
         Lines {
             reader: BufReader::new(reader),
             line: Vec::new(),
+            reading: None,
             discarded: None,
             largest,
             writer: Arc::new(Mutex::new(Some(writer))),
@@ -68,7 +75,7 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Lines<
                 Line::End => return None,
                 Line::TooLong(_) => {}
                 Line::Whole => {
-                    let value: Option<Value> = serde_json::from_slice(&self.line).ok();
+                    let value: Option<Value> = cellblock_json::read(&self.line, PROBED).ok();
                     self.line.clear();
                     let Some(value) = value else { continue };
                     // Some servers cannot say which question an error is about, as they have not understood it.
@@ -119,6 +126,14 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Transp
 
     async fn receive(&mut self) -> Option<Message> {
         loop {
+            // This may be dropped at any await, so the line stays here while it is decoded.
+            if let Some(reading) = &mut self.reading {
+                let message = reading.await;
+                self.reading = None;
+                if message.is_some() {
+                    return message;
+                }
+            }
             match self.read_line().await {
                 Line::End => return None,
                 Line::TooLong(id) => {
@@ -127,17 +142,7 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Transp
                         return Some(wire::too_large(id, self.largest));
                     }
                 }
-                Line::Whole => {
-                    let message = wire::read(&self.line);
-                    // A large answer's bytes are not kept beside its value.
-                    if self.line.capacity() > 64 * 1024 {
-                        self.line = Vec::new();
-                    }
-                    self.line.clear();
-                    if message.is_some() {
-                        return message;
-                    }
-                }
+                Line::Whole => self.reading = Some(wire::reading(std::mem::take(&mut self.line))),
             }
         }
     }

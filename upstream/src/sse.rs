@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use cellblock_json::Decoding;
 use futures_util::stream::{BoxStream, StreamExt};
 use http::Method;
 use reqwest::Url;
@@ -20,6 +21,8 @@ pub(crate) struct SseTransport {
     web: Web,
     endpoint: Arc<Url>,
     events: Option<BoxStream<'static, Result<Sse, WebError>>>,
+    /// An event that is being decoded. Events behind it wait, so that messages stay in order.
+    reading: Option<Decoding<Option<Message>>>,
 }
 
 impl SseTransport {
@@ -38,7 +41,7 @@ impl SseTransport {
             let event = event?;
             if event.event.as_deref() == Some("endpoint") {
                 let endpoint = endpoint(url, event.data.as_deref().unwrap_or_default())?;
-                return Ok(SseTransport { web, endpoint: Arc::new(endpoint), events: Some(events) });
+                return Ok(SseTransport { web, endpoint: Arc::new(endpoint), events: Some(events), reading: None });
             }
         }
         Err(WebError::NoEndpoint)
@@ -74,15 +77,19 @@ impl Transport<RoleClient> for SseTransport {
     }
 
     async fn receive(&mut self) -> Option<Message> {
-        let events = self.events.as_mut()?;
-        while let Some(Ok(event)) = events.next().await {
-            let is_message = event.event.as_deref().is_none_or(|kind| kind == "message");
-            let message = event.data.filter(|_| is_message).and_then(|data| wire::read(data.as_bytes()));
-            if message.is_some() {
-                return message;
+        loop {
+            // This may be dropped at any await, so the event stays here while it is decoded.
+            if let Some(reading) = &mut self.reading {
+                let message = reading.await;
+                self.reading = None;
+                if message.is_some() {
+                    return message;
+                }
             }
+            let Some(Ok(event)) = self.events.as_mut()?.next().await else { return None };
+            let is_message = event.event.as_deref().is_none_or(|kind| kind == "message");
+            self.reading = event.data.filter(|_| is_message).map(wire::reading);
         }
-        None
     }
 
     async fn close(&mut self) -> Result<(), WebError> {

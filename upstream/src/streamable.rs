@@ -121,7 +121,7 @@ impl Web {
     ) -> Result<StreamableHttpPostResponse, Failure> {
         let session = session_of(&response);
         let message = match (web::body(response, self.largest).await, asked) {
-            (Ok(body), _) => wire::read(&body),
+            (Ok(body), _) => wire::reading(body).await,
             (Err(WebError::TooLarge(largest)), Some(id)) => Some(wire::too_large(id, largest)),
             (Err(error), _) => return Err(Failure::Client(error)),
         };

@@ -321,6 +321,7 @@ impl Upstream {
             Failure::Refused { code, message } => CallError::Refused { server, code, message },
             Failure::NotAResult(why) => CallError::Protocol { server, why },
             Failure::TooLarge => CallError::TooLarge { server, largest: self.0.limits.largest_message },
+            Failure::TooManyValues => CallError::TooManyValues { server },
             Failure::Timeout(time) => CallError::Timeout { server, time },
             Failure::Cancelled => CallError::Cancelled,
         }

@@ -4,6 +4,7 @@
 //! server sends a kind of content that is not known. So results of tools are handed on as the JSON they are; only what rmcp needs itself for a
 //! connection (the greeting, the list of tools) is read by it.
 
+use cellblock_json::{Budget, Decoding, Excess, MAX_DEPTH};
 use rmcp::RoleClient;
 use rmcp::model::{CustomResult, ErrorCode, ErrorData, JsonRpcMessage, NumberOrString, RequestId, ServerResult};
 use rmcp::service::RxJsonRpcMessage;
@@ -14,11 +15,13 @@ pub(crate) type Message = RxJsonRpcMessage<RoleClient>;
 
 /// The code of an error of our own, in place of an answer that was too large.
 const TOO_LARGE: ErrorCode = ErrorCode(-31_950);
+/// The code of an error of our own, in place of an answer that would take too much memory.
+const TOO_MANY_VALUES: ErrorCode = ErrorCode(-31_952);
 /// The code of an error of our own, in place of an answer that cannot be read.
 const UNREADABLE: ErrorCode = ErrorCode(-31_951);
 
-/// The parser of JSON refuses what has so many levels.
-const LEVELS_OF_THE_PARSER: usize = 128;
+/// What a message may hold, besides its bytes. rmcp tries several types on what it reads itself, and keeps copies meanwhile.
+const MESSAGE: Budget = Budget { depth: MAX_DEPTH, memory: 24 * 1024 * 1024 };
 
 /// Notifications that somebody here reads.
 const WANTED: [&str; 4] = [
@@ -28,10 +31,19 @@ const WANTED: [&str; 4] = [
     "notifications/tools/list_changed",
 ];
 
+/// Reads a message as `read` does, a large one away from the workers of the runtime.
+pub(crate) fn reading(bytes: impl AsRef<[u8]> + Send + 'static) -> Decoding<Option<Message>> {
+    let is_small = cellblock_json::is_small(bytes.as_ref());
+    cellblock_json::decoding(is_small, bytes, |bytes| read(bytes.as_ref()))
+}
+
 /// Reads a message. `None` if it is none, or nobody here has a use for it.
 ///
-/// An answer that is no JSON, or nested deeper than the 128 levels that the parser takes, becomes an error: whoever waits for it would wait in vain.
+/// An answer that is no JSON, nested deeper than 127 levels, or would take too much memory, becomes an error: whoever waits for it would wait in vain.
 pub(crate) fn read(bytes: &[u8]) -> Option<Message> {
+    if let Some(refused) = excess(bytes) {
+        return refused;
+    }
     let Ok(mut value) = serde_json::from_slice::<Value>(bytes) else { return unreadable(bytes) };
     let object = value.as_object_mut()?;
     if let Some(method) = object.get("method").and_then(Value::as_str) {
@@ -57,12 +69,31 @@ pub(crate) fn read(bytes: &[u8]) -> Option<Message> {
     Some(JsonRpcMessage::error(ErrorData::new(ErrorCode(code), message, data), id))
 }
 
+/// Returns what stands for an answer that is nested too deeply or holds too many values, if it is and does.
+pub(crate) fn excess(bytes: &[u8]) -> Option<Option<Message>> {
+    match MESSAGE.check(bytes) {
+        Ok(_) => None,
+        Err(Excess::Depth(_)) => Some(unreadable(bytes)),
+        Err(excess @ Excess::Memory(_)) => {
+            tracing::warn!(%excess, "an MCP server sent a message that holds too much");
+            Some(id_in(bytes).map(|id| refusal(id, TOO_MANY_VALUES, format!("the answer is refused: {excess}"))))
+        }
+    }
+}
+
 /// Returns what stands for an answer that was too large.
 pub(crate) fn too_large(id: RequestId, largest: usize) -> Message {
-    JsonRpcMessage::error(
-        ErrorData::new(TOO_LARGE, format!("the answer has more than {largest} bytes"), None),
-        Some(id),
-    )
+    refusal(id, TOO_LARGE, format!("the answer has more than {largest} bytes"))
+}
+
+fn refusal(id: RequestId, code: ErrorCode, text: String) -> Message {
+    JsonRpcMessage::error(ErrorData::new(code, text, None), Some(id))
+}
+
+fn id_in(bytes: &[u8]) -> Option<RequestId> {
+    let mut finder = IdFinder::default();
+    finder.feed(bytes);
+    finder.found()
 }
 
 pub(crate) fn is_too_large(error: &ErrorData) -> bool {
@@ -71,30 +102,15 @@ pub(crate) fn is_too_large(error: &ErrorData) -> bool {
 
 /// Returns what stands for an answer that nobody could read.
 pub(crate) fn unreadable(bytes: &[u8]) -> Option<Message> {
-    let mut finder = IdFinder::default();
-    finder.feed(bytes);
-    let error = ErrorData::new(UNREADABLE, "the answer cannot be read", None);
-    finder.found().map(|id| JsonRpcMessage::error(error, Some(id)))
+    id_in(bytes).map(|id| refusal(id, UNREADABLE, "the answer cannot be read".to_owned()))
+}
+
+pub(crate) fn has_too_many_values(error: &ErrorData) -> bool {
+    error.code == TOO_MANY_VALUES
 }
 
 pub(crate) fn is_unreadable(error: &ErrorData) -> bool {
     error.code == UNREADABLE
-}
-
-/// Tells whether a message is nested deeper than the parser goes.
-pub(crate) fn is_too_deep(bytes: &[u8]) -> bool {
-    let (mut depth, mut in_string, mut is_escaped) = (0_usize, false, false);
-    bytes.iter().any(|byte| {
-        match byte {
-            _ if is_escaped => is_escaped = false,
-            b'\\' if in_string => is_escaped = true,
-            b'"' => in_string = !in_string,
-            b'{' | b'[' if !in_string => depth += 1,
-            b'}' | b']' if !in_string => depth = depth.saturating_sub(1),
-            _ => {}
-        }
-        depth >= LEVELS_OF_THE_PARSER
-    })
 }
 
 fn id_of(id: &Value) -> Option<RequestId> {
@@ -218,12 +234,29 @@ mod tests {
         for (levels, is_too_deep) in [(1, false), (126, false), (127, true), (100_000, true)] {
             let text = deep(levels);
             assert_eq!(serde_json::from_str::<Value>(&text).is_err(), is_too_deep, "{levels}");
-            assert_eq!(super::is_too_deep(text.as_bytes()), is_too_deep, "{levels}");
+            assert_eq!(excess(text.as_bytes()).is_some(), is_too_deep, "{levels}");
             let is_error =
                 matches!(read(text.as_bytes()), Some(JsonRpcMessage::Error(error)) if is_unreadable(&error.error));
             assert_eq!(is_error, is_too_deep, "{levels}");
         }
         assert!(read(b"no JSON at all").is_none());
+    }
+
+    #[test]
+    fn an_answer_that_would_take_much_memory_is_an_error_and_spoils_no_other() {
+        let answer = |count: usize| {
+            let many = r#"{"":0},"#.repeat(count);
+            format!(r#"{{"jsonrpc":"2.0","id":7,"result":{{"content":[],"structuredContent":[{many}0]}}}}"#)
+        };
+        let Some(JsonRpcMessage::Error(error)) = read(answer(2_000_000).as_bytes()) else { panic!("it was read") };
+        assert!(has_too_many_values(&error.error), "{:?}", error.error);
+        assert_eq!(error.id, Some(NumberOrString::Number(7)));
+        assert!(matches!(read(answer(10_000).as_bytes()), Some(JsonRpcMessage::Response(_))), "the control");
+        let long = format!(r#"{{"id":7,"result":{}}}"#, Value::from(answer(1_000_000)));
+        assert!(matches!(read(long.as_bytes()), Some(JsonRpcMessage::Response(_))), "the control: a text of that size");
+        // What is no answer is dropped.
+        let many = r#"{"":0},"#.repeat(100_000);
+        assert!(read(format!(r#"{{"method":"notifications/progress","params":[{many}0]}}"#).as_bytes()).is_none());
     }
 
     #[test]
