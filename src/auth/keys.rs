@@ -7,6 +7,7 @@
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use cellblock_json::Budget;
 use ring::signature::{self, RsaParameters, RsaPublicKeyComponents, UnparsedPublicKey, VerificationAlgorithm};
 use rsa::pkcs1;
 use rsa::pkcs8::der::{Decode, Document, asn1::ObjectIdentifier};
@@ -218,6 +219,9 @@ struct Entry {
     key: PublicKey,
 }
 
+/// What a key set may hold: a thousand keys.
+const KEY_SET: Budget = Budget { depth: 32, memory: 4 * 1024 * 1024 };
+
 /// A document that is not a key set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("it is not a JSON object with a list of \"keys\"")]
@@ -226,7 +230,7 @@ pub struct NotAKeySet;
 impl KeySet {
     /// Reads a key set as issuers publish it.
     pub(super) fn from_json(bytes: &[u8]) -> Result<KeySet, NotAKeySet> {
-        let document: Value = serde_json::from_slice(bytes).map_err(|_| NotAKeySet)?;
+        let document: Value = cellblock_json::read(bytes, KEY_SET).map_err(|_| NotAKeySet)?;
         let keys = document.get("keys").and_then(Value::as_array).ok_or(NotAKeySet)?;
         Ok(KeySet(keys.iter().filter_map(Entry::from_jwk).collect()))
     }

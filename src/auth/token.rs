@@ -7,6 +7,7 @@ use std::fmt;
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use cellblock_json::Budget;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
 use serde_json::{Map, Value};
 
@@ -17,6 +18,8 @@ pub(super) const LARGEST_TOKEN: usize = 16 << 10;
 
 /// Ids of keys are short; a long one would only be compared for nothing.
 const LONGEST_KEY_ID: usize = 256;
+/// What each part may hold, long before anybody knows who sent it.
+const TOKEN: Budget = Budget { depth: 32, memory: 256 * 1024 };
 
 /// Names in the header of which each means that the token brings its own key, must be understood in ways that we do not, or is packed.
 const REFUSED_IN_HEADER: [&str; 10] = ["crit", "jwk", "jku", "x5u", "x5c", "zip", "enc", "epk", "cty", "b64"];
@@ -117,7 +120,7 @@ fn read_header(header: &Map<String, Value>) -> Result<(Algorithm, Option<String>
 
 fn object(part: &str) -> Result<Map<String, Value>, Fault> {
     let bytes = URL_SAFE_NO_PAD.decode(part).map_err(|_| Fault::Malformed)?;
-    let Members(members) = serde_json::from_slice(&bytes).map_err(|_| Fault::Malformed)?;
+    let Members(members) = cellblock_json::read(&bytes, TOKEN).map_err(|_| Fault::Malformed)?;
     Ok(members)
 }
 

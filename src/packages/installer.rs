@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use cellblock_json::{Budget, MAX_DEPTH};
 use serde::de::DeserializeOwned;
 
 use super::answers::{
@@ -33,6 +34,8 @@ const ANSWERS_KEPT: usize = 256;
 const ROOM_FOR_HEADERS: u64 = 64 << 20;
 /// The largest file of certificates. A machine's whole collection has a fifth of it.
 const LARGEST_CERTIFICATES: u64 = 1 << 20;
+/// What an answer of the installer may hold, besides its bytes.
+const ANSWER: Budget = Budget { depth: MAX_DEPTH, memory: 16 << 20 };
 
 /// How much of what the installer said an error repeats.
 const LINES_KEPT: usize = 40;
@@ -372,7 +375,7 @@ impl Job<'_> {
         })?;
         let read = file.take(LARGEST_ANSWER).read_to_end(&mut answer);
         read.map_err(|_| InstallError::Unfitting("it cannot be read"))?;
-        serde_json::from_slice(&answer).map_err(|_| InstallError::Unfitting("it is not of the agreed form"))
+        cellblock_json::read(&answer, ANSWER).map_err(|_| InstallError::Unfitting("it is not of the agreed form"))
     }
 
     fn wanted(&self) -> Wanted<'_> {

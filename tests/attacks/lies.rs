@@ -96,6 +96,9 @@ in_every_place! {
             "os.write(channel, struct.pack('>II', 12, 200) + b'{}')",
             "os.write(channel, struct.pack('>II', 12, 8) + b'not json')",
             "os.write(channel, b'GET / HTTP/1.1\\r\\n\\r\\n')",
+            // 700 kB that would take 80 MB when decoded.
+            "head = b'{\"type\":\"value\",\"id\":1,\"options\":[' + b'{\"\":0},' * 100_000 + b'0]}'; \
+             os.write(channel, struct.pack('>II', 4 + len(head), len(head)) + head)",
         ] {
             let status = scene.lie(words).await;
             assert!(matches!(status, Status::Nonsense { .. }), "{words}: {status:?}");

@@ -34,6 +34,7 @@ use super::arguments::{BadArgument, Given, nearest, shortened};
 use super::asking::Way;
 use super::toolbox::{Toolbox, Visit};
 use super::tools::Catalogue;
+use super::wire;
 use crate::session::{ExecuteRequest, InsidePath, Outcome, Refused, SessionId};
 
 pub use modules::Modules;
@@ -104,7 +105,7 @@ impl Written {
     fn take_leniently(&mut self, name: &'static str) -> Given {
         let mut given = self.take(name);
         if let Some(Value::String(text)) = &given.value
-            && let Ok(value) = serde_json::from_str::<Value>(text)
+            && let Ok(value) = cellblock_json::read::<Value>(text.as_bytes(), wire::MESSAGE)
         {
             given.value = Some(value);
         }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use super::super::wire;
 use super::{Visit, started_anew};
 use crate::session::{Outcome, Part, Refused, SessionId, Status, Stream};
 
@@ -107,7 +108,7 @@ pub(super) fn answer(outcome: &Outcome, word: &str) -> Option<Value> {
     });
     let told: String = told.collect();
     let line = told.lines().find_map(|line| line.strip_prefix(word))?;
-    serde_json::from_str(line).ok()
+    cellblock_json::read(line.as_bytes(), wire::MESSAGE).ok()
 }
 
 fn verdict(outcome: &Outcome, word: &str) -> Option<Problem> {

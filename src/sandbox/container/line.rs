@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use bollard::container::LogOutput;
+use cellblock_json::Budget;
 use futures_util::{Stream, StreamExt};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
@@ -37,6 +38,8 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 const COMPLAINTS: usize = 4 * 1024;
 /// Messages that wait to be taken by a container. One that lets so many wait does not listen.
 const MOST_OUTGOING: usize = 4096;
+/// What an order or an answer of the supervisor may hold. They are a few words.
+const WORDS: Budget = Budget { depth: 8, memory: 64 * 1024 };
 
 /// The line to one container.
 #[derive(Clone)]
@@ -288,7 +291,8 @@ impl Shared {
     }
 
     fn receive_words(self: &Arc<Shared>, kind: u8, number: u32, rest: &[u8]) -> Result<(), String> {
-        let words: Value = serde_json::from_slice(rest).map_err(|_| "it sent words that are no JSON".to_owned())?;
+        let words: Value =
+            cellblock_json::read(rest, WORDS).map_err(|_| "it sent words that are no JSON, or too many".to_owned())?;
         match kind {
             b'r' => {
                 let landlock = words["landlock"].as_i64().unwrap_or(0);
