@@ -49,6 +49,9 @@ const SMALL_BODY: usize = 64 * 1024;
 /// Bytes of all bodies under way; one caller may have a third of them.
 const ALL_BODIES: usize = 128 * 1024 * 1024;
 
+/// How long the rest of a body that was refused may take.
+const DISCARDING: Duration = Duration::from_secs(5);
+
 /// How often a stream without news says that it is alive.
 const BETWEEN_SIGNS_OF_LIFE: Duration = Duration::from_secs(15);
 
@@ -197,8 +200,18 @@ impl<H: Handler> Endpoint<H> {
         Ok(Admitted { request: Request::from_parts(parts, Body::from(body)), opens, bytes: Some(bytes) })
     }
 
-    /// Reads a body within the caller's share of all bytes under way.
+    /// Reads a body. What is left of one that is refused is thrown away while the answer is on its way: a client that still writes would not
+    /// see an answer on a connection that was closed.
     async fn whole(&self, mut body: Body, caller: &Caller) -> Result<(Bytes, BodyBytes), Response<Body>> {
+        let read = self.gather(&mut body, caller).await;
+        if read.is_err() {
+            tokio::spawn(tokio::time::timeout(DISCARDING, discard(body)));
+        }
+        read
+    }
+
+    /// Reads a body within the caller's share of all bytes under way.
+    async fn gather(&self, body: &mut Body, caller: &Caller) -> Result<(Bytes, BodyBytes), Response<Body>> {
         let announced = body.size_hint().exact().map_or(0, |size| usize::try_from(size).unwrap_or(usize::MAX));
         if announced > LARGEST_BODY {
             return Err(too_large(LARGEST_BODY));
@@ -284,6 +297,15 @@ struct Admitted {
     opens: bool,
     /// What its body holds of the caller's share, if it has one.
     bytes: Option<BodyBytes>,
+}
+
+/// Reads what is left of a body, up to the size of the largest, and keeps nothing.
+async fn discard(mut body: Body) {
+    let mut left = LARGEST_BODY;
+    while left > 0 {
+        let Some(Ok(frame)) = body.frame().await else { return };
+        left = left.saturating_sub(frame.data_ref().map_or(1, |data| data.len().max(1)));
+    }
 }
 
 fn too_large(most: usize) -> Response<Body> {

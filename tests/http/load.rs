@@ -86,7 +86,9 @@ async fn a_flood_of_large_bodies_is_refused_within_bounded_memory() {
             let mut client = Raw::connect(address).await;
             for _ in 0..BODIES {
                 client.write(request.as_bytes()).await;
-                assert_eq!(client.answer().await.status, 400);
+                // It is no message, or too many bytes of this caller are under way.
+                let status = client.answer().await.status;
+                assert!(matches!(status, 400 | 429), "{status}");
             }
         })
     });
