@@ -176,7 +176,10 @@ fn watch(lifeline: &OwnedFd, requests: Option<&OwnedFd>, warden: &OwnedFd, setup
             match opened {
                 Ok(trees) => {
                     let mounts: Vec<_> = trees.iter().map(|tree| tree.as_mount().as_fd()).collect();
-                    wire::send(requests, &OpenedMounts { error: None }, &mounts)?;
+                    // Descriptors that cannot be sent cost this one sandbox, not the jail.
+                    if let Err(error) = wire::send(requests, &OpenedMounts { error: None }, &mounts) {
+                        wire::send(requests, &OpenedMounts { error: Some(error.to_string()) }, &[])?;
+                    }
                 }
                 Err(error) => wire::send(requests, &OpenedMounts { error: Some(chain(&error)) }, &[])?,
             }

@@ -83,6 +83,20 @@ impl Program {
     }
 }
 
+/// A call of a program that the kernel refused. The process stands still behind it.
+#[derive(Debug, thiserror::Error)]
+#[error("{step}: {cause}")]
+pub(crate) struct StepError {
+    step: &'static str,
+    cause: io::Error,
+}
+
+impl StepError {
+    pub(crate) fn is_cause_of(error: &io::Error) -> bool {
+        error.get_ref().is_some_and(|inner| inner.is::<StepError>())
+    }
+}
+
 impl Assembled {
     /// Judges a trap by where it happened, counted from the beginning of the code, and by the last result.
     pub(crate) fn ended(&self, offset: u64, result: i64) -> io::Result<()> {
@@ -91,7 +105,7 @@ impl Assembled {
         }
         let step = self.traps.iter().find(|(end, _)| offset <= *end).map_or("a step", |(_, name)| name);
         let cause = io::Error::from_raw_os_error(i32::try_from(-result).unwrap_or(0));
-        Err(io::Error::new(cause.kind(), format!("{step}: {cause}")))
+        Err(io::Error::new(cause.kind(), StepError { step, cause }))
     }
 }
 

@@ -22,6 +22,7 @@ use crate::family::{Family, OperatorMounts, Word as FamilyWord};
 use crate::guardian::{self, OpenMounts, OpenedMounts};
 use crate::identity::INSIDE_ID;
 use crate::init::{JOINED, Order, Word as InitWord};
+use crate::program::StepError;
 use crate::root::{self, RootError, Tree};
 use crate::seccomp::{self, Filters};
 use crate::sys::{self, Forked};
@@ -34,6 +35,10 @@ use crate::zygote::{Word as ZygoteWord, Zygote};
 const SCORE_OF_LIVE: &str = "500";
 const SCORE_OF_NEWEST: &str = "0";
 const SCORE_OF_OLDER: &str = "1000";
+
+/// Descriptors that no new sandbox may take: interpreters, programs and the zygote need some for a moment, and a
+/// warden without any could do nothing for the sandboxes that exist.
+const RESERVED_DESCRIPTORS: u64 = 64;
 
 /// What the warden is started with.
 pub(crate) struct Start {
@@ -158,7 +163,11 @@ fn run(start: Start) -> Result<(), RootError> {
         ending: HashMap::new(),
         setup: start.setup,
     };
-    warden.tell(&Event::Ready, &[]).and_then(|()| warden.serve()).map_err(failed("the warden's loop broke"))
+    let own = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty())
+        .map_err(|cause| RootError::new("could not open the warden's own process", cause))?;
+    warden.tell(&Event::Ready, &[&own]).map_err(failed("could not tell that the warden is ready"))?;
+    drop(own);
+    warden.serve().map_err(failed("the warden's loop broke"))
 }
 
 /// How interpreters of this jail enter their sandboxes.
@@ -205,8 +214,9 @@ impl Warden {
             // What is readable is noted first and handled afterwards, because handling changes the table of sandboxes.
             let ready = self.wait_for_something()?;
             if ready.commands {
-                match wire::receive::<Command>(&self.commands)? {
-                    Some((command, descriptors)) => self.carry_out(command, descriptors)?,
+                match wire::receive_or_lose::<Command>(&self.commands)? {
+                    Some((command, Ok(descriptors))) => self.carry_out(command, descriptors)?,
+                    Some((command, Err(error))) => self.refuse(&command, &error)?,
                     None => return Ok(()),
                 }
             }
@@ -266,6 +276,27 @@ impl Warden {
         })
     }
 
+    /// Refuses a command whose descriptors could not be received. The others go on.
+    fn refuse(&self, command: &Command, error: &io::Error) -> io::Result<()> {
+        let why = format!("the jail cannot take its descriptors: {error}");
+        match *command {
+            Command::Prepare { slot, .. } | Command::Fork { slot, .. } => self.tell(&Event::Failed { slot, why }, &[]),
+            Command::Errand { slot, number, .. } => self.tell(&Event::ErrandFailed { slot, number, why }, &[]),
+            // No other command carries any.
+            _ => Ok(()),
+        }
+    }
+
+    /// Tells about one sandbox with descriptors. When they cannot be sent, that one sandbox has failed.
+    fn tell_or_fail(&self, slot: Slot, event: &Event, descriptors: &[&OwnedFd]) -> io::Result<()> {
+        match self.tell(event, descriptors) {
+            Ok(()) => Ok(()),
+            // The server has ended.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(error),
+            Err(error) => self.tell(&Event::Failed { slot, why: error.to_string() }, &[]),
+        }
+    }
+
     fn carry_out(&mut self, command: Command, descriptors: Vec<OwnedFd>) -> io::Result<()> {
         match command {
             Command::Warm => self.warm(),
@@ -288,7 +319,7 @@ impl Warden {
                     Ok(handle)
                 });
                 match kept {
-                    Ok(handle) => self.tell(&Event::Forked { slot, generation }, &[&handle]),
+                    Ok(handle) => self.tell_or_fail(slot, &Event::Forked { slot, generation }, &[&handle]),
                     Err(error) => self.tell(&Event::Failed { slot, why: guardian::chain(&error) }, &[]),
                 }
             }
@@ -309,7 +340,12 @@ impl Warden {
                 let luggage = Luggage::unpack(descriptors, has_input);
                 match luggage.ok_or(ErrandError::Luggage).and_then(|luggage| self.send_on_errand(slot, number, luggage))
                 {
-                    Ok(handle) => self.tell(&Event::ErrandMade { slot, number }, &[&handle]),
+                    Ok(handle) => match self.tell(&Event::ErrandMade { slot, number }, &[&handle]) {
+                        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+                            self.tell(&Event::ErrandFailed { slot, number, why: error.to_string() }, &[])
+                        }
+                        told => told,
+                    },
                     Err(ErrandError::Lost(error)) => Err(error),
                     Err(error) => {
                         let why = guardian::chain(&error);
@@ -327,6 +363,7 @@ impl Warden {
                 Ok(())
             }
             Command::Destroy { slot } => self.destroy(slot),
+            Command::Ping { number } => self.tell(&Event::Pong { number }, &[]),
         }
     }
 
@@ -350,11 +387,12 @@ impl Warden {
 
     /// Asks the family for an init, after making the family if this is its first sandbox.
     fn prepare(&mut self, slot: Slot, id: FamilyId, apart: bool, doors: &[OwnedFd]) -> Result<(), RootError> {
+        let failed = |cause: io::Error| RootError::new("could not make the sandbox's namespaces", cause);
+        self.check_room().map_err(failed)?;
         if !self.families.contains_key(&id) {
             let mounts = if apart { OperatorMounts::None } else { self.operator_mounts(id)? };
             self.families.insert(id, Family::start(&self.setup, id, &mounts)?);
         }
-        let failed = |cause: io::Error| RootError::new("could not make the sandbox's namespaces", cause);
         let family = self.families.get(&id).ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?;
         let (orders, theirs) = wire::pair().map_err(failed)?;
         family.make(slot, &theirs, doors).map_err(failed)?;
@@ -372,6 +410,17 @@ impl Warden {
             unwanted: false,
         };
         self.sandboxes.insert(slot, sandbox);
+        Ok(())
+    }
+
+    /// Refuses one sandbox more when it would leave too few descriptors for those that exist.
+    fn check_room(&self) -> io::Result<()> {
+        // The kernel gives out the lowest free number, so it tells how many are in use.
+        let free = rustix::io::fcntl_dupfd_cloexec(&self.commands, 0)?;
+        let most = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
+        if free.as_raw_fd() as u64 + RESERVED_DESCRIPTORS >= most {
+            return Err(rustix::io::Errno::MFILE.into());
+        }
         Ok(())
     }
 
@@ -507,7 +556,11 @@ impl Warden {
             }
         };
         copied.map_err(|error| {
-            self.end_origin(from);
+            // The kernel refused a call, so the origin made exactly the calls that it was to make and stands
+            // still after them. It can be copied again when there is room for another process.
+            if error.raw_os_error() != Some(libc::EAGAIN) && !StepError::is_cause_of(&error) {
+                self.end_origin(from);
+            }
             ForkError::Copy(error)
         })
     }
@@ -637,10 +690,15 @@ impl Warden {
     /// Ends what could not be copied: it may be running what its memory holds.
     fn end_origin(&mut self, origin: Origin) {
         match origin {
-            // Its end is told, and another one is warmed.
+            // Its end is told now and not when it is collected, so that the server knows of it before it hears of
+            // the fork that failed, and waits for the next one. A server that is gone is noticed by the loop.
             Origin::Zygote => {
-                if let Some(zygote) = self.zygotes.iter().rev().find(|zygote| zygote.twin.is_some()) {
+                if let Some(zygote) = self.zygotes.iter_mut().rev().find(|zygote| zygote.twin.is_some()) {
                     let _ = rustix::process::kill_process(zygote.pid, Signal::KILL);
+                    zygote.twin = None;
+                    zygote.replaced = true;
+                    let words = "it could not be copied and was ended".to_owned();
+                    let _ = self.tell(&Event::ZygoteEnded { was_warm: true, words }, &[]);
                 }
             }
             // Its end is told when it is collected.
@@ -684,19 +742,24 @@ impl Warden {
         match word {
             ZygoteWord::Warm { objects } => {
                 let (watch, quick) = (Watch { changes: &self.children }, self.setup.zygote.quick);
-                if let Err(error) = self.zygotes[index].park(&watch, &objects, quick) {
-                    let _ = rustix::process::kill_process(pid, Signal::KILL);
-                    return self.tell(
-                        &Event::Broken { why: format!("the warm interpreter could not be parked: {error}") },
-                        &[],
-                    );
-                }
+                let parked = self.zygotes[index].park(&watch, &objects, quick);
+                let parked = parked.and_then(|()| Ok(rustix::process::pidfd_open(pid, PidfdFlags::empty())?));
+                let handle = match parked {
+                    Ok(handle) => handle,
+                    Err(error) => {
+                        let _ = rustix::process::kill_process(pid, Signal::KILL);
+                        let zygote = &mut self.zygotes[index];
+                        // Its end is told here, with the reason.
+                        (zygote.twin, zygote.replaced) = (None, true);
+                        let words = format!("the warm interpreter could not be parked: {error}");
+                        return self.tell(&Event::ZygoteEnded { was_warm: false, words }, &[]);
+                    }
+                };
                 // Copies of the older ones live on; as children of a dead parent they come to this process.
                 for older in &mut self.zygotes[..index] {
                     older.replaced = true;
                     let _ = rustix::process::kill_process(older.pid, Signal::KILL);
                 }
-                let handle = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
                 self.tell(&Event::Warmed, &[&handle])
             }
         }
@@ -704,17 +767,27 @@ impl Warden {
 
     fn hear_family(&mut self, id: FamilyId) -> io::Result<()> {
         let Some(family) = self.families.get_mut(&id) else { return Ok(()) };
-        match wire::receive::<FamilyWord>(&family.socket) {
-            Ok(Some((FamilyWord::Made { slot }, mut handles))) => {
-                let (Some(sandbox), Some(init)) = (self.sandboxes.get_mut(&slot), handles.pop()) else { return Ok(()) };
-                let theirs = init.try_clone();
-                if sandbox.unwanted || theirs.is_err() {
-                    let _ = rustix::process::pidfd_send_signal(&init, Signal::KILL);
-                }
-                sandbox.init = Some(init);
-                match theirs {
-                    Ok(theirs) => self.tell(&Event::Created { slot }, &[&theirs]),
-                    Err(error) => self.tell(&Event::Failed { slot, why: error.to_string() }, &[]),
+        match wire::receive_or_lose::<FamilyWord>(&family.socket) {
+            Ok(Some((FamilyWord::Made { slot }, handles))) => {
+                let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
+                let handles = handles.and_then(|mut handles| {
+                    let init = handles.pop().ok_or(io::ErrorKind::InvalidData)?;
+                    Ok((init.try_clone()?, init))
+                });
+                match handles {
+                    Ok((theirs, init)) => {
+                        if sandbox.unwanted {
+                            let _ = rustix::process::pidfd_send_signal(&init, Signal::KILL);
+                        }
+                        sandbox.init = Some(init);
+                        self.tell_or_fail(slot, &Event::Created { slot }, &[&theirs])
+                    }
+                    // Its init ends when its socket is closed, which this does.
+                    Err(error) => {
+                        sandbox.standing = false;
+                        self.tell(&Event::Failed { slot, why: error.to_string() }, &[])?;
+                        self.tell_if_gone(slot)
+                    }
                 }
             }
             Ok(Some((FamilyWord::Failed { slot, why }, _))) => {
@@ -736,9 +809,19 @@ impl Warden {
 
     fn hear_init(&mut self, slot: Slot) -> io::Result<()> {
         let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
-        match wire::receive::<InitWord>(&sandbox.orders) {
+        let word = match wire::receive_or_lose::<InitWord>(&sandbox.orders) {
+            Ok(Some((word, Ok(descriptors)))) => Ok(Some((word, descriptors))),
+            Ok(Some((_, Err(error)))) => {
+                let why = format!("the jail cannot take its descriptors: {error}");
+                self.destroy(slot)?;
+                return self.tell(&Event::Failed { slot, why }, &[]);
+            }
+            Ok(None) => Ok(None),
+            Err(error) => Err(error),
+        };
+        match word {
             Ok(Some((InitWord::Opened { doors }, sockets))) => {
-                self.tell(&Event::Opened { slot, doors }, &sockets.iter().collect::<Vec<_>>())
+                self.tell_or_fail(slot, &Event::Opened { slot, doors }, &sockets.iter().collect::<Vec<_>>())
             }
             Ok(Some((InitWord::Ready, mut descriptors))) => {
                 sandbox.rules = if descriptors.len() > JOINED.len() { descriptors.pop() } else { None };
@@ -789,10 +872,10 @@ impl Warden {
             } else if let Some(id) = self.family_of(pid) {
                 self.family_ended(id)?;
             } else if let Some(slot) = self.slot_where(|live| live.twin.as_ref().is_some_and(|twin| twin.pid == pid)) {
-                // The kernel took the twin for its memory, and with it everybody who shares that.
+                // Where the kernel took the twin for its memory, it took the interpreter too, whose end is told by itself. An
+                // interpreter whose twin alone was killed goes on, and cannot be copied any more.
                 if let Some(live) = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut()) {
                     live.twin = None;
-                    let _ = rustix::process::kill_process(live.pid, Signal::KILL);
                 }
             } else {
                 self.checkpoint_ended(pid)?;
@@ -890,8 +973,11 @@ impl Warden {
 
 /// Ends a twin, and notes whose limits it counts against until it is collected.
 fn end_twin(ending: &mut HashMap<Pid, Slot>, slot: Slot, twin: &Twin) {
-    twin.end();
-    ending.insert(twin.pid, slot);
+    // One whose end was seen on the way has been collected, and is not waited for again.
+    if rustix::process::test_kill_process(twin.pid).is_ok() {
+        twin.end();
+        ending.insert(twin.pid, slot);
+    }
 }
 
 /// Copies an interpreter that is at its branch point, and lets it go on, whatever became of the copy.
@@ -901,8 +987,10 @@ fn copy_at(live: &mut Live, watch: &Watch<'_>, moment: Moment) -> io::Result<Twi
         moment.let_parent_go(live.pid)?;
         return Err(io::Error::other("its twin was handed over"));
     }
-    let twin = live.twin.as_ref().ok_or(io::ErrorKind::NotFound)?;
-    let copied = twin.copy(watch, Some(moment.clone()), true);
+    let copied = match &live.twin {
+        Some(twin) => twin.copy(watch, Some(moment.clone()), true),
+        None => Err(io::Error::other("its twin has ended")),
+    };
     moment.let_parent_go(live.pid)?;
     copied
 }

@@ -180,6 +180,8 @@ pub enum Command {
     Sweep { slot: Slot, number: u32 },
     /// Ends the sandbox.
     Destroy { slot: Slot },
+    /// Asks for a `Pong`: a heartbeat, by which the server notices a warden that hangs.
+    Ping { number: u32 },
 }
 
 /// What an interpreter is a copy of.
@@ -203,8 +205,10 @@ pub const BEGINNING: u32 = 0;
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "event")]
 pub enum Event {
-    /// The warden is in its place.
+    /// The warden is in its place; carries its own pidfd.
     Ready,
+    /// The answer to `Ping`.
+    Pong { number: u32 },
     /// The warm interpreter is ready to fork; carries its pidfd.
     Warmed,
     /// The warm interpreter ended; no fork is possible until the next `Warm`.
@@ -267,8 +271,19 @@ pub fn send<M: Serialize>(socket: impl AsFd, message: &M, descriptors: &[Borrowe
     Ok(())
 }
 
-/// Receives one message with its descriptors; `None` when the other end is closed.
+/// Receives one message with its descriptors; `None` when the other end is closed. A message that
+/// lost descriptors is an error.
 pub fn receive<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<(M, Vec<OwnedFd>)>> {
+    match receive_or_lose(socket)? {
+        Some((message, descriptors)) => Ok(Some((message, descriptors?))),
+        None => Ok(None),
+    }
+}
+
+/// Receives like `receive`, but returns a message also when this process has no room for its
+/// descriptors. The outer error is about the socket, the inner one about the descriptors.
+#[expect(clippy::type_complexity, reason = "two results that mean different things")]
+pub fn receive_or_lose<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<(M, io::Result<Vec<OwnedFd>>)>> {
     // A look at the length first: a buffer for the largest message would be memory of every process that is forked from this one.
     let look = RecvFlags::PEEK | RecvFlags::TRUNC;
     let (_, length) = rustix::io::retry_on_intr(|| rustix::net::recv(&socket, &mut [0; 1], look))?;
@@ -281,10 +296,10 @@ pub fn receive<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<(M, 
     let received = rustix::io::retry_on_intr(|| {
         rustix::net::recvmsg(&socket, &mut [IoSliceMut::new(&mut buffer)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)
     })?;
-    if received.flags.contains(ReturnFlags::TRUNC) || received.flags.contains(ReturnFlags::CTRUNC) {
+    if received.flags.contains(ReturnFlags::TRUNC) {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "a message was cut"));
     }
-    let descriptors = ancillary
+    let descriptors: Vec<OwnedFd> = ancillary
         .drain()
         .filter_map(|message| match message {
             RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
@@ -295,6 +310,9 @@ pub fn receive<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<(M, 
     if received.bytes == 0 {
         return Ok(None);
     }
+    // The buffer holds as many as a sender may send, so only this process's own limit cuts them.
+    let lost = received.flags.contains(ReturnFlags::CTRUNC);
+    let descriptors = if lost { Err(rustix::io::Errno::MFILE.into()) } else { Ok(descriptors) };
     Ok(Some((serde_json::from_slice(&buffer[..received.bytes])?, descriptors)))
 }
 
@@ -324,6 +342,33 @@ mod tests {
         let (one, other) = pair().unwrap();
         drop(one);
         assert!(receive::<Command>(&other).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_message_without_room_for_its_descriptors_is_still_read() {
+        use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+        const CHILD: &str = "CELLBLOCK_TEST_WITHOUT_DESCRIPTORS";
+        if std::env::var_os(CHILD).is_none() {
+            // The limit holds for a whole process, so the test has one of its own.
+            let name = "wire::tests::a_message_without_room_for_its_descriptors_is_still_read";
+            let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+            let status = child.args(["--exact", name, "--test-threads=1"]).env(CHILD, "1").status().unwrap();
+            assert!(status.success());
+            return;
+        }
+        let (one, other) = pair().unwrap();
+        let (_reader, writer) = std::io::pipe().unwrap();
+        for _ in 0..2 {
+            send(&one, &Command::Prepare { slot: Slot(7), family: FamilyId(3), apart: false }, &[writer.as_fd()])
+                .unwrap();
+        }
+        let limit = getrlimit(Resource::Nofile);
+        setrlimit(Resource::Nofile, Rlimit { current: Some(0), ..limit }).unwrap();
+        let cut = receive_or_lose::<Command>(&other);
+        setrlimit(Resource::Nofile, limit).unwrap();
+        let whole = receive_or_lose::<Command>(&other);
+        assert!(matches!(cut, Ok(Some((Command::Prepare { slot: Slot(7), .. }, Err(_))))), "{cut:?}");
+        assert!(matches!(whole, Ok(Some((Command::Prepare { .. }, Ok(_))))), "{whole:?}"); // control
     }
 
     #[test]

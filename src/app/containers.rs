@@ -72,7 +72,7 @@ fn container_network(network: Network, way_out: WayOut) -> anyhow::Result<Contai
         network,
         program: std::env::current_exe().context("could not find this program")?,
         files: way_out.binds.into_iter().map(shown).collect(),
-        held: way_out.certificates.map(Arc::new),
+        held: way_out.certificates,
     })
 }
 

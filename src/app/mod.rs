@@ -242,21 +242,27 @@ fn native_backend(
     native.variables.append(&mut way_out.variables);
     let (spec, data_dir) = (settings.environment_spec().clone(), settings.data_dir.clone());
     let heard = preparation.clone();
-    let environment = async move {
-        let (built, runner) = build_environment(spec, data_dir, heard).await?;
-        let index_ports = match &packages {
-            Some(packages) => packages.know(&built).await,
-            None => BTreeSet::new(),
-        };
-        let mut warm = warm_environment(built, runner, warmth);
-        warm.binds.extend(way_out.binds);
-        warm.binds.extend(packages.iter().flat_map(|packages| [packages.store_to_show(), packages.tools_to_show()]));
-        warm.network = way_out.network.map(|mut network| {
-            network.ports.extend(index_ports);
-            network
-        });
-        warm.held.push(Box::new(way_out.certificates));
-        Ok(warm)
+    let way_out = Arc::new(way_out);
+    let environment = move || {
+        let (spec, data_dir, heard) = (spec.clone(), data_dir.clone(), heard.clone());
+        let (packages, way_out) = (packages.clone(), Arc::clone(&way_out));
+        async move {
+            let (built, runner) = build_environment(spec, data_dir, heard).await?;
+            let index_ports = match &packages {
+                Some(packages) => packages.know(&built).await,
+                None => BTreeSet::new(),
+            };
+            let mut warm = warm_environment(built, runner, warmth);
+            warm.binds.extend(way_out.binds.iter().cloned());
+            warm.binds
+                .extend(packages.iter().flat_map(|packages| [packages.store_to_show(), packages.tools_to_show()]));
+            warm.network = way_out.network.clone().map(|mut network| {
+                network.ports.extend(index_ports);
+                network
+            });
+            warm.held.push(Box::new(way_out.certificates.clone()));
+            Ok(warm)
+        }
     };
     if warmth == Warmth::OneShot {
         (native.pool, native.empty) = (0, 0);

@@ -36,8 +36,8 @@ pub(super) struct WayOut {
     /// Variables of sessions: a placeholder for each secret, and where certificates are.
     pub(super) variables: Vec<(String, String)>,
     pub(super) binds: Vec<Bind>,
-    /// Must exist until the jail stands.
-    pub(super) certificates: Option<NamedTempFile>,
+    /// Must exist whenever a jail is built.
+    pub(super) certificates: Option<Arc<NamedTempFile>>,
 }
 
 impl WayOut {
@@ -73,7 +73,7 @@ impl WayOut {
         file.as_file().set_permissions(everybody)?;
         self.binds.push(Bind { host: file.path().to_owned(), inside: PathBuf::from(CERTIFICATES_INSIDE) });
         self.variables.extend(CERTIFICATE_VARIABLES.map(|name| (name.to_owned(), CERTIFICATES_INSIDE.to_owned())));
-        self.certificates = Some(file);
+        self.certificates = Some(Arc::new(file));
         Ok(Arc::new(authority))
     }
 }

@@ -167,7 +167,7 @@ fn ending(status: &Status) -> Option<String> {
             Some(format!("the code needed more than its {} MiB of memory (see --memory)", limit >> 20))
         }
         Status::Died { exit: Exit::SandboxGone { .. } } => {
-            Some("the container was ended from outside, or the container engine went away".to_owned())
+            Some("the sandbox was ended from outside, or the jail or the container engine went away".to_owned())
         }
         other => Some(format!("Python ended: {}", other.name().replace('_', " "))),
     }

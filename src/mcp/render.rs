@@ -539,7 +539,7 @@ pub(super) fn exit_text(exit: Exit) -> String {
         },
         Exit::OutOfMemory { limit, .. } => format!("it used more than {} of memory", bytes_text(limit)),
         Exit::SandboxGone { .. } => {
-            "its container was ended from outside, or the container engine went away".to_owned()
+            "its sandbox was ended from outside, or the jail or the container engine went away".to_owned()
         }
         Exit::Unknown => "the reason is not known".to_owned(),
     }

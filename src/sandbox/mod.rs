@@ -57,7 +57,7 @@ pub enum Preparation {
         total: Option<u64>,
     },
     Ready,
-    /// It failed and will fail again until somebody acts as `why` says.
+    /// It failed. It is tried again after a pause, and when somebody asks for a session.
     Failed {
         why: String,
     },
@@ -102,6 +102,11 @@ pub trait Sandbox: Send + Sync {
 
     /// Tells whether the checkpoint is still there; the kernel ends the oldest ones when memory runs out.
     fn has(&self, checkpoint: CheckpointId) -> bool;
+
+    /// Tells whether the sandbox was ended from outside, and its files and checkpoints with it. `restart` puts another one in its place.
+    fn is_gone(&self) -> bool {
+        false
+    }
 
     /// Gives a checkpoint and its memory up. One that is gone already is no error.
     fn forget(&self, checkpoint: CheckpointId);
@@ -239,7 +244,7 @@ pub enum Exit {
         /// The sandbox goes on without it, or its working folder is the operator's.
         files_kept: bool,
     },
-    /// Its whole sandbox was ended from outside, or whoever made the sandbox went away.
+    /// Its whole sandbox was ended from outside, or the jail or engine that made it went away.
     SandboxGone {
         /// The working folder is the operator's and outlives sandboxes.
         files_kept: bool,
@@ -309,6 +314,8 @@ pub enum LaunchError {
     Start { why: String },
     #[error("the sandbox did not start within {}", humantime(*.0))]
     TimedOut(Duration),
+    #[error("the server is busy with starting other sessions; try again in a minute")]
+    Busy,
 }
 
 fn humantime(duration: Duration) -> String {

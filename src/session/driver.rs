@@ -1122,11 +1122,12 @@ impl Driver {
         }
         info!(session = self.id.as_str(), ?exit, "interpreter ended");
         self.exit = exit;
-        let left = match exit.files_kept() {
-            true => "variables are gone, files in the working folder are kept",
-            false => "variables and files are gone",
-        };
-        self.ended = Some(format!("{}; {left}", describe(exit)));
+        self.ended = Some(ended_by(exit));
+        if matches!(exit, Exit::SandboxGone { .. }) || !exit.files_kept() {
+            // The kept states went with the sandbox.
+            self.history.clear();
+            self.show_history();
+        }
         self.happen(Event::InterpreterGone);
         // Nobody is left to answer; a copy that was made is as good as ever.
         if self.answer_due().is_some() {
@@ -1483,10 +1484,16 @@ impl Driver {
     }
 
     fn refusal(&self, answer: Answer) -> Refused {
-        let ended = || Refused::Ended {
-            id: self.id.clone(),
-            why: self.ended.clone().unwrap_or_else(|| "it was closed".to_owned()),
-            undo: !self.history.undoable().is_empty(),
+        let ended = || {
+            // Also a sandbox without an interpreter may end, which nobody has told.
+            let gone = self.sandbox.as_ref().is_some_and(|sandbox| sandbox.is_gone());
+            let exit = Exit::SandboxGone { files_kept: self.settings.work_folder == WorkFolder::Shared };
+            let why = if gone { Some(ended_by(exit)) } else { self.ended.clone() };
+            Refused::Ended {
+                id: self.id.clone(),
+                why: why.unwrap_or_else(|| "it was closed".to_owned()),
+                undo: !gone && !self.history.undoable().is_empty(),
+            }
         };
         match answer {
             Answer::Refused(Refusal::Busy) => Refused::Busy { waiting: super::state::MOST_WAITING },
@@ -1601,7 +1608,16 @@ fn file_failed(path: &InsidePath, reason: Trouble, message: String) -> Refused {
     Refused::File { path: path.clone(), reason, detail: bounded_text(&message, 500) }
 }
 
-/// Says how an interpreter ended, as the end of "this session ended because …".
+/// Says how an interpreter ended and what is left, as the end of "this session ended because …".
+fn ended_by(exit: Exit) -> String {
+    let left = match exit.files_kept() {
+        true => "variables are gone, files in the working folder are kept",
+        false => "variables and files are gone",
+    };
+    format!("{}; {left}", describe(exit))
+}
+
+/// Says how an interpreter ended.
 fn describe(exit: Exit) -> String {
     match exit {
         Exit::Code(code) => format!("its Python process ended with exit code {code}"),
@@ -1610,7 +1626,7 @@ fn describe(exit: Exit) -> String {
         Exit::Signal(signal) => format!("its Python process was ended by signal {signal}"),
         Exit::OutOfMemory { limit, .. } => format!("it used more than its {} MiB of memory", limit / (1024 * 1024)),
         Exit::SandboxGone { .. } => {
-            "its container was ended from outside, or the container engine went away".to_owned()
+            "its sandbox was ended from outside, or the jail or the container engine went away".to_owned()
         }
         Exit::Unknown => "its Python process ended".to_owned(),
     }

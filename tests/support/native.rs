@@ -146,16 +146,20 @@ impl Builder {
         let (spec, binds, runner, network) =
             (super::environment_spec(self.environment), self.binds, self.runner, self.network);
         let told = preparation.clone();
-        let warm = async move {
-            let mut warm = prepare_environment(spec, super::data_folder(), Warmth::Full, told).await?;
-            warm.binds.extend(binds);
-            warm.network = network;
-            for bind in &mut warm.binds {
-                if let (true, Some(runner)) = (bind.inside == Path::new(environment::RUNNER_INSIDE), &runner) {
-                    bind.host = runner.clone();
+        let warm = move || {
+            let (spec, told) = (spec.clone(), told.clone());
+            let (binds, runner, network) = (binds.clone(), runner.clone(), network.clone());
+            async move {
+                let mut warm = prepare_environment(spec, super::data_folder(), Warmth::Full, told).await?;
+                warm.binds.extend(binds);
+                warm.network = network;
+                for bind in &mut warm.binds {
+                    if let (true, Some(runner)) = (bind.inside == Path::new(environment::RUNNER_INSIDE), &runner) {
+                        bind.host = runner.clone();
+                    }
                 }
+                Ok(warm)
             }
-            Ok(warm)
         };
         let (settings, sessions) = (self.settings, self.sessions);
         // Also outside of an async test the backend's tasks find the runtime.

@@ -123,6 +123,10 @@ impl Service {
         self.told.recv_timeout(PATIENCE).expect("it says what came of it")
     }
 
+    pub(crate) fn process_id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// The key of a caller.
     pub(crate) fn key(&self, name: &str) -> &str {
         &self.keys[name]

@@ -101,7 +101,11 @@ impl Jail {
         let warden = Warden::start(&settings.guardian, &setup, instance.tree())
             .await
             .map_err(failed("the jail did not start"))?;
-        warden.ready(STEP_LIMIT).await.map_err(|why| LaunchError::Start { why })?;
+        if let Err(why) = warden.ready(STEP_LIMIT).await {
+            warden.kill();
+            warden.end().await;
+            return Err(LaunchError::Start { why });
+        }
         let host = Posture::read(std::process::id()).map_err(failed("the kernel does not tell about processes"))?;
         Ok(Jail {
             warden: Arc::new(warden),

@@ -3,11 +3,15 @@
 //! `jail` stands the processes of the jail up and knows what they enforce, `warden` speaks with them, `instance` keeps what must be found
 //! again after a crash. `sandbox` makes one sandbox and checks each interpreter in it against the kernel, `errand` starts programs beside them; `pool` keeps some ready. This
 //! file joins them into a backend.
+//!
+//! A jail that ends or hangs (`pulse`) takes its sandboxes along. It is reported, removed, and another one is built; calls wait for that. The same holds for a
+//! preparation that failed and for a warm interpreter that could not be started: they are tried again, at the latest when somebody asks for a session.
 
 mod errand;
 mod instance;
 mod jail;
 mod pool;
+mod pulse;
 mod sandbox;
 mod warden;
 
@@ -15,16 +19,16 @@ use std::any::Any;
 use std::collections::BTreeSet;
 use std::future::Future;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, OnceLock, Weak};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 pub use cellblock_jail::wire::Programs;
 use cellblock_jail::wire::{Bind, LeftOut, OperatorMount};
 use cellblock_jail::{cgroup, root};
-use tokio::sync::watch;
+use tokio::sync::{Notify, Semaphore, SemaphorePermit, watch};
 use tokio::task::JoinHandle;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use self::jail::Jail;
 pub use self::jail::trial;
@@ -35,14 +39,25 @@ use super::{Backend, Interpreter, LaunchError, LayerKind, Network, Preparation, 
 /// The working folder inside, for whoever describes a sandbox to a caller.
 pub const WORK_FOLDER: &str = root::WORK;
 
-/// How long any single step of a launch may take. The slowest, a fork while the machine is busy, takes milliseconds.
-const STEP_LIMIT: Duration = Duration::from_secs(10);
+/// How long any single step of a launch may take. The slowest, a fork, takes milliseconds, and much longer on a busy machine. A
+/// warden that hangs is noticed earlier, by its heartbeat.
+const STEP_LIMIT: Duration = Duration::from_secs(30);
 /// How long a warm interpreter may take to import its packages on a slow disk.
 const WARM_LIMIT: Duration = Duration::from_secs(120);
 /// How long the pool waits before it makes up for what was taken: whoever took it needs the processor more.
 const COURTESY: Duration = Duration::from_millis(15);
 /// How long the pool rests after a sandbox could not be made.
 const REST: Duration = Duration::from_secs(1);
+/// The pause before a failed preparation is tried again, at first and at most. Each failure doubles it; a call ends it
+/// early, but never before the shortest one is over.
+const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// A jail that lived at least this long is replaced at once.
+const LONG_LIFE: Duration = Duration::from_secs(10);
+/// How long a call waits for the next attempt of a preparation that has failed.
+const SECOND_CHANCE: Duration = Duration::from_secs(15);
+/// How long the start of a session waits for earlier ones before it is refused as busy.
+const QUEUE_LIMIT: Duration = Duration::from_secs(60);
 
 /// What the native backend needs to know.
 #[derive(Debug, Clone)]
@@ -96,40 +111,54 @@ struct Inner {
     this: Weak<Inner>,
     settings: NativeSettings,
     preparation: watch::Sender<Preparation>,
-    jail: OnceLock<Jail>,
+    /// The jail that stands, if one does.
+    jail: RwLock<Option<Arc<Jail>>>,
     pool: Pool,
+    /// A call waits for another attempt of what has failed.
+    again: Notify,
+    /// Sandboxes that are being made at the same time. More would only slow each other down.
+    starts: Semaphore,
+}
+
+/// The pause between attempts of what fails.
+struct Pause(Duration);
+
+impl Pause {
+    const fn new() -> Pause {
+        Pause(SHORTEST_PAUSE)
+    }
+
+    /// Waits until the next attempt is due, or until somebody waits for it.
+    async fn wait(&mut self, again: &Notify) {
+        tokio::time::sleep(SHORTEST_PAUSE).await;
+        let _ = tokio::time::timeout(self.0 - SHORTEST_PAUSE, again.notified()).await;
+        self.0 = (self.0 * 2).min(LONGEST_PAUSE);
+    }
 }
 
 impl NativeBackend {
-    /// Starts to prepare in the background, and returns at once. `environment` does the first part and tells its steps on `preparation`.
-    pub fn start<F>(settings: NativeSettings, preparation: watch::Sender<Preparation>, environment: F) -> NativeBackend
+    /// Starts to prepare in the background, and returns at once. `environment` does the first part of each attempt and tells its steps on `preparation`.
+    pub fn start<E, F>(
+        settings: NativeSettings,
+        preparation: watch::Sender<Preparation>,
+        environment: E,
+    ) -> NativeBackend
     where
+        E: Fn() -> F + Send + Sync + 'static,
         F: Future<Output = Result<WarmEnvironment, String>> + Send + 'static,
     {
+        let at_once = std::thread::available_parallelism().map_or(2, |cores| cores.get().max(2));
         let inner = Arc::new_cyclic(|this| Inner {
             this: Weak::clone(this),
             settings,
             preparation,
-            jail: OnceLock::new(),
+            jail: RwLock::new(None),
             pool: Pool::default(),
+            again: Notify::new(),
+            starts: Semaphore::new(2 * at_once),
         });
         let background = Arc::clone(&inner);
-        let background = tokio::spawn(async move {
-            let prepared = async {
-                let environment = environment.await?;
-                background.build(environment).await.map_err(|error| error.to_string())
-            };
-            match prepared.await {
-                Ok(()) => {
-                    background.preparation.send_replace(Preparation::Ready);
-                    background.keep_pool_full().await;
-                }
-                Err(why) => {
-                    warn!(%why, "the native backend is not ready");
-                    background.preparation.send_replace(Preparation::Failed { why });
-                }
-            }
-        });
+        let background = tokio::spawn(async move { background.keep_standing(environment).await });
         NativeBackend { inner, background: Mutex::new(Some(background)) }
     }
 }
@@ -141,10 +170,10 @@ impl Backend for NativeBackend {
     }
 
     async fn launch(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
-        self.inner.prepared().await?;
+        // A member of the pool is good whatever is being prepared again.
         let (sandbox, interpreter) = match self.inner.pool.take_warm() {
             Some(member) => member,
-            None => self.inner.make(Fresh::AtOnce).await?,
+            None => self.inner.made(false).await?,
         };
         Ok((Box::new(sandbox), interpreter))
     }
@@ -153,9 +182,7 @@ impl Backend for NativeBackend {
         if self.inner.settings.mounts.is_empty() && self.inner.settings.programs == Programs::Free {
             return self.launch().await;
         }
-        self.inner.prepared().await?;
-        let mut sandbox = self.inner.make_empty(Kin::Nobody { apart: true }).await?;
-        let interpreter = sandbox.start_session(Fresh::AtOnce).await?;
+        let (sandbox, interpreter) = self.inner.made(true).await?;
         Ok((Box::new(sandbox), interpreter))
     }
 
@@ -167,35 +194,152 @@ impl Backend for NativeBackend {
             background.abort();
             let _ = background.await;
         }
-        if let Some(jail) = self.inner.jail.get() {
+        if let Some(jail) = self.inner.jail() {
             jail.end().await;
         }
     }
 }
 
 impl Inner {
-    async fn build(&self, environment: WarmEnvironment) -> Result<(), LaunchError> {
-        self.tell("starting the sandbox");
-        let jail = Jail::stand(&self.settings, environment).await?;
-        let jail = self.jail.get_or_init(|| jail);
+    /// Builds a jail and serves from it; builds another one whenever that fails or the jail is gone.
+    async fn keep_standing<E, F>(&self, environment: E)
+    where
+        E: Fn() -> F,
+        F: Future<Output = Result<WarmEnvironment, String>>,
+    {
+        let mut pause = Pause::new();
+        let mut reported = String::new();
+        loop {
+            let attempt = async {
+                let environment = environment().await?;
+                self.tell("starting the sandbox");
+                let jail = Jail::stand(&self.settings, environment).await;
+                jail.map(Arc::new).map_err(|error| error.to_string())
+            };
+            let (why, lived) = match attempt.await {
+                Ok(jail) => self.serve(jail).await,
+                Err(why) => (why, None),
+            };
+            if lived.is_some() {
+                error!(%why, "the jail ended with all its sessions; another one is built");
+                // Not a failure yet: calls wait for the next jail.
+                self.tell(&format!("{why}; another one is built"));
+            } else {
+                if why != reported {
+                    error!(%why, "no session can be started; the preparation is tried again");
+                    reported.clone_from(&why);
+                }
+                self.preparation.send_replace(Preparation::Failed { why });
+            }
+            if lived.is_some_and(|lived| lived >= LONG_LIFE) {
+                pause = Pause::new();
+            } else {
+                pause.wait(&self.again).await;
+            }
+            self.tell("preparing Python again");
+        }
+    }
+
+    /// Serves from a jail until it is gone, and removes what is left of it. Returns why it is gone, and how long it was ready if it ever was.
+    async fn serve(&self, jail: Arc<Jail>) -> (String, Option<Duration>) {
+        let ready = OnceLock::new();
+        *self.jail.write().expect("no holder of the jail panics") = Some(Arc::clone(&jail));
+        let why = tokio::select! {
+            why = jail.warden.ended() => why,
+            why = jail.warden.hung() => {
+                jail.warden.kill();
+                why
+            }
+            why = self.warm_and_keep(&jail, &ready) => why,
+        };
+        *self.jail.write().expect("no holder of the jail panics") = None;
+        self.tell("removing what is left of the sandboxes");
+        self.pool.clear();
+        jail.end().await;
+        (why, ready.get().map(Instant::elapsed))
+    }
+
+    /// Has Python warmed up, then keeps it warm and the pool full. Returns only when the first part failed.
+    async fn warm_and_keep(&self, jail: &Jail, ready: &OnceLock<Instant>) -> String {
         self.tell("warming up Python");
         // The first sandbox is made while Python imports.
         let (warmed, empty) = tokio::join!(jail.warden.warm(WARM_LIMIT), self.make_empty(Kin::Nobody { apart: false }));
-        warmed.map_err(|why| LaunchError::Start { why })?;
-        self.pool.add_empty(empty?);
+        let empty = match (warmed, empty) {
+            (Err(why), _) => return why,
+            (_, Err(error)) => return error.to_string(),
+            (Ok(()), Ok(empty)) => empty,
+        };
+        self.pool.add_empty(empty);
         let limits = jail.instance.tree().map_or("rlimits", cgroup::Tree::kind);
         info!(identity = ?jail.identity, limits, "the native backend is ready");
-        Ok(())
+        let _ = ready.set(Instant::now());
+        self.preparation.send_replace(Preparation::Ready);
+        tokio::join!(self.keep_pool_full(), self.keep_warm(jail));
+        std::future::pending().await
     }
 
-    /// Waits for the end of the preparation.
-    async fn prepared(&self) -> Result<(), LaunchError> {
+    /// Starts another warm interpreter whenever there is none and none is on its way.
+    async fn keep_warm(&self, jail: &Jail) {
+        loop {
+            let mut pause = Pause::new();
+            let mut why = jail.warden.cold().await;
+            error!(%why, "no session can be started; Python is warmed up again");
+            loop {
+                self.preparation.send_replace(Preparation::Failed { why });
+                pause.wait(&self.again).await;
+                self.tell("warming up Python");
+                match jail.warden.warm(WARM_LIMIT).await {
+                    Ok(()) => break,
+                    Err(again) => why = again,
+                }
+            }
+            info!("Python is warm again");
+            self.preparation.send_replace(Preparation::Ready);
+        }
+    }
+
+    fn jail(&self) -> Option<Arc<Jail>> {
+        self.jail.read().expect("no holder of the jail panics").clone()
+    }
+
+    /// Waits for the end of the preparation. One that has failed gets another chance first.
+    async fn prepared(&self) -> Result<Arc<Jail>, LaunchError> {
+        let ending = || LaunchError::Preparation { why: "the server is ending".to_owned() };
         let mut preparation = self.preparation.subscribe();
-        let settled = preparation.wait_for(|state| !matches!(state, Preparation::Working { .. })).await;
-        match settled.as_deref() {
-            Ok(Preparation::Ready) => Ok(()),
-            Ok(Preparation::Failed { why }) => Err(LaunchError::Preparation { why: why.clone() }),
-            _ => Err(LaunchError::Preparation { why: "the server is ending".to_owned() }),
+        if matches!(&*preparation.borrow_and_update(), Preparation::Failed { .. }) {
+            self.again.notify_one();
+            let _ = tokio::time::timeout(SECOND_CHANCE, preparation.changed()).await;
+        }
+        loop {
+            let settled = preparation.wait_for(|state| !matches!(state, Preparation::Working { .. })).await;
+            if let Preparation::Failed { why } = &*settled.map_err(|_| ending())? {
+                return Err(LaunchError::Preparation { why: why.clone() });
+            }
+            match self.jail() {
+                Some(jail) if !jail.warden.has_ended() => return Ok(jail),
+                // It has ended a moment ago.
+                _ => preparation.changed().await.map_err(|_| ending())?,
+            }
+        }
+    }
+
+    /// Makes a session in a sandbox of its own, in another jail when this one ends meanwhile.
+    async fn made(&self, apart: bool) -> Result<(NativeSandbox, Interpreter), LaunchError> {
+        let jail = self.prepared().await?;
+        match self.make(Fresh::AtOnce, apart).await {
+            Err(_) if jail.warden.has_ended() => {
+                self.prepared().await?;
+                self.make(Fresh::AtOnce, apart).await
+            }
+            made => made,
+        }
+    }
+
+    /// Waits until fewer sandboxes are being made.
+    async fn place(&self) -> Result<SemaphorePermit<'_>, LaunchError> {
+        match tokio::time::timeout(QUEUE_LIMIT, self.starts.acquire()).await {
+            Ok(place) => Ok(place.expect("the semaphore is never closed")),
+            Err(_) => Err(LaunchError::Busy),
         }
     }
 
@@ -206,7 +350,7 @@ impl Inner {
     async fn keep_pool_full(&self) {
         while !self.pool.is_closed() {
             let made = match self.pool.lack(self.settings.pool, self.settings.empty) {
-                Some(Lack::Warm) => self.make(Fresh::Primed).await.map(|member| self.pool.add_warm(member)),
+                Some(Lack::Warm) => self.make(Fresh::Primed, false).await.map(|member| self.pool.add_warm(member)),
                 Some(Lack::Empty) => {
                     self.make_empty(Kin::Nobody { apart: false }).await.map(|sandbox| self.pool.add_empty(sandbox))
                 }
@@ -225,9 +369,13 @@ impl Inner {
         }
     }
 
-    async fn make(&self, how: Fresh) -> Result<(NativeSandbox, Interpreter), LaunchError> {
-        let mut sandbox = self.empty_sandbox().await?;
+    async fn make(&self, how: Fresh, apart: bool) -> Result<(NativeSandbox, Interpreter), LaunchError> {
+        let _place = self.place().await?;
+        let mut sandbox =
+            if apart { self.make_empty(Kin::Nobody { apart }).await? } else { self.empty_sandbox().await? };
         let interpreter = sandbox.start_session(how).await?;
+        // The place is kept until Python has started: that is most of the work.
+        sandbox.await_greeting(&interpreter.channel).await?;
         Ok((sandbox, interpreter))
     }
 
@@ -240,11 +388,16 @@ impl Inner {
     }
 
     async fn make_empty(&self, kin: Kin<'_>) -> Result<NativeSandbox, LaunchError> {
-        let jail = self.jail.get().ok_or_else(|| LaunchError::Preparation { why: "it is not finished".to_owned() })?;
+        let jail = self.jail().ok_or_else(|| LaunchError::Preparation { why: "it is not finished".to_owned() })?;
+        if let Kin::Of(source) = kin
+            && !source.is_of(&jail)
+        {
+            return Err(LaunchError::Start { why: "its jail has ended".to_owned() });
+        }
         let slot = jail
             .slots
             .take()
             .ok_or_else(|| LaunchError::Start { why: "all numbers for sandboxes are in use".to_owned() })?;
-        NativeSandbox::prepare(jail, slot, &self.settings.limits, kin, Weak::clone(&self.this)).await
+        NativeSandbox::prepare(&jail, slot, &self.settings.limits, kin, Weak::clone(&self.this)).await
     }
 }

@@ -100,10 +100,16 @@ impl Pool {
 
     /// Destroys what waits and takes nothing more.
     pub(super) fn close(&self) {
-        let mut waiting = self.waiting();
-        waiting.closed = true;
-        waiting.warm.clear();
-        waiting.empty.clear();
+        self.waiting().closed = true;
+        self.clear();
         self.taken.notify_one();
+    }
+
+    /// Destroys what waits.
+    pub(super) fn clear(&self) {
+        let mut waiting = self.waiting();
+        let members = (std::mem::take(&mut waiting.warm), std::mem::take(&mut waiting.empty));
+        drop(waiting);
+        drop(members);
     }
 }

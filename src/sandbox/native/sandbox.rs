@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use cellblock_egress::gateway::{Blocked, Gateway};
@@ -31,6 +31,7 @@ use tracing::warn;
 
 use super::errand::NativeLauncher;
 use super::jail::Jail;
+use super::pulse::{self, Look};
 use super::warden::{self, Checkpoint, FamilyNumber, Slots, View, Warden};
 use super::{Inner, STEP_LIMIT};
 use crate::sandbox::reaction::{within, within_with};
@@ -43,8 +44,6 @@ use crate::sandbox::{
 const FORKS_PER_ZYGOTE: u32 = 2_000;
 /// Age after which it is replaced for the same reason.
 const AGE_OF_ZYGOTE: Duration = Duration::from_secs(6 * 3600);
-/// How long the warm interpreter may take to fork. It does nothing else, and takes milliseconds.
-const FORK_LIMIT: Duration = Duration::from_secs(5);
 /// Every session has two: the zygote's wide one and its own closing one. The one that refuses programs is a third.
 pub(super) const FILTERS: u32 = 2;
 
@@ -231,6 +230,11 @@ impl NativeSandbox {
         Ok(sandbox)
     }
 
+    /// Tells whether this jail made it.
+    pub(super) fn is_of(&self, jail: &Jail) -> bool {
+        Arc::ptr_eq(&self.warden, &jail.warden)
+    }
+
     /// Waits until the warden has told what is asked for, or that it failed.
     async fn await_view<T>(&mut self, wanted: impl Fn(&View) -> Option<T>) -> Result<T, LaunchError> {
         self.await_view_for(STEP_LIMIT, wanted).await
@@ -270,7 +274,7 @@ impl NativeSandbox {
         self.programs == Programs::Free && self.house_refuses
     }
 
-    /// Makes a fresh interpreter in the sandbox. Returns when it is ready, which with priming means that it has greeted.
+    /// Makes a fresh interpreter in the sandbox, which has not greeted yet.
     pub(super) async fn start_interpreter(&mut self, how: Fresh) -> Result<Interpreter, LaunchError> {
         let gate = match how {
             Fresh::AtOnce if self.is_exempt() => b"o",
@@ -278,20 +282,16 @@ impl NativeSandbox {
             Fresh::Primed => b"p",
             Fresh::Emptied => b"e",
         };
-        self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await;
-        let interpreter = match self.interpreter_from(Origin::Zygote, false, gate).await {
-            Ok(interpreter) => interpreter,
-            Err(_) => {
-                // The warm interpreter has just died: once more with another one.
-                self.warden.give_zygote_up();
-                self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await;
-                self.interpreter_from(Origin::Zygote, false, gate).await?
+        self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await?;
+        match self.interpreter_from(Origin::Zygote, false, gate).await {
+            // The warm interpreter may have died just now. The warden has told so first, so the next fork waits for another one.
+            Err(LaunchError::Start { .. }) if self.is_alive() => {
+                self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await?;
+                self.interpreter_from(Origin::Zygote, false, gate).await
             }
-        };
-        if how == Fresh::Primed {
-            self.await_greeting(&interpreter.channel).await?;
+            // One that was only slow may still come, so that another one must not be asked for.
+            made => made,
         }
-        Ok(interpreter)
     }
 
     /// Makes an interpreter, checks it while it stands still, and lets it go through its gate. With `keep`, there is a checkpoint of its beginning.
@@ -309,7 +309,7 @@ impl NativeSandbox {
         let fork = Command::Fork { slot: self.slot, generation, from, keep, programs: self.programs };
         self.warden.command(&fork, &passed).await?;
         drop(theirs);
-        let process = self.await_view_for(FORK_LIMIT, |view| view.interpreter_of(generation)).await?;
+        let process = self.await_view(|view| view.interpreter_of(generation)).await?;
         self.interpreter = Some(Arc::clone(&process));
         let checked = self
             .check_confinement(&process)
@@ -326,6 +326,8 @@ impl NativeSandbox {
             generation,
             sweeps: Arc::clone(&self.sweeps),
             process,
+            init: self.view.borrow().init.clone(),
+            files_outlive_it: !self.owns_work_folder,
             view: self.view.clone(),
             group: self.groups.own.clone(),
             out_of_memory_before,
@@ -344,7 +346,7 @@ impl NativeSandbox {
     }
 
     /// Waits for the first byte of the runner's `hello`.
-    async fn await_greeting(&self, channel: &UnixStream) -> Result<(), LaunchError> {
+    pub(super) async fn await_greeting(&self, channel: &UnixStream) -> Result<(), LaunchError> {
         let mut byte = [0];
         let spoke = async {
             loop {
@@ -373,6 +375,19 @@ impl NativeSandbox {
         let view = self.view.borrow();
         !view.destroyed && view.end_of(self.generation).is_none()
     }
+
+    /// Whether the init of the sandbox hangs, or has ended and taken everything along.
+    fn is_lost(&self) -> bool {
+        let is_stopped = |init: &OwnedFd| Look::at(init).is_ok_and(Look::is_stopped);
+        self.is_gone() || self.view.borrow().init.as_deref().is_some_and(is_stopped)
+    }
+
+    /// Makes another sandbox in place of one that is lost.
+    async fn replace(&mut self, house: &Inner) -> Result<Interpreter, LaunchError> {
+        let (successor, interpreter) = house.made(self.apart).await?;
+        std::mem::replace(self, successor).destroy().await;
+        Ok(Interpreter { files_lost: self.owns_work_folder, ..interpreter })
+    }
 }
 
 #[async_trait]
@@ -382,8 +397,20 @@ impl Sandbox for NativeSandbox {
     }
 
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
-        self.sweep().await?;
-        self.start_interpreter(Fresh::AtOnce).await
+        let house = self.house()?;
+        // A jail that is being built again, or warmed up again, is waited for.
+        house.prepared().await?;
+        if !self.is_gone() {
+            let begun = match self.sweep().await {
+                Ok(()) => self.start_interpreter(Fresh::AtOnce).await,
+                Err(error) => Err(error),
+            };
+            match begun {
+                Err(_) if self.is_lost() => {}
+                begun => return begun,
+            }
+        }
+        self.replace(&house).await
     }
 
     async fn checkpoint(&mut self, told: oneshot::Sender<()>) -> Result<CheckpointId, CheckpointError> {
@@ -400,6 +427,10 @@ impl Sandbox for NativeSandbox {
     }
 
     async fn restore(&mut self, checkpoint: CheckpointId) -> Result<Interpreter, LaunchError> {
+        if self.is_gone() {
+            let why = "its sandbox is gone, and with it its files and every state that could be restored".to_owned();
+            return Err(LaunchError::Start { why });
+        }
         self.sweep().await?;
         if self.began_fresh && checkpoint == FRESH {
             return self.start_interpreter(Fresh::Emptied).await;
@@ -413,8 +444,8 @@ impl Sandbox for NativeSandbox {
         checkpoint: CheckpointId,
         terms: ForkTerms,
     ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
-        let house =
-            self.house.upgrade().ok_or_else(|| LaunchError::Start { why: "the server is ending".to_owned() })?;
+        let house = self.house()?;
+        let _place = house.place().await?;
         let mut sandbox = house.make_empty(Kin::Of(self)).await?;
         sandbox.set_rules(self.rules());
         let from = Origin::Checkpoint { slot: self.slot, number: checkpoint.0, last: terms.last };
@@ -427,7 +458,13 @@ impl Sandbox for NativeSandbox {
 
     fn has(&self, checkpoint: CheckpointId) -> bool {
         let fresh = self.began_fresh && checkpoint == FRESH;
-        fresh || self.view.borrow().checkpoint(checkpoint.0) == Some(&Checkpoint::Made)
+        let kept = fresh || self.view.borrow().checkpoint(checkpoint.0) == Some(&Checkpoint::Made);
+        kept && !self.is_gone()
+    }
+
+    fn is_gone(&self) -> bool {
+        let view = self.view.borrow();
+        view.destroyed || view.init.as_deref().is_some_and(pulse::is_exiting)
     }
 
     fn forget(&self, checkpoint: CheckpointId) {
@@ -522,14 +559,26 @@ impl Drop for NativeSandbox {
 }
 
 impl NativeSandbox {
-    /// Ends every process of the sandbox but its init.
+    /// Where other sandboxes come from.
+    fn house(&self) -> Result<Arc<Inner>, LaunchError> {
+        self.house.upgrade().ok_or_else(|| LaunchError::Start { why: "the server is ending".to_owned() })
+    }
+
+    /// Ends every process of the sandbox but its init. Fails early when the init hangs.
     async fn sweep(&mut self) -> Result<(), LaunchError> {
         let number = next_number(&self.sweeps);
         self.warden.command(&Command::Sweep { slot: self.slot, number }, &[]).await?;
         // A sweep that is still on its way would end the new interpreter too, and one that has not been collected is in its way.
         let generation = self.generation;
         let ended = |view: &View| generation.0 == 0 || view.end_of(generation).is_some();
-        self.await_view(|view| (view.swept >= number && ended(view)).then_some(())).await
+        let begun = Instant::now();
+        loop {
+            let swept = |view: &View| (view.swept >= number && ended(view)).then_some(());
+            match self.await_view_for(pulse::INTERVAL, swept).await {
+                Err(LaunchError::TimedOut(_)) if begun.elapsed() < STEP_LIMIT && !self.is_lost() => {}
+                swept => return swept,
+            }
+        }
     }
 
     /// Waits until the state of a checkpoint is as wanted.
@@ -642,6 +691,10 @@ struct NativeProcess {
     generation: Generation,
     sweeps: Arc<AtomicU32>,
     process: Arc<OwnedFd>,
+    /// The first process of the sandbox, with which all others end.
+    init: Option<Arc<OwnedFd>>,
+    /// The work folder is a mount of the operator's.
+    files_outlive_it: bool,
     view: watch::Receiver<View>,
     group: Option<Arc<Group>>,
     out_of_memory_before: OutOfMemory,
@@ -663,14 +716,28 @@ impl Process for NativeProcess {
     async fn exited(&mut self) -> Exit {
         let generation = self.generation;
         let ended = self.view.wait_for(|view| view.destroyed || view.end_of(generation).is_some()).await;
-        let Some(status) = ended.ok().and_then(|view| view.end_of(generation)) else {
-            return Exit::Unknown;
-        };
+        let gone = Exit::SandboxGone { files_kept: self.files_outlive_it };
+        let Some(status) = ended.ok().and_then(|view| view.end_of(generation)) else { return gone };
         let status = std::os::unix::process::ExitStatusExt::from_raw(status);
-        exit_of(status, || {
+        let exit = exit_of(status, || {
             let now = self.group.as_ref()?.out_of_memory();
             now.happened_since(self.out_of_memory_before).then_some(self.memory_limit)
-        })
+        });
+        // The kernel ends an init before it kills the processes of its namespace, so whoever was killed because of that finds it
+        // exiting.
+        match exit {
+            Exit::Signal(_) if self.sandbox_ended() => gone,
+            Exit::OutOfMemory { limit, .. } if self.sandbox_ended() => {
+                Exit::OutOfMemory { limit, files_kept: self.files_outlive_it }
+            }
+            exit => exit,
+        }
+    }
+}
+
+impl NativeProcess {
+    fn sandbox_ended(&self) -> bool {
+        self.init.as_deref().is_none_or(pulse::is_exiting)
     }
 }
 

@@ -11,7 +11,7 @@ use std::os::unix::net::UnixDatagram as StdUnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use cellblock_jail::cgroup;
@@ -19,17 +19,21 @@ use cellblock_jail::guardian;
 use cellblock_jail::network::Door;
 use cellblock_jail::posture::Posture;
 use cellblock_jail::wire::{self, Command, Event, FamilyId, Generation, Setup, Slot};
+use rustix::process::{Pid, PidfdFlags, Signal};
 use tokio::io::Interest;
 use tokio::net::UnixDatagram;
 use tokio::sync::watch;
 use tracing::{debug, error, warn};
 
+use super::pulse::{self, Look, Pulse};
 use super::sandbox::Groups;
 use crate::sandbox::reaction::within;
 use crate::sandbox::{LaunchError, MemoryUse};
 
-/// A warm interpreter that dies this often within a minute is not started again by itself.
+/// A warm interpreter that dies this often within a minute is not started again at once.
 const MOST_ZYGOTE_DEATHS: usize = 5;
+/// How long the processes of a jail may take to end before they are killed, and after that.
+const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// What is known about one sandbox.
 #[derive(Debug, Default)]
@@ -97,6 +101,7 @@ pub(super) struct Warden {
     /// Cutting it ends the jail.
     lifeline: Mutex<Option<OwnedFd>>,
     guardian: Mutex<Option<tokio::process::Child>>,
+    guardian_handle: OwnedFd,
     forks: AtomicU32,
     /// When the present warm interpreter was asked for.
     asked: Mutex<Instant>,
@@ -107,14 +112,31 @@ struct State {
     /// What every session must differ from.
     warm: Mutex<Option<Arc<Posture>>>,
     jail: watch::Sender<JailState>,
+    /// The warden's process, once it is ready.
+    warden: OnceLock<OwnedFd>,
+    /// The number of the last heartbeat that was answered.
+    answered: AtomicU32,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum JailState {
+pub(super) enum JailState {
     Starting,
+    /// The warden stands, and a warm interpreter is on its way.
     Standing,
     Warm,
-    Broken(String),
+    /// There is no warm interpreter, and none is on its way.
+    Cold(String),
+    /// The warden is gone.
+    Ended(String),
+}
+
+impl JailState {
+    fn failure(&self) -> Option<&str> {
+        match self {
+            JailState::Cold(why) | JailState::Ended(why) => Some(why),
+            JailState::Starting | JailState::Standing | JailState::Warm => None,
+        }
+    }
 }
 
 impl Warden {
@@ -131,6 +153,8 @@ impl Warden {
             .stderr(Stdio::inherit())
             .current_dir("/")
             .spawn()?;
+        let pid = child.id().and_then(|pid| Pid::from_raw(pid.cast_signed())).ok_or(io::ErrorKind::NotFound)?;
+        let guardian_handle = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
         let mut doors = Vec::new();
         if let Some(tree) = cgroups {
             doors = tree.group("warden")?.doors()?;
@@ -144,6 +168,8 @@ impl Warden {
             views: Mutex::default(),
             warm: Mutex::default(),
             jail: watch::Sender::new(JailState::Starting),
+            warden: OnceLock::new(),
+            answered: AtomicU32::new(0),
         });
         tokio::spawn(listen(Arc::clone(&socket), Arc::clone(&state)));
         Ok(Warden {
@@ -151,6 +177,7 @@ impl Warden {
             state,
             lifeline: Mutex::new(Some(lifeline)),
             guardian: Mutex::new(Some(child)),
+            guardian_handle,
             forks: AtomicU32::new(0),
             asked: Mutex::new(Instant::now()),
         })
@@ -163,20 +190,89 @@ impl Warden {
 
     /// Starts a warm interpreter and waits until it can fork.
     pub(super) async fn warm(&self, limit: Duration) -> Result<(), String> {
-        self.command(&Command::Warm, &[]).await.map_err(|error| error.to_string())?;
-        self.reach(limit, |state| *state == JailState::Warm).await
+        // Forget an earlier failure, or it would be taken for that of this attempt.
+        self.state.jail.send_if_modified(|state| {
+            let was_cold = matches!(state, JailState::Cold(_));
+            if was_cold {
+                *state = JailState::Standing;
+            }
+            was_cold
+        });
+        let warmed = match self.command(&Command::Warm, &[]).await {
+            Ok(()) => self.reach(limit, |state| *state == JailState::Warm).await,
+            Err(error) => Err(error.to_string()),
+        };
+        if let Err(why) = &warmed {
+            self.state.grow_cold(why);
+        }
+        warmed
     }
 
     async fn reach(&self, limit: Duration, wanted: impl Fn(&JailState) -> bool) -> Result<(), String> {
         let mut jail = self.state.jail.subscribe();
-        let settled = jail.wait_for(|state| matches!(state, JailState::Broken(_)) || wanted(state));
+        let settled = jail.wait_for(|state| state.failure().is_some() || wanted(state));
         match within(limit, settled).await {
             None => Err(format!("the jail did not answer within {} s", limit.as_secs())),
             Some(Err(_)) => Err("the jail ended".to_owned()),
-            Some(Ok(state)) => match &*state {
-                JailState::Broken(why) => Err(why.clone()),
-                _ => Ok(()),
+            Some(Ok(state)) => match state.failure() {
+                Some(why) => Err(why.to_owned()),
+                None => Ok(()),
             },
+        }
+    }
+
+    /// Waits until there is no warm interpreter and none on its way. Returns why.
+    pub(super) async fn cold(&self) -> String {
+        self.failed(|state| matches!(state, JailState::Cold(_))).await
+    }
+
+    /// Waits for the end of the jail. Returns why it ended.
+    pub(super) async fn ended(&self) -> String {
+        self.failed(|state| matches!(state, JailState::Ended(_))).await
+    }
+
+    async fn failed(&self, wanted: impl Fn(&JailState) -> bool) -> String {
+        let mut jail = self.state.jail.subscribe();
+        let state = jail.wait_for(wanted).await.expect("this value holds the sender");
+        state.failure().unwrap_or_default().to_owned()
+    }
+
+    /// Whether the jail has ended.
+    pub(super) fn has_ended(&self) -> bool {
+        matches!(&*self.state.jail.borrow(), JailState::Ended(_))
+    }
+
+    /// Asks the warden for a sign of life at regular intervals, and looks at its guardian. Returns when one
+    /// of them hangs, with its name and the reason.
+    pub(super) async fn hung(&self) -> String {
+        let (mut warden_pulse, mut guardian_pulse) = (Pulse::default(), Pulse::default());
+        let mut asked = 0;
+        loop {
+            tokio::time::sleep(pulse::INTERVAL).await;
+            // The guardian has nothing to say: it waits for the end of others.
+            if let Ok(look) = Look::at(&self.guardian_handle)
+                && let Some(why) = guardian_pulse.take(look, true)
+            {
+                return format!("the jail's guardian {why}");
+            }
+            let has_answered = self.state.answered.load(Ordering::Relaxed) == asked;
+            if let Some(Ok(look)) = self.state.warden.get().map(Look::at)
+                && let Some(why) = warden_pulse.take(look, has_answered)
+            {
+                return format!("the jail's warden {why}");
+            }
+            // A socket without room means that earlier commands wait, and the warden is silent as it is.
+            if has_answered && wire::send(&*self.socket, &Command::Ping { number: asked + 1 }, &[]).is_ok() {
+                asked += 1;
+            }
+        }
+    }
+
+    /// Ends the jail's processes without asking them.
+    pub(super) fn kill(&self) {
+        for process in self.state.warden.get().into_iter().chain([&self.guardian_handle]) {
+            // One that is gone needs no signal.
+            let _ = rustix::process::pidfd_send_signal(process, Signal::KILL);
         }
     }
 
@@ -217,10 +313,13 @@ impl Warden {
     }
 
     pub(super) async fn command(&self, command: &Command, descriptors: &[BorrowedFd<'_>]) -> Result<(), LaunchError> {
-        self.socket
-            .async_io(Interest::WRITABLE, || wire::send(&*self.socket, command, descriptors))
-            .await
-            .map_err(|error| LaunchError::Start { why: format!("the jail does not answer: {error}") })
+        let sent = self.socket.async_io(Interest::WRITABLE, || wire::send(&*self.socket, command, descriptors)).await;
+        sent.map_err(|error| {
+            if error.kind() == io::ErrorKind::BrokenPipe {
+                self.state.end("the jail ended");
+            }
+            LaunchError::Start { why: format!("the jail does not answer: {error}") }
+        })
     }
 
     /// Sends a command without waiting for room; for the few that are sent where nobody can wait.
@@ -233,15 +332,15 @@ impl Warden {
         }
     }
 
-    /// Counts a fork and replaces the warm interpreter when it has done enough of them, or is old.
-    pub(super) async fn count_fork(&self, most: u32, oldest: Duration) {
+    /// Counts a fork and replaces the warm interpreter when it has done enough of them, or is old. Returns
+    /// why there is none to fork from, if there is none.
+    pub(super) async fn count_fork(&self, most: u32, oldest: Duration) -> Result<(), LaunchError> {
         let age = self.asked.lock().expect("no holder of the time panics").elapsed();
         if self.forks.fetch_add(1, Ordering::Relaxed) + 1 >= most || age > oldest {
             self.replace_zygote();
         }
         // After a death the next fork waits for the new one.
-        let mut jail = self.state.jail.subscribe();
-        let _ = tokio::time::timeout(super::WARM_LIMIT, jail.wait_for(|state| *state != JailState::Standing)).await;
+        self.reach(super::WARM_LIMIT, |state| *state == JailState::Warm).await.map_err(|why| LaunchError::Start { why })
     }
 
     /// Starts another warm interpreter; the present one serves until it is ready.
@@ -249,13 +348,6 @@ impl Warden {
         self.forks.store(0, Ordering::Relaxed);
         *self.asked.lock().expect("no holder of the time panics") = Instant::now();
         self.command_now(&Command::Warm);
-    }
-
-    /// Gives up a warm interpreter that does not answer: forks wait for the next one. Doing so twice is harmless.
-    pub(super) fn give_zygote_up(&self) {
-        if self.state.stand() {
-            self.replace_zygote();
-        }
     }
 
     /// Forgets a checkpoint that was given up.
@@ -305,14 +397,25 @@ impl Warden {
         drop(self.lifeline.lock().expect("no holder of the lifeline panics").take());
         let guardian = self.guardian.lock().expect("no holder of the guardian panics").take();
         if let Some(mut guardian) = guardian {
-            match tokio::time::timeout(Duration::from_secs(10), guardian.wait()).await {
+            match tokio::time::timeout(END_LIMIT, guardian.wait()).await {
                 Ok(Ok(status)) if status.success() => {}
                 Ok(status) => warn!(?status, "the jail's guardian did not end well"),
                 Err(_) => {
                     error!("the jail's guardian does not end and is killed");
-                    let _ = guardian.kill().await;
+                    self.kill();
+                    let _ = guardian.wait().await;
                 }
             }
+        }
+        // A guardian that was killed has not waited for the warden, in whose namespace all sandboxes are.
+        let Some(warden) = self.state.warden.get() else { return };
+        let gone = async {
+            while !pulse::has_exited(warden) {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        if tokio::time::timeout(END_LIMIT, gone).await.is_err() {
+            error!("the jail's warden does not end");
         }
     }
 }
@@ -320,7 +423,7 @@ impl Warden {
 async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
     let mut deaths: Vec<Instant> = Vec::new();
     loop {
-        let received = socket.async_io(Interest::READABLE, || wire::receive::<Event>(&*socket)).await;
+        let received = socket.async_io(Interest::READABLE, || wire::receive_or_lose::<Event>(&*socket)).await;
         let (event, descriptors) = match received {
             Ok(Some(message)) => message,
             Ok(None) => break,
@@ -344,14 +447,16 @@ async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
                 continue;
             }
         }
-        state.apply(event, descriptors);
+        match descriptors {
+            Ok(descriptors) => state.apply(event, descriptors),
+            Err(error) => state.apply_without(event, &error),
+        }
     }
+    // First, so that whoever sees a sandbox end can tell that the jail did.
+    state.end("the jail ended");
     let mut views = state.views.lock().expect("no holder of the views panics");
     for (_, view) in views.drain() {
         view.send_modify(|view| view.destroyed = true);
-    }
-    if !matches!(*state.jail.borrow(), JailState::Broken(_)) {
-        state.jail.send_replace(JailState::Broken("the jail ended".to_owned()));
     }
 }
 
@@ -367,22 +472,63 @@ impl State {
         })
     }
 
+    /// Says that there is no warm interpreter and none on its way, unless there is one or the jail has ended.
+    fn grow_cold(&self, why: &str) {
+        self.jail.send_if_modified(|state| {
+            let fits = matches!(state, JailState::Starting | JailState::Standing);
+            if fits {
+                *state = JailState::Cold(why.to_owned());
+            }
+            fits
+        });
+    }
+
+    /// Says that the jail has ended. The first reason stays.
+    fn end(&self, why: &str) {
+        self.jail.send_if_modified(|state| {
+            let stood = !matches!(state, JailState::Ended(_));
+            if stood {
+                *state = JailState::Ended(why.to_owned());
+            }
+            stood
+        });
+    }
+
+    /// Takes an event whose descriptors this process has no room for: what it was about has failed.
+    fn apply_without(&self, event: Event, error: &io::Error) {
+        let why = format!("the server cannot take its descriptors: {error}");
+        match event {
+            Event::Created { slot } | Event::Opened { slot, .. } | Event::Forked { slot, .. } => {
+                self.apply(Event::Failed { slot, why }, Vec::new());
+            }
+            Event::ErrandMade { slot, number } => self.apply(Event::ErrandFailed { slot, number, why }, Vec::new()),
+            // A jail whose warden is not known cannot be watched.
+            Event::Ready => self.end(&why),
+            event => self.apply(event, Vec::new()),
+        }
+    }
+
     fn apply(&self, event: Event, mut descriptors: Vec<OwnedFd>) {
         let change = |slot: Slot, change: &mut dyn FnMut(&mut View)| {
             if let Some(view) = self.views.lock().expect("no holder of the views panics").get(&slot) {
                 view.send_modify(|view| change(view));
             }
         };
+        if let Event::Ready = event {
+            if let Some(warden) = descriptors.pop() {
+                let _ = self.warden.set(warden);
+            }
+            self.jail.send_replace(JailState::Standing);
+            return;
+        }
         if let Event::Opened { slot, doors } = event {
             let mut doors: Vec<_> = doors.into_iter().zip(descriptors).collect();
             return change(slot, &mut |view| view.doors.append(&mut doors));
         }
         let mut handle = descriptors.pop().map(Arc::new);
         match event {
-            Event::Opened { .. } => {}
-            Event::Ready => {
-                self.jail.send_replace(JailState::Standing);
-            }
+            Event::Opened { .. } | Event::Ready => {}
+            Event::Pong { number } => self.answered.store(number, Ordering::Relaxed),
             Event::Warmed => {
                 let posture = handle.as_deref().ok_or_else(|| io::ErrorKind::NotFound.into());
                 match posture.and_then(host_pid).and_then(Posture::read) {
@@ -391,17 +537,20 @@ impl State {
                         self.jail.send_replace(JailState::Warm);
                     }
                     Err(error) => {
-                        let why = format!("the kernel does not tell about the warm interpreter: {error}");
-                        self.jail.send_replace(JailState::Broken(why));
+                        self.stand();
+                        self.grow_cold(&format!("the kernel does not tell about the warm interpreter: {error}"));
                     }
                 }
             }
+            Event::ZygoteEnded { was_warm: false, words } if *self.jail.borrow() == JailState::Warm => {
+                // It was to take the place of one that goes on.
+                warn!(%words, "the warm interpreter could not be replaced");
+            }
             Event::ZygoteEnded { words, .. } => {
-                self.jail.send_replace(JailState::Broken(format!("Python did not start: {words}")));
+                self.stand();
+                self.grow_cold(&format!("Python did not start: {words}"));
             }
-            Event::Broken { why } => {
-                self.jail.send_replace(JailState::Broken(why));
-            }
+            Event::Broken { why } => self.end(&why),
             Event::Created { slot } => change(slot, &mut |view| view.init = handle.take()),
             Event::Prepared { slot, namespaces } => {
                 change(slot, &mut |view| view.prepared = Some(namespaces.as_slice().into()));

@@ -1,0 +1,168 @@
+//! Faults: what callers see when something below a server ends, hangs or runs out, what recovers by
+//! itself, and what is left behind.
+//!
+//! Each row of a table names a fault, what the caller is told, what works afterwards without a restart
+//! of the server, and then checks that nothing is left when the server ends: no process, no control
+//! group, no entry in the runtime folder. `signals` kills and stops processes, `resources` takes
+//! descriptors, processes and disk space away. `processes` finds the processes of a server.
+
+mod processes;
+mod resources;
+mod signals;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use serde_json::{Value, json};
+
+use self::processes::wait_for;
+use crate::support::is_root;
+use crate::support::server::{Era, MINIMAL, Server, ToolResult, finished, program};
+
+/// Where the sessions of a server live.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Home {
+    /// In the server itself.
+    Inside,
+    /// In a keeper of its own name.
+    Keeper,
+}
+
+/// A server whose client tries to live through a fault.
+struct Scene {
+    server: Option<Server>,
+    home: Home,
+    keeper: String,
+    /// The process that holds the sessions.
+    holder: u32,
+}
+
+impl Scene {
+    fn new(home: Home) -> Scene {
+        Scene::of(home, &[], |command| command)
+    }
+
+    /// A server that keeps no sessions ready.
+    fn without_pool(change: impl Fn(Command) -> Command) -> Scene {
+        Scene::of(Home::Inside, &[], |mut command| {
+            command.env("CELLBLOCK_POOL", "0");
+            change(command)
+        })
+    }
+
+    /// Starts a server whose command is changed first.
+    fn of(home: Home, more: &[&str], change: impl Fn(Command) -> Command) -> Scene {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let keeper = format!("f{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let mut command = program();
+        command.arg("mcp").args(MINIMAL).args(more);
+        match home {
+            Home::Inside => command.args(["--keep-sessions", "off"]),
+            Home::Keeper => command.args(["--keep-sessions", "on", "--keeper", &keeper]),
+        };
+        let server = Server::spawn(&mut change(command), Era::Initialize);
+        server.greet();
+        let mut scene = Scene { server: Some(server), home, keeper, holder: 0 };
+        scene.holder = match home {
+            Home::Inside => scene.server().process_id(),
+            Home::Keeper => scene.keeper_process(),
+        };
+        scene
+    }
+
+    fn server(&self) -> &Server {
+        self.server.as_ref().expect("the scene is not over")
+    }
+
+    fn keeper_process(&self) -> u32 {
+        wait_for("a keeper", || {
+            let (_, printed, _) = finished(program().args(["keeper", "status", "--json"]));
+            let all: Value = serde_json::from_str(&printed).ok()?;
+            let own = all.as_array()?.iter().find(|keeper| keeper["name"] == self.keeper.as_str())?.clone();
+            Some(own["process"].as_u64()? as u32)
+        })
+    }
+
+    fn run(&self, session: &str, code: &str) -> ToolResult {
+        self.server().call("execute_ipython_cell", json!({"code": code, "session_id": session}))
+    }
+
+    #[track_caller]
+    fn text(&self, session: &str, code: &str) -> String {
+        let result = self.run(session, code);
+        assert!(!result.is_error(), "{session}: {}", result.text());
+        result.text().to_owned()
+    }
+
+    fn call(&self, tool: &str, session: &str) -> ToolResult {
+        self.server().call(tool, json!({"session_id": session}))
+    }
+
+    /// Checks that a new session works.
+    #[track_caller]
+    fn assert_new_session_works(&self, name: &str) {
+        assert_eq!(self.text(name, "6 * 7"), "42", "a new session works");
+        assert!(!self.call("close_session", name).is_error());
+    }
+
+    /// Ends the server and checks that nothing of it is left. Returns its log, unless a keeper shares it.
+    #[track_caller]
+    fn finish(mut self) -> String {
+        let holder = self.holder;
+        let family = processes::below(holder);
+        let entries = entries_of(holder);
+        let groups = groups_of(&entries);
+        assert!(entries.len() == 1, "one jail has one entry: {entries:?}");
+        let server = self.server.take().expect("it is over once");
+        let log = match self.home {
+            Home::Inside => server.finish(),
+            Home::Keeper => {
+                server.close_input();
+                assert!(server.ended().success());
+                self.stop_keeper();
+                String::new()
+            }
+        };
+        for process in family.values() {
+            wait_for("the end of every process", || process.state().is_none().then_some(()));
+        }
+        wait_for("the end of every control group", || groups.iter().all(|group| !group.exists()).then_some(()));
+        assert_eq!(entries_of(holder), Vec::<PathBuf>::new());
+        log
+    }
+
+    fn stop_keeper(&self) {
+        if self.home == Home::Keeper {
+            finished(program().args(["keeper", "stop", &self.keeper, "--now"]));
+        }
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        if self.server.is_some() {
+            self.stop_keeper();
+        }
+    }
+}
+
+/// The entries of one server in the runtime folder.
+fn entries_of(server: u32) -> Vec<PathBuf> {
+    let folder = match is_root() {
+        true => PathBuf::from("/run/cellblock"),
+        false => std::env::var_os("XDG_RUNTIME_DIR").map_or_else(
+            || PathBuf::from(format!("/tmp/cellblock-{}", rustix::process::geteuid().as_raw())),
+            |folder| Path::new(&folder).join("cellblock"),
+        ),
+    };
+    let own = format!("cellblock-{server}-");
+    let entries = fs::read_dir(folder.join("instances")).into_iter().flatten().flatten();
+    entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&own)).map(|entry| entry.path()).collect()
+}
+
+fn groups_of(entries: &[PathBuf]) -> Vec<PathBuf> {
+    let lists = entries.iter().map(|entry| fs::read_to_string(entry).unwrap_or_default());
+    lists.flat_map(|list| list.lines().map(PathBuf::from).collect::<Vec<_>>()).collect()
+}

@@ -1,0 +1,150 @@
+//! The processes of a server, found in `/proc` and named by their role.
+//!
+//! ```text
+//! server ─ guardian ─ warden ─┬─ zygote              the warden's pid namespace
+//!                             ├─ twin                the same
+//!                             │   └─ interpreter     one pid namespace below
+//!                             └─ init                one pid namespace below
+//! ```
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal};
+
+use crate::support::server::PATIENCE;
+
+/// What a process does for its server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Role {
+    Guardian,
+    Warden,
+    Zygote,
+    Init,
+    Interpreter,
+    Twin,
+    /// Something else, such as a program that a session has started.
+    Other,
+}
+
+/// A process as `/proc/PID/status` and `stat` show it.
+#[derive(Debug, Clone)]
+pub(super) struct Process {
+    pub(super) pid: u32,
+    pub(super) role: Role,
+    parent: u32,
+    name: String,
+    /// Its numbers in the pid namespaces that it is in, the host's first.
+    numbers: Vec<u32>,
+}
+
+impl Process {
+    fn read(pid: u32) -> Option<Process> {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        if field("State:")?.starts_with('Z') {
+            return None;
+        }
+        Some(Process {
+            pid,
+            role: Role::Other,
+            parent: field("PPid:")?.parse().ok()?,
+            name: field("Name:")?.to_owned(),
+            numbers: field("NSpid:")?.split_whitespace().map(|number| number.parse().ok()).collect::<Option<_>>()?,
+        })
+    }
+
+    /// The kernel's letter for its state; `None` when it is gone.
+    pub(super) fn state(&self) -> Option<char> {
+        stat(self.pid).map(|(state, _)| state)
+    }
+
+    pub(super) fn send(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.pid as i32).expect("a process id is positive");
+        rustix::process::kill_process(pid, signal).unwrap_or_else(|error| panic!("{self:?}: {error}"));
+    }
+
+    /// The first process of the pid namespace that it is in.
+    pub(super) fn init(&self, server: u32) -> Process {
+        let namespace = |pid: u32| fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
+        let own = namespace(self.pid);
+        let mut all = below(server).into_values();
+        all.find(|found| found.role == Role::Init && namespace(found.pid) == own).expect("every sandbox has an init")
+    }
+
+    /// The twin of an interpreter: its parent.
+    pub(super) fn twin(&self, server: u32) -> Process {
+        below(server).remove(&self.parent).filter(|found| found.role == Role::Twin).expect("it has a twin")
+    }
+
+    /// Waits until it computes: a cell that loops has begun.
+    pub(super) fn wait_until_busy(&self) {
+        let before = stat(self.pid).map_or(0, |(_, ticks)| ticks);
+        wait_for("a cell that computes", || stat(self.pid).is_none_or(|(_, ticks)| ticks > before + 5).then_some(()));
+    }
+}
+
+/// The state of a process and the processor time that it has used, in hundredths of a second.
+fn stat(pid: u32) -> Option<(char, u64)> {
+    let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
+    let state = fields.first()?.chars().next()?;
+    (state != 'Z').then_some(())?;
+    Some((state, fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?))
+}
+
+/// All processes below `server`, by process id.
+pub(super) fn below(server: u32) -> BTreeMap<u32, Process> {
+    let pids = fs::read_dir("/proc").expect("there is /proc").flatten();
+    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let all: BTreeMap<u32, Process> = pids.filter_map(|pid| Some((pid, Process::read(pid)?))).collect();
+    let is_below = |process: &Process| {
+        let mut parent = process.parent;
+        while let Some(next) = all.get(&parent).filter(|_| parent != server) {
+            parent = next.parent;
+        }
+        parent == server
+    };
+    let warden = all.values().find(|found| found.name == "cb-warden" && is_below(found));
+    let warden_depth = warden.map(|found| found.numbers.len());
+    let role = |process: &Process| match (process.name.as_str(), warden_depth) {
+        ("cb-guardian", _) => Role::Guardian,
+        ("cb-warden", _) => Role::Warden,
+        ("cb-init", _) => Role::Init,
+        ("cb-twin", _) => Role::Twin,
+        (name, Some(depth)) if name.starts_with("py") => match process.numbers.len() == depth {
+            true => Role::Zygote,
+            false => Role::Interpreter,
+        },
+        _ => Role::Other,
+    };
+    let found = all.values().filter(|process| is_below(process));
+    found.map(|process| (process.pid, Process { role: role(process), ..process.clone() })).collect()
+}
+
+/// Waits until a process of this role is there.
+pub(super) fn one(server: u32, role: Role) -> Process {
+    wait_for(&format!("the process that is {role:?}"), || {
+        below(server).into_values().find(|process| process.role == role)
+    })
+}
+
+/// The interpreter that has this process id inside. Sandboxes of one server count from different numbers.
+pub(super) fn inside(server: u32, number: u32) -> Process {
+    let mut all = below(server).into_values().filter(|process| process.role == Role::Interpreter);
+    all.find(|process| process.numbers.last() == Some(&number)).expect("there is such an interpreter")
+}
+
+/// Looks again and again until there is an answer; fails when that takes too long.
+#[track_caller]
+pub(super) fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "{what} did not come within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}

@@ -1,0 +1,170 @@
+//! Descriptors, processes and disk space that run out, and come back.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rustix::process::{Pid, Resource, Rlimit, Signal, prlimit};
+
+use super::processes::{self, Role, wait_for};
+use super::{Home, Scene};
+use crate::support::server::MINIMAL;
+use crate::support::service::Service;
+use crate::support::{is_root, skipped};
+
+/// Has a shell do something before it becomes the command.
+fn after(script: &str, command: Command) -> Command {
+    let mut shell = Command::new("sh");
+    shell.arg("-c").arg(format!("{script}; exec \"$0\" \"$@\""));
+    shell.arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => shell.env(name, value),
+            None => shell.env_remove(name),
+        };
+    }
+    shell
+}
+
+/// Sets how many files a process may have open, and returns the limit that it had.
+fn limit_files(process: u32, current: Option<u64>, limit: &Rlimit) -> Rlimit {
+    let pid = Pid::from_raw(process as i32).expect("a process id is positive");
+    prlimit(Some(pid), Resource::Nofile, Rlimit { current, maximum: limit.maximum }).unwrap()
+}
+
+fn open_files(process: u32) -> u64 {
+    fs::read_dir(format!("/proc/{process}/fd")).unwrap().count() as u64
+}
+
+#[test]
+fn a_session_for_which_the_warden_has_no_descriptors_is_refused_alone() {
+    let scene = Scene::without_pool(|command| command);
+    assert_eq!(scene.text("first", "x = 1; x"), "1");
+    let warden = processes::one(scene.holder, Role::Warden);
+    let usual = rustix::process::getrlimit(Resource::Nofile);
+    // Room in the reserve only, then none at all.
+    for room in [30, 0] {
+        limit_files(warden.pid, Some(open_files(warden.pid) + room), &usual);
+        for name in ["second", "third", "fourth", "fifth"] {
+            // Sandboxes that waited are used up first.
+            let told = scene.run(name, "1");
+            if told.is_error() {
+                assert!(told.text().contains("Too many open files"), "{}", told.text());
+            }
+        }
+        let refused = scene.run("sixth", "1");
+        assert!(refused.is_error() && refused.text().contains("Too many open files"), "{}", refused.text());
+        assert_eq!(scene.text("first", "x"), "1", "the others go on");
+        limit_files(warden.pid, usual.current, &usual);
+        scene.assert_new_session_works("new");
+    }
+    assert_eq!(processes::one(scene.holder, Role::Warden).pid, warden.pid, "the warden is the same");
+    assert!(!scene.call("reset", "first").is_error());
+    scene.finish();
+}
+
+#[test]
+fn a_server_without_descriptors_recovers_when_it_has_some() {
+    let scene = Scene::without_pool(|command| command);
+    assert_eq!(scene.text("first", "x = 1; x"), "1");
+    let usual = rustix::process::getrlimit(Resource::Nofile);
+    limit_files(scene.holder, Some(open_files(scene.holder)), &usual);
+    for name in ["second", "third", "fourth", "fifth"] {
+        let told = scene.run(name, "1");
+        assert!(told.is_error() || told.text() == "1", "{}", told.text());
+    }
+    assert!(scene.run("sixth", "1").is_error());
+    assert_eq!(scene.text("first", "x"), "1", "the others go on");
+    limit_files(scene.holder, usual.current, &usual);
+    scene.assert_new_session_works("new");
+    assert_eq!(scene.text("first", "x"), "1");
+    scene.finish();
+}
+
+/// A control group that limits the number of processes.
+struct Crowd(PathBuf);
+
+impl Crowd {
+    fn new() -> Option<Crowd> {
+        let membership = fs::read_to_string("/proc/self/cgroup").ok()?;
+        let own = membership.lines().find_map(|line| line.split_once(":pids:"))?.1.trim_start_matches('/');
+        let folder = Path::new("/sys/fs/cgroup/pids").join(own).join(format!("faults-{}", std::process::id()));
+        fs::create_dir(&folder).ok()?;
+        Some(Crowd(folder))
+    }
+
+    fn limit(&self, most: &str) {
+        fs::write(self.0.join("pids.max"), most).unwrap();
+    }
+
+    /// Lets nothing more begin.
+    fn close(&self) {
+        self.limit(fs::read_to_string(self.0.join("pids.current")).unwrap().trim());
+    }
+}
+
+impl Drop for Crowd {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+#[test]
+fn a_server_that_may_start_no_process_recovers_when_it_may() {
+    let Some(crowd) = Some(()).filter(|()| is_root()).and_then(|()| Crowd::new()) else {
+        return skipped("root and a pids controller of version 1");
+    };
+    let enter = format!("echo $$ > {}/tasks", crowd.0.display());
+    let scene = Scene::without_pool(|command| after(&enter, command));
+    assert_eq!(scene.text("first", "x = 1; x"), "1");
+    wait_for("empty sandboxes", || {
+        let inits = processes::below(scene.holder).into_values().filter(|process| process.role == Role::Init);
+        (inits.count() >= 3).then_some(())
+    });
+    for kill_zygote in [false, true] {
+        crowd.close();
+        if kill_zygote {
+            processes::one(scene.holder, Role::Zygote).send(Signal::KILL);
+        }
+        let refused = scene.run("second", "1");
+        assert!(refused.is_error() && refused.text().contains("no Python could be started"), "{}", refused.text());
+        assert_eq!(scene.text("first", "x"), "1", "the others go on");
+        crowd.limit("max");
+        scene.assert_new_session_works("new");
+        assert!(!scene.call("reset", "first").is_error());
+        assert_eq!(scene.text("first", "x = 1; x"), "1");
+    }
+    scene.finish();
+}
+
+/// Asks whether a service is ready: the status and the text.
+fn readiness(address: SocketAddr) -> (u16, String) {
+    let mut stream = TcpStream::connect(address).unwrap();
+    write!(stream, "GET /readyz HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    (text.split_whitespace().nth(1).unwrap().parse().unwrap(), text)
+}
+
+#[test]
+fn a_service_is_not_ready_while_its_jail_is_gone_and_says_why() {
+    let service = Service::without_tokens(MINIMAL);
+    let is_ready = || (readiness(service.address).0 == 200).then_some(());
+    wait_for("a service that is ready", is_ready);
+    let holder = service.process_id();
+    for (role, signal) in [(Role::Warden, Signal::KILL), (Role::Guardian, Signal::STOP)] {
+        processes::one(holder, role).send(signal);
+        let why = wait_for("a service that is not ready", || {
+            let (status, text) = readiness(service.address);
+            (status == 503).then_some(text)
+        });
+        assert!(why.contains("python: "), "{why}");
+        wait_for("a service that is ready again", is_ready);
+    }
+    let log = service.finish();
+    let errors: Vec<&str> = log.lines().filter(|line| line.contains("ERROR")).collect();
+    assert_eq!(errors.len(), 2, "{log}");
+    assert!(errors[0].contains("the jail ended") && errors[1].contains("guardian was stopped"), "{errors:?}");
+}

@@ -1,0 +1,220 @@
+//! Processes that are killed or stopped, one at a time, while nothing runs and in the middle of a cell.
+
+use rustix::process::Signal;
+use serde_json::json;
+
+use super::processes::{self, Role, wait_for};
+use super::{Home, Scene};
+use crate::support::server::ToolResult;
+
+/// When the fault comes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Moment {
+    Idle,
+    MidCell,
+}
+
+/// What becomes of the session whose process, or whose jail, was hit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    /// It goes on as if nothing had happened.
+    Unharmed,
+    /// Its variables are gone and its files are kept; undo brings the variables back.
+    PythonEnded,
+    /// Its variables and its files are gone, and it is told so; reset makes a new sandbox.
+    SandboxEnded,
+}
+
+/// One fault and its consequences.
+#[derive(Debug, Clone, Copy)]
+struct Row {
+    role: Role,
+    signal: Signal,
+    moment: Moment,
+    victim: Fate,
+    /// What becomes of a session beside it.
+    neighbour: Fate,
+}
+
+const fn row(role: Role, signal: Signal, moment: Moment, victim: Fate, neighbour: Fate) -> Row {
+    Row { role, signal, moment, victim, neighbour }
+}
+
+const ROWS: [Row; 20] = {
+    use Fate::{PythonEnded, SandboxEnded, Unharmed};
+    use Moment::{Idle, MidCell};
+    use Role::{Guardian, Init, Interpreter, Twin, Warden, Zygote};
+    const KILL: Signal = Signal::KILL;
+    const STOP: Signal = Signal::STOP;
+    [
+        row(Warden, KILL, Idle, SandboxEnded, SandboxEnded),
+        row(Warden, KILL, MidCell, SandboxEnded, SandboxEnded),
+        row(Warden, STOP, Idle, SandboxEnded, SandboxEnded),
+        row(Warden, STOP, MidCell, SandboxEnded, SandboxEnded),
+        row(Guardian, KILL, Idle, SandboxEnded, SandboxEnded),
+        row(Guardian, KILL, MidCell, SandboxEnded, SandboxEnded),
+        row(Guardian, STOP, Idle, SandboxEnded, SandboxEnded),
+        row(Guardian, STOP, MidCell, SandboxEnded, SandboxEnded),
+        row(Zygote, KILL, Idle, Unharmed, Unharmed),
+        row(Zygote, KILL, MidCell, Unharmed, Unharmed),
+        row(Zygote, STOP, Idle, Unharmed, Unharmed),
+        row(Init, KILL, Idle, SandboxEnded, Unharmed),
+        row(Init, KILL, MidCell, SandboxEnded, Unharmed),
+        row(Init, STOP, Idle, Unharmed, Unharmed),
+        row(Interpreter, KILL, Idle, PythonEnded, Unharmed),
+        row(Interpreter, KILL, MidCell, PythonEnded, Unharmed),
+        row(Interpreter, STOP, MidCell, PythonEnded, Unharmed),
+        row(Twin, KILL, Idle, Unharmed, Unharmed),
+        row(Twin, KILL, MidCell, Unharmed, Unharmed),
+        row(Twin, STOP, Idle, Unharmed, Unharmed),
+    ]
+};
+
+/// Tries the rows of one role.
+#[track_caller]
+fn check_rows(role: Role, home: Home) {
+    for row in ROWS.iter().filter(|row| row.role == role) {
+        eprintln!("{row:?} {home:?}");
+        check(row, home);
+    }
+}
+
+#[track_caller]
+fn check(row: &Row, home: Home) {
+    let scene = Scene::new(home);
+    assert_eq!(scene.text("neighbour", "x = 1; open('kept', 'w').write('kept'); x"), "1");
+    assert_eq!(scene.text("victim", "import os; x = 1; open('kept', 'w').write('kept'); x"), "1");
+    let interpreter = victim_interpreter(&scene);
+    let target = match row.role {
+        Role::Guardian | Role::Warden | Role::Zygote => processes::one(scene.holder, row.role),
+        Role::Interpreter => interpreter.clone(),
+        Role::Init => interpreter.init(scene.holder),
+        Role::Twin => interpreter.twin(scene.holder),
+        Role::Other => unreachable!("no row names it"),
+    };
+
+    let pending = (row.moment == Moment::MidCell).then(|| {
+        // One that is to end must not end by itself before the fault is noticed.
+        let length = if row.victim == Fate::Unharmed { 2 } else { 40 };
+        let code = format!("import time; begun = time.time()\nwhile time.time() < begun + {length}: pass\nx");
+        let timeout = if row.role == Role::Interpreter { 3 } else { 50 };
+        let arguments = json!({"code": code, "session_id": "victim", "timeout": timeout});
+        let pending = scene.server().begin("execute_ipython_cell", arguments);
+        interpreter.wait_until_busy();
+        pending
+    });
+    target.send(row.signal);
+    let ends = row.signal == Signal::KILL || matches!(row.role, Role::Guardian | Role::Warden);
+    if ends {
+        wait_for("the end of the process", || target.state().is_none().then_some(()));
+    }
+    if let Some(pending) = pending {
+        let told = pending.result();
+        match row.victim {
+            Fate::Unharmed => assert_eq!(told.text().lines().next(), Some("1"), "{row:?}"),
+            Fate::PythonEnded => assert_python_ended(&told),
+            Fate::SandboxEnded => assert_sandbox_ended(&told),
+        }
+    }
+    check_fate(&scene, "victim", row.victim, row.moment);
+    check_fate(&scene, "neighbour", row.neighbour, Moment::Idle);
+    scene.assert_new_session_works("new");
+    if row.role == Role::Init && row.signal == Signal::STOP {
+        // Nothing of it can be reached any more, so that the session gets a new sandbox.
+        let reset = scene.call("reset", "victim");
+        assert_eq!((reset.is_error(), &reset.structured()["files_kept"]), (false, &json!(false)), "{}", reset.text());
+        assert_eq!(scene.text("victim", "2"), "2");
+    }
+    let log = scene.finish();
+    if home == Home::Inside {
+        let expected = usize::from(row.neighbour == Fate::SandboxEnded);
+        let errors: Vec<&str> = log.lines().filter(|line| line.contains("ERROR")).collect();
+        assert_eq!(errors.len(), expected, "{row:?}: {log}");
+    }
+}
+
+/// The interpreter that runs the cells of the victim. It says which one it is by its process id inside.
+fn victim_interpreter(scene: &Scene) -> processes::Process {
+    let inside = scene.text("victim", "os.getpid()");
+    processes::inside(scene.holder, inside.trim().parse().expect("a process id"))
+}
+
+#[track_caller]
+fn check_fate(scene: &Scene, session: &str, fate: Fate, moment: Moment) {
+    match fate {
+        // A note may say that this cell cannot be undone.
+        Fate::Unharmed => assert_eq!(scene.text(session, "x").lines().next(), Some("1")),
+        Fate::PythonEnded => {
+            if moment == Moment::Idle {
+                assert_python_ended(&scene.run(session, "x"));
+            }
+            let undone = scene.call("undo", session);
+            assert!(!undone.is_error(), "{}", undone.text());
+            assert_eq!(scene.text(session, "open('kept').read(), x"), "('kept', 1)");
+        }
+        Fate::SandboxEnded => {
+            assert_sandbox_ended(&scene.run(session, "x"));
+            assert!(scene.call("undo", session).is_error(), "nothing is left to undo");
+            let reset = scene.call("reset", session);
+            assert!(!reset.is_error(), "{}", reset.text());
+            assert_eq!(reset.structured()["files_kept"], json!(false), "{}", reset.text());
+            assert_eq!(scene.text(session, "import os; os.listdir(), 'x' in globals()"), "([], False)");
+        }
+    }
+}
+
+#[track_caller]
+fn assert_python_ended(told: &ToolResult) {
+    assert!(told.is_error() && told.text().contains("files in the working folder are kept"), "{}", told.text());
+}
+
+#[track_caller]
+fn assert_sandbox_ended(told: &ToolResult) {
+    let text = told.text();
+    assert!(told.is_error() && text.contains("files are gone") && !text.contains("are kept"), "{text}");
+}
+
+#[test]
+fn a_lost_warden_is_replaced() {
+    check_rows(Role::Warden, Home::Inside);
+}
+
+#[test]
+fn a_lost_guardian_is_replaced() {
+    check_rows(Role::Guardian, Home::Inside);
+}
+
+#[test]
+fn a_lost_zygote_is_replaced_unnoticed() {
+    check_rows(Role::Zygote, Home::Inside);
+}
+
+#[test]
+fn a_lost_init_costs_one_session_which_can_be_reset() {
+    check_rows(Role::Init, Home::Inside);
+}
+
+#[test]
+fn a_lost_interpreter_can_be_undone() {
+    check_rows(Role::Interpreter, Home::Inside);
+}
+
+#[test]
+fn a_lost_twin_is_not_noticed() {
+    check_rows(Role::Twin, Home::Inside);
+}
+
+#[test]
+fn a_keeper_survives_the_loss_of_each_of_its_processes() {
+    for role in [Role::Warden, Role::Guardian, Role::Zygote, Role::Init, Role::Interpreter, Role::Twin] {
+        let row = ROWS.iter().find(|row| row.role == role).expect("every role has a row");
+        eprintln!("{row:?} in a keeper");
+        check(row, Home::Keeper);
+    }
+}
+
+#[test]
+fn a_keeper_replaces_a_hung_warden() {
+    let hung = |row: &&Row| row.role == Role::Warden && row.signal == Signal::STOP && row.moment == Moment::MidCell;
+    check(ROWS.iter().find(hung).expect("there is such a row"), Home::Keeper);
+}
