@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, prlimit};
+use serde_json::json;
 
 use super::processes::{self, Role, wait_for};
 use super::{Home, Scene};
-use crate::support::server::MINIMAL;
+use crate::support::server::{MINIMAL, finished, program};
 use crate::support::service::Service;
 use crate::support::{is_root, skipped};
 
@@ -137,6 +138,46 @@ fn a_server_that_may_start_no_process_recovers_when_it_may() {
         assert_eq!(scene.text("first", "x = 1; x"), "1");
     }
     scene.finish();
+}
+
+/// The control groups of a server, wherever they are.
+fn groups_named_after(server: u32) -> Vec<PathBuf> {
+    let name = format!("cellblock-{server}-");
+    let (_, found, _) = finished(Command::new("find").args(["/sys/fs/cgroup", "-type", "d", "-name"]).arg(name + "*"));
+    found.lines().map(PathBuf::from).collect()
+}
+
+#[test]
+fn a_full_runtime_folder_leaves_no_groups_and_is_tried_again() {
+    if !is_root() {
+        return skipped("root (a mount namespace)");
+    }
+    fs::create_dir_all("/run/cellblock").unwrap();
+    // A file system of one page that is full: files can be made in it, but not written.
+    let fill =
+        "mount -t tmpfs -o size=4k,mode=700 none /run/cellblock && head -c 4096 /dev/zero > /run/cellblock/filler";
+    let mut command = program();
+    command.args(["mcp", "--keep-sessions", "off"]).args(MINIMAL);
+    let mut inner = Command::new("unshare");
+    inner.arg("-m").args(["sh", "-c", &format!("{fill}; exec \"$0\" \"$@\"")]);
+    inner.arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs().filter_map(|(name, value)| Some((name, value?))) {
+        inner.env(name, value);
+    }
+    let server = crate::support::server::Server::spawn(&mut inner, crate::support::server::Era::Initialize);
+    server.greet();
+    let run = || server.call("execute_ipython_cell", json!({"code": "6 * 7"}));
+    let refused = run();
+    assert!(refused.is_error() && refused.text().contains("No space left on device"), "{}", refused.text());
+    assert_eq!(groups_named_after(server.process_id()), Vec::<PathBuf>::new());
+    let inside = format!("/proc/{}/root/run/cellblock/filler", server.process_id());
+    fs::remove_file(inside).unwrap();
+    let again = run();
+    assert_eq!((again.is_error(), again.text()), (false, "42"), "a preparation that failed is tried again");
+    assert!(!groups_named_after(server.process_id()).is_empty(), "the control: it has groups now");
+    let process = server.process_id();
+    server.finish();
+    assert_eq!(groups_named_after(process), Vec::<PathBuf>::new());
 }
 
 /// Asks whether a service is ready: the status and the text.

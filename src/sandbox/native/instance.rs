@@ -2,16 +2,23 @@
 //!
 //! Each server holds a lock on a file of its own in the runtime folder; the file lists its control groups. A file whose lock is free belongs to
 //! a server that died together with its guardian. The next server to start removes what it lists.
+//!
+//! Control groups that no file lists are removed as well when nobody can need them: they have our name for the process of a server that is gone, belong
+//! to this user, were not touched for a while, and no process is in them or below them. Nothing is ever killed for that.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, SystemTime};
 
 use cellblock_jail::cgroup;
 use rustix::fs::FlockOperation;
 use tracing::info;
+
+/// The age from which an empty control group may be an orphan. A server that starts has no process in its groups for a moment.
+const ORPHAN_AGE: Duration = Duration::from_secs(60);
 
 /// How many entries this process has made.
 static REGISTERED: AtomicU32 = AtomicU32::new(0);
@@ -20,7 +27,7 @@ static REGISTERED: AtomicU32 = AtomicU32::new(0);
 pub(super) struct Instance {
     file: PathBuf,
     /// Locked as long as the server lives.
-    _lock: File,
+    lock: File,
     cgroups: Result<cgroup::Tree, String>,
 }
 
@@ -37,15 +44,19 @@ impl Instance {
         let number = REGISTERED.fetch_add(1, Ordering::Relaxed);
         let name = format!("cellblock-{}-{number}", std::process::id());
         let path = folder.join(&name);
-        let mut file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&path)?;
-        rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-        let cgroups = cgroup::Tree::make(&name);
-        if let Ok(tree) = &cgroups {
-            for folder in tree.folders() {
-                writeln!(file, "{}", folder.display())?;
-            }
+        let file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&path)?;
+        // From here on, dropping it removes what was made, also when the next step fails.
+        let mut instance = Instance { file: path, lock: file, cgroups: Err(String::new()) };
+        rustix::fs::flock(&instance.lock, FlockOperation::NonBlockingLockExclusive)?;
+        instance.cgroups = cgroup::Tree::make(&name);
+        let groups = instance.tree().map(cgroup::Tree::folders).unwrap_or_default();
+        for group in &groups {
+            writeln!(instance.lock, "{}", group.display())?;
         }
-        Ok(Instance { file: path, _lock: file, cgroups })
+        for parent in groups.iter().filter_map(|group| group.parent()) {
+            sweep_orphans(parent, &folder);
+        }
+        Ok(instance)
     }
 
     pub(super) fn tree(&self) -> Option<&cgroup::Tree> {
@@ -103,6 +114,55 @@ fn sweep_entry(path: &Path, file: &File) -> io::Result<()> {
     Ok(())
 }
 
+/// Removes control groups below `parent` that dead servers left without an entry in `entries`.
+fn sweep_orphans(parent: &Path, entries: &Path) {
+    for group in fs::read_dir(parent).into_iter().flatten().flatten() {
+        let name = group.file_name();
+        if is_orphan(&group.path(), &entries.join(&name)) {
+            remove_empty(&group.path());
+            info!("removed a control group that a dead server had left");
+        }
+    }
+}
+
+fn is_orphan(group: &Path, entry: &Path) -> bool {
+    let Some(server) = group.file_name().and_then(|name| server_of(&name.to_string_lossy())) else { return false };
+    let Ok(metadata) = group.metadata() else { return false };
+    let is_own = metadata.uid() == rustix::process::geteuid().as_raw();
+    let age = metadata.modified().ok().and_then(|time| SystemTime::now().duration_since(time).ok());
+    metadata.is_dir()
+        && is_own
+        && age.is_some_and(|age| age >= ORPHAN_AGE)
+        && !entry.exists()
+        && !Path::new("/proc").join(server.to_string()).exists()
+        && is_empty(group)
+}
+
+/// The process that a control group of ours is named after: `cellblock-PROCESS-NUMBER`.
+fn server_of(name: &str) -> Option<u32> {
+    let (process, number) = name.strip_prefix("cellblock-")?.split_once('-')?;
+    number.parse::<u32>().ok()?;
+    process.parse().ok()
+}
+
+/// Whether no process is in a control group or below it. One that cannot be read counts as used.
+fn is_empty(group: &Path) -> bool {
+    let Ok(processes) = fs::read_to_string(group.join("cgroup.procs")) else { return false };
+    let Ok(entries) = fs::read_dir(group) else { return false };
+    let mut below = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    processes.trim().is_empty() && below.all(|entry| is_empty(&entry.path()))
+}
+
+/// Removes a control group and those below it. The kernel refuses to remove one that has a process.
+fn remove_empty(group: &Path) {
+    for entry in fs::read_dir(group).into_iter().flatten().flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_empty(&entry.path());
+        }
+    }
+    let _ = fs::remove_dir(group);
+}
+
 /// A damaged file must not make us remove anything else.
 fn is_ours(group: &Path) -> bool {
     group.starts_with("/sys/fs/cgroup")
@@ -138,6 +198,43 @@ mod tests {
         fs::write(&path, "").unwrap();
         sweep_entry(&path, &file).unwrap();
         assert!(!path.exists());
+    }
+
+    /// A folder that looks like a control group with these processes, made this long ago.
+    fn group(folder: &Path, name: &str, processes: &str, age: Duration) -> PathBuf {
+        let path = folder.join(name);
+        fs::create_dir(&path).unwrap();
+        fs::create_dir(path.join("warden")).unwrap();
+        fs::write(path.join("cgroup.procs"), "").unwrap();
+        fs::write(path.join("warden/cgroup.procs"), processes).unwrap();
+        File::open(&path).unwrap().set_modified(SystemTime::now() - age).unwrap();
+        path
+    }
+
+    #[test]
+    fn a_group_is_an_orphan_only_if_nobody_can_need_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let entries = folder.path().join("instances");
+        fs::create_dir(&entries).unwrap();
+        fs::write(entries.join("cellblock-4000000001-0"), "").unwrap();
+        let own = format!("cellblock-{}-0", std::process::id());
+        // The kernel never gives a process such a number.
+        let cases = [
+            ("cellblock-4000000000-0", "", 61, true),
+            ("cellblock-4000000001-0", "", 61, false),
+            ("cellblock-4000000002-0", "1\n", 61, false),
+            ("cellblock-4000000003-0", "", 30, false),
+            (own.as_str(), "", 61, false),
+            ("cellblock-mine", "", 61, false),
+            ("system.slice", "", 61, false),
+        ];
+        for (name, processes, age, expected) in cases {
+            let path = group(folder.path(), name, processes, Duration::from_secs(age));
+            assert_eq!(is_orphan(&path, &entries.join(name)), expected, "{name}");
+        }
+        sweep_orphans(folder.path(), &entries);
+        // A folder of a real file system keeps its files; the groups below are gone.
+        assert!(folder.path().join("cellblock-4000000002-0/warden").exists());
     }
 
     #[test]
