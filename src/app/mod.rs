@@ -7,6 +7,7 @@ mod approvals;
 mod audit_command;
 mod cli;
 mod containers;
+mod descriptors;
 mod doctor;
 mod env_command;
 mod image_command;
@@ -95,7 +96,11 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     for notice in settings.notices.iter().chain(&ineffective) {
         tracing::warn!("{notice}");
     }
-    raise_descriptor_limit();
+    let open_files = descriptors::raise_limit();
+    let starts_sessions = serves || matches!(arguments.command, Command::Run(_));
+    if starts_sessions && matches!(settings.backend, BackendChoice::Native) {
+        descriptors::check(open_files)?;
+    }
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().context("could not start the runtime")?;
     let status = runtime.block_on(async {
@@ -153,14 +158,6 @@ fn print(text: &str) -> std::io::Result<()> {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         printed => printed,
     }
-}
-
-/// Every sandbox costs the server a few descriptors and the warden a dozen.
-fn raise_descriptor_limit() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let limit = getrlimit(Resource::Nofile);
-    // With the lower limit fewer sessions fit, and a launch that fails says so.
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
 /// They cost a process of 100 KiB each and save a burst of new sessions a few milliseconds.
@@ -468,12 +465,16 @@ fn sessions(
         (Warmth::Full, config::Undo::On { checkpoints, files }) => session::Undo::On { checkpoints, files },
     };
     let approvals = approvals::approvals(settings)?;
+    let max_sessions = match &settings.backend {
+        BackendChoice::Native => descriptors::sessions_within(descriptors::raise_limit(), settings.max_sessions),
+        BackendChoice::Containers(_) => settings.max_sessions,
+    };
     Ok(Sessions::new(
         backend,
         SessionSettings {
             approvals: approvals.into(),
             work_folder: work_folder(settings),
-            max_sessions: settings.max_sessions,
+            max_sessions,
             idle_timeout: settings.idle_timeout,
             undo,
             explore_parallel: settings.explore_parallel,

@@ -29,6 +29,36 @@ fn after(script: &str, command: Command) -> Command {
     shell
 }
 
+#[test]
+fn a_limit_of_open_files_that_is_too_low_is_refused_at_the_start() {
+    for limit in [32, 64, 128, 256, 512, 1023] {
+        for command in
+            [vec!["mcp", "--keep-sessions", "off"], vec!["mcp", "--keep-sessions", "on"], vec!["run", "-c", "1"]]
+        {
+            let mut program = program();
+            program.args(command).args(MINIMAL);
+            let (status, _, errors) = finished(&mut after(&format!("ulimit -n {limit}"), program));
+            assert_eq!(status, Some(2), "{limit}: {errors}");
+            assert!(
+                errors.contains(&format!("only {limit} files may be open")) && errors.contains("ulimit -Hn"),
+                "{errors}"
+            );
+        }
+    }
+    let mut control = program();
+    control.args(["run", "-c", "print(6 * 7)"]).args(MINIMAL);
+    let (status, printed, errors) = finished(&mut after("ulimit -n 1024", control));
+    assert_eq!((status, printed.trim()), (Some(0), "42"), "{errors}");
+}
+
+#[test]
+fn fewer_sessions_are_allowed_where_fewer_files_may_be_open() {
+    let scene = Scene::of(Home::Inside, &["--max-sessions", "250"], |command| after("ulimit -n 1024", command));
+    assert_eq!(scene.text("a", "6 * 7"), "42");
+    let log = scene.finish();
+    assert!(log.contains("fewer sessions than max_sessions are allowed"), "{log}");
+}
+
 /// Sets how many files a process may have open, and returns the limit that it had.
 fn limit_files(process: u32, current: Option<u64>, limit: &Rlimit) -> Rlimit {
     let pid = Pid::from_raw(process as i32).expect("a process id is positive");

@@ -1,0 +1,73 @@
+//! How many files may be open at once, and how many sessions that is enough for.
+//!
+//! The native backend needs descriptors in two processes, this one and the warden, which has the same
+//! limit. With too few of them sessions would fail one by one and late, so the limit is looked at when
+//! the program starts.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// The least with which a session starts: an interpreter finds its channel and the namespaces that it
+/// enters at numbers from 1,000 on (`jail::twin`).
+const LEAST: u64 = 1_024;
+/// What a server and its warden need beside their sessions, with the reserve of the warden.
+const OWN: u64 = 184;
+/// What one session takes in the warden: its namespaces, its rules, its sockets and processes. In the
+/// server it takes fewer.
+const PER_SESSION: u64 = 10;
+
+/// Raises the limit of this process as far as it may, and returns it.
+pub(super) fn raise_limit() -> u64 {
+    let limit = getrlimit(Resource::Nofile);
+    // With the lower limit fewer sessions fit.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+/// Refuses a limit with which no session could ever start.
+pub(super) fn check(limit: u64) -> anyhow::Result<()> {
+    anyhow::ensure!(
+        limit >= LEAST,
+        "only {limit} files may be open at once, and sessions need a limit of at least {LEAST}; raise it where this program \
+         is started, for example with `ulimit -Hn 4096`, `LimitNOFILE=4096` in a systemd unit, or `--ulimit nofile=4096` for \
+         a container"
+    );
+    Ok(())
+}
+
+/// Returns how many sessions there may be, with a warning when that is less than what was asked for.
+pub(super) fn sessions_within(limit: u64, wanted: usize) -> usize {
+    let fitting = usize::try_from(limit.saturating_sub(OWN) / PER_SESSION).unwrap_or(usize::MAX);
+    if fitting < wanted {
+        let needed = OWN + PER_SESSION * wanted as u64;
+        tracing::warn!(
+            fitting,
+            max_sessions = wanted,
+            needed,
+            "fewer sessions than max_sessions are allowed, because too few files may be open at once; raise the limit of \
+             open files (RLIMIT_NOFILE)"
+        );
+    }
+    fitting.min(wanted)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_limit_that_is_too_low_is_refused_with_a_cure() {
+        for limit in [0, 32, 512, LEAST - 1] {
+            let refusal = check(limit).unwrap_err().to_string();
+            assert!(refusal.contains(&format!("only {limit} files")) && refusal.contains("ulimit -Hn"), "{refusal}");
+        }
+        assert!(check(LEAST).is_ok() && check(u64::MAX).is_ok()); // control
+    }
+
+    #[test]
+    fn sessions_are_bounded_by_what_the_limit_allows() {
+        assert_eq!(sessions_within(1_024, 250), 84);
+        assert_eq!(sessions_within(1_024, 64), 64);
+        assert_eq!(sessions_within(u64::MAX, 10_000), 10_000);
+        assert_eq!(sessions_within(0, 5), 0);
+    }
+}
