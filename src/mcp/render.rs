@@ -77,10 +77,12 @@ pub(super) fn execution(session: &SessionId, outcome: &Outcome) -> CallToolResul
 /// Renders a cell that goes on. Its fields are those of a finished one, without what is not known yet.
 pub(super) fn underway(underway: &Underway) -> CallToolResult {
     let session = underway.session.as_str();
-    let (status, state) = match underway.ahead {
-        0 => ("running", format!("The cell is still running after {}.", Seconds(whole(underway.elapsed)))),
-        1 => ("waiting", "The cell has not begun; one other is before it.".to_owned()),
-        ahead => ("waiting", format!("The cell has not begun; {ahead} others are before it.")),
+    let elapsed = Seconds(whole(underway.elapsed));
+    let (status, state) = match (underway.ahead, &underway.waits_for) {
+        (0, None) => ("running", format!("The cell is still running after {elapsed}.")),
+        (0, Some(why)) => ("waiting", format!("The cell has not begun after {elapsed}: {why}.")),
+        (1, _) => ("waiting", "The cell has not begun; one other is before it.".to_owned()),
+        (ahead, _) => ("waiting", format!("The cell has not begun; {ahead} others are before it.")),
     };
     let mut page = Page::default();
     if underway.omitted > 0 {

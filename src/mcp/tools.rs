@@ -893,6 +893,7 @@ pub(super) mod tests {
             handle: "0123456789abcdef0123456789abcdef".parse().unwrap(),
             session: SessionId::default_session(),
             ahead: 0,
+            waits_for: None,
             elapsed: Duration::from_secs(50),
             text: "epoch 1\n".to_owned(),
             omitted: 3,
@@ -903,6 +904,15 @@ pub(super) mod tests {
         let schema = catalogue.get(ToolName::Execute).output_schema.as_deref().unwrap();
         assert_eq!(violations(&Value::Object(schema.clone()), &told, ""), Vec::<String>::new());
         assert_eq!(told["status"], "running");
+
+        let waits_for = Some("its session is still starting".to_owned());
+        let told = super::super::render::underway(&Underway { waits_for, ..underway });
+        let told = told.structured_content.unwrap();
+        assert_eq!(violations(&Value::Object(schema.clone()), &told, ""), Vec::<String>::new());
+        assert_eq!(told["status"], "waiting");
+        let text = told["text"].as_str().unwrap();
+        assert!(text.contains("has not begun after 50 s: its session is still starting."), "{text}");
+        assert!(!text.contains("still running"), "{text}");
     }
 
     #[test]

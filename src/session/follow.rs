@@ -19,6 +19,7 @@ use super::{
     Checked, ExecuteRequest, Executed, LARGEST_CODE, News, Outcome, Principal, Refused, SessionId, Sessions, Underway,
     Which, most_undone,
 };
+use crate::sandbox::Preparation;
 
 /// How long it must be quiet after a question: those of several threads or tasks are then asked together.
 const TOGETHER: Duration = Duration::from_millis(50);
@@ -59,7 +60,7 @@ impl Sessions {
                 let outcome = answer_at_once(&entry, &execution, &ending)?;
                 Ok(Executed::Finished(self.told(owner, id, outcome)))
             }
-            None => Ok(Executed::Underway(underway(id, &entry, &execution, max_chars).await)),
+            None => Ok(Executed::Underway(self.underway(id, &entry, &execution, max_chars).await)),
         }
     }
 
@@ -80,7 +81,7 @@ impl Sessions {
         let Some(execution) = execution else { return Ok(Checked::Nothing) };
         entry.shared.touch();
         let Some(ending) = ended(&entry, &execution, Some(wait), None, &news).await else {
-            return Ok(Checked::Underway(underway(&id, &entry, &execution, max_chars).await));
+            return Ok(Checked::Underway(self.underway(&id, &entry, &execution, max_chars).await));
         };
         let Collected { ending, again } = entry.shared.docket.collect(&execution, &ending);
         let outcome = self.told(owner, &id, ending?);
@@ -125,6 +126,37 @@ impl Sessions {
         self.count_cell(owner)?;
         let execution = self.enter(&entry, request).map_err(|silence| self.explained(owner, id, silence))?;
         Ok((entry, execution))
+    }
+
+    /// Describes an execution that goes on, with what it printed since it was last described.
+    async fn underway(&self, id: &SessionId, entry: &Entry, execution: &Execution, max_chars: usize) -> Underway {
+        let (reply, answer) = oneshot::channel();
+        let look = Command::Look { request: execution.request, max_chars, reply };
+        let glance = match entry.commands.send(look).await {
+            Ok(()) => answer.await.ok().flatten().unwrap_or_default(),
+            Err(_) => Glance::default(),
+        };
+        let mut waits_for = None;
+        let (ahead, since) = match execution.stage() {
+            Stage::Waiting { ahead, held } => {
+                let is_starting = entry.shared.facts().state == "starting";
+                let preparation = self.preparation();
+                waits_for = (ahead == 0).then(|| waiting_reason(held, is_starting, &preparation.borrow()));
+                (ahead, execution.entered)
+            }
+            Stage::Running { since } => (0, since),
+            Stage::Ended(_) => (0, execution.entered),
+        };
+        Underway {
+            handle: execution.handle.clone(),
+            session: id.clone(),
+            ahead,
+            waits_for,
+            elapsed: since.elapsed(),
+            text: glance.text,
+            omitted: glance.omitted,
+            asks: execution.questions().borrow().clone(),
+        }
     }
 
     /// Puts code on a session's docket and submits it.
@@ -240,6 +272,16 @@ async fn heard_out(execution: &Execution, news: &News) -> Arc<Ending> {
     }
 }
 
+/// Says why the first execution of a session has not begun.
+fn waiting_reason(held: bool, is_starting: bool, preparation: &Preparation) -> String {
+    match (held, is_starting, preparation) {
+        (true, _, _) => "the server runs as many cells as it may".to_owned(),
+        (false, true, Preparation::Working { step, .. }) => format!("its session is still starting ({step})"),
+        (false, true, _) => "its session is still starting".to_owned(),
+        (false, false, _) => "its session is not ready yet".to_owned(),
+    }
+}
+
 fn waiting_news(ahead: usize, held: bool) -> String {
     match ahead {
         0 if held => "waiting: the server runs as many cells as it may".to_owned(),
@@ -256,28 +298,4 @@ fn answer_at_once(entry: &Entry, execution: &Arc<Execution>, ending: &Ending) ->
         return Err(refused.clone());
     }
     entry.shared.docket.collect(execution, ending).ending
-}
-
-/// Describes an execution that goes on, with what it printed since it was last described.
-async fn underway(id: &SessionId, entry: &Entry, execution: &Execution, max_chars: usize) -> Underway {
-    let (reply, answer) = oneshot::channel();
-    let look = Command::Look { request: execution.request, max_chars, reply };
-    let glance = match entry.commands.send(look).await {
-        Ok(()) => answer.await.ok().flatten().unwrap_or_default(),
-        Err(_) => Glance::default(),
-    };
-    let (ahead, since) = match execution.stage() {
-        Stage::Waiting { ahead, .. } => (ahead, execution.entered),
-        Stage::Running { since } => (0, since),
-        Stage::Ended(_) => (0, execution.entered),
-    };
-    Underway {
-        handle: execution.handle.clone(),
-        session: id.clone(),
-        ahead,
-        elapsed: since.elapsed(),
-        text: glance.text,
-        omitted: glance.omitted,
-        asks: execution.questions().borrow().clone(),
-    }
 }

@@ -61,6 +61,7 @@ async fn a_long_cell_is_followed_to_its_end_and_can_be_asked_for_again() {
     let before = Instant::now();
     let underway = setting.leave_running("a", "print one\nsleep 5\nprint two\nsleep 5\nprint three", 2 * SECOND).await;
     assert_eq!((underway.text.as_str(), underway.omitted, underway.ahead), ("one\n", 0, 0));
+    assert_eq!(underway.waits_for, None);
     assert_eq!((before.elapsed(), underway.elapsed), (2 * SECOND, 2 * SECOND));
     assert_eq!(underway.session, id("a"));
     let this = Which::This(underway.handle);
@@ -274,6 +275,7 @@ async fn a_running_cell_never_counts_as_idle_and_its_outcome_waits_as_long_as_an
 async fn a_start_that_fails_after_the_caller_left_can_be_asked_about() {
     let setting = setting_with(FakeBackend::unprepared(), SessionSettings::default());
     let underway = setting.leave_running("a", "print x", SECOND).await;
+    assert_eq!(underway.waits_for.as_deref(), Some("its session is still starting (preparing)"));
     setting.backend.prepare(Preparation::Failed { why: "no network".to_owned() });
     for which in [Which::This(underway.handle), of("a")] {
         let refused = setting.check_for(&which, SECOND).await.unwrap_err();

@@ -23,6 +23,9 @@ pub struct Underway {
     pub session: SessionId,
     /// Executions of the same session that come first; zero when it runs.
     pub ahead: usize,
+    /// Why it has not begun although none comes first, as the end of "it has not begun: …".
+    #[serde(default)]
+    pub waits_for: Option<String>,
     /// Since it began to run, or to wait.
     pub elapsed: Duration,
     /// What was printed since the last answer about it, the newest part of it.
