@@ -247,6 +247,9 @@ pub enum Event {
     Broken { why: String },
 }
 
+/// A message, and its descriptors unless there was no room for them.
+pub type Received<M> = (M, io::Result<Vec<OwnedFd>>);
+
 /// Makes a pair of connected packet sockets.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (one, other) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
@@ -282,8 +285,7 @@ pub fn receive<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<(M, 
 
 /// Receives like `receive`, but returns a message also when this process has no room for its
 /// descriptors. The outer error is about the socket, the inner one about the descriptors.
-#[expect(clippy::type_complexity, reason = "two results that mean different things")]
-pub fn receive_or_lose<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<(M, io::Result<Vec<OwnedFd>>)>> {
+pub fn receive_or_lose<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<Received<M>>> {
     // A look at the length first: a buffer for the largest message would be memory of every process that is forked from this one.
     let look = RecvFlags::PEEK | RecvFlags::TRUNC;
     let (_, length) = rustix::io::retry_on_intr(|| rustix::net::recv(&socket, &mut [0; 1], look))?;

@@ -306,8 +306,12 @@ impl Inner {
     async fn prepared(&self) -> Result<Arc<Jail>, LaunchError> {
         let ending = || LaunchError::Preparation { why: "the server is ending".to_owned() };
         let mut preparation = self.preparation.subscribe();
-        if matches!(&*preparation.borrow_and_update(), Preparation::Failed { .. }) {
+        let now = preparation.borrow_and_update().clone();
+        if now != Preparation::Ready {
+            // Whatever pause there is before the next attempt, it ends now.
             self.again.notify_one();
+        }
+        if let Preparation::Failed { .. } = now {
             let _ = tokio::time::timeout(SECOND_CHANCE, preparation.changed()).await;
         }
         loop {
@@ -365,6 +369,8 @@ impl Inner {
             {
                 warn!(%error, "no sandbox could be made for the pool");
                 tokio::time::sleep(REST).await;
+                // Without a warm Python each attempt would fail, and say so in the log.
+                let _ = self.preparation.subscribe().wait_for(|state| *state == Preparation::Ready).await;
             }
         }
     }
