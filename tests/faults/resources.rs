@@ -114,6 +114,22 @@ fn a_server_without_descriptors_recovers_when_it_has_some() {
     scene.finish();
 }
 
+#[test]
+fn sessions_that_start_at_once_wait_for_each_other() {
+    let scene = Scene::without_pool(|command| command);
+    let begin = |number: usize| {
+        let arguments = json!({"code": "6 * 7", "session_id": format!("session-{number}")});
+        scene.server().begin("execute_ipython_cell", arguments)
+    };
+    let all: Vec<_> = (0..30).map(begin).collect();
+    for pending in all {
+        let told = pending.result();
+        assert_eq!((told.is_error(), told.text()), (false, "42"));
+    }
+    let log = scene.finish();
+    assert!(!log.contains("ERROR") && !log.contains("WARN"), "{log}");
+}
+
 /// A control group that limits the number of processes.
 struct Crowd(PathBuf);
 
