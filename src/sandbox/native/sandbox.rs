@@ -283,13 +283,14 @@ impl NativeSandbox {
             Fresh::Emptied => b"e",
         };
         self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await?;
+        let deaths = self.warden.zygote_deaths();
         match self.interpreter_from(Origin::Zygote, false, gate).await {
-            // The warm interpreter may have died just now. The warden has told so first, so the next fork waits for another one.
-            Err(LaunchError::Start { .. }) if self.is_alive() => {
+            // The warm interpreter has died. The warden has told so first, so the next fork waits for another one.
+            Err(LaunchError::Start { .. }) if self.warden.zygote_deaths() != deaths => {
                 self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await?;
                 self.interpreter_from(Origin::Zygote, false, gate).await
             }
-            // One that was only slow may still come, so that another one must not be asked for.
+            // One that was refused would be refused again, and one that was only slow may still come.
             made => made,
         }
     }

@@ -116,6 +116,8 @@ struct State {
     warden: OnceLock<OwnedFd>,
     /// The number of the last heartbeat that was answered.
     answered: AtomicU32,
+    /// Warm interpreters that have ended.
+    zygote_deaths: AtomicU32,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -170,6 +172,7 @@ impl Warden {
             jail: watch::Sender::new(JailState::Starting),
             warden: OnceLock::new(),
             answered: AtomicU32::new(0),
+            zygote_deaths: AtomicU32::new(0),
         });
         tokio::spawn(listen(Arc::clone(&socket), Arc::clone(&state)));
         Ok(Warden {
@@ -235,6 +238,11 @@ impl Warden {
         let mut jail = self.state.jail.subscribe();
         let state = jail.wait_for(wanted).await.expect("this value holds the sender");
         state.failure().unwrap_or_default().to_owned()
+    }
+
+    /// Counts the warm interpreters that have ended.
+    pub(super) fn zygote_deaths(&self) -> u32 {
+        self.state.zygote_deaths.load(Ordering::Relaxed)
     }
 
     /// Whether the jail has ended.
@@ -436,6 +444,7 @@ async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
         };
         debug!(?event, "the jail tells");
         if let Event::ZygoteEnded { was_warm: true, words } = &event {
+            state.zygote_deaths.fetch_add(1, Ordering::Relaxed);
             deaths.retain(|death| death.elapsed() < Duration::from_secs(60));
             deaths.push(Instant::now());
             if deaths.len() < MOST_ZYGOTE_DEATHS {
