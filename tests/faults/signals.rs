@@ -163,7 +163,13 @@ fn check_fate(scene: &Scene, session: &str, fate: Fate, moment: Moment) {
                 assert_python_ended(&scene.server().call("execute_ipython_cell", arguments));
             }
             let undone = scene.call("undo", session);
-            assert!(!undone.is_error(), "{}", undone.text());
+            if undone.is_error() {
+                // The fault came before the state after the last cell was copied, and the answer says which ones are kept.
+                assert!(undone.text().contains("These numbers of cells can"), "{}", undone.text());
+                assert!(!scene.call("reset", session).is_error());
+                assert_eq!(scene.text(session, "open('kept').read()"), "'kept'");
+                return;
+            }
             assert_eq!(scene.text(session, "open('kept').read(), x"), "('kept', 1)");
         }
         Fate::SandboxEnded => {
