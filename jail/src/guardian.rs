@@ -13,13 +13,14 @@ use std::process::ExitCode;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
+use rustix::thread::UnshareFlags;
 use serde::{Deserialize, Serialize};
 
 use crate::identity::Identity;
 use crate::root::{self, RootError, Tree};
 use crate::sys::{self, Forked};
 use crate::wire::{self, Event, FamilyId, Setup};
-use crate::{cgroup, idmap, warden};
+use crate::{cgroup, idmap, probe, warden};
 
 /// The argument that makes the server's binary a guardian.
 pub const ARGUMENT: &str = "--cellblock-jail-guardian";
@@ -91,8 +92,7 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
         }
         Ok(Forked::Parent(pid)) => pid,
         Err(error) => {
-            let error = RootError::new("could not make a user namespace", error);
-            return report(&commands, &error);
+            return tell(&commands, refused_kind().refusal(&error));
         }
     };
     drop(theirs);
@@ -123,10 +123,32 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
 
 /// Tells the server why there is no jail. A server that is gone needs no answer.
 fn report(commands: &OwnedFd, error: &RootError) -> io::Result<()> {
-    match wire::send(commands, &Event::Broken { why: chain(error) }, &[]) {
+    tell(commands, chain(error))
+}
+
+fn tell(commands: &OwnedFd, why: String) -> io::Result<()> {
+    match wire::send(commands, &Event::Broken { why }, &[]) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         sent => sent,
     }
+}
+
+/// Finds the namespace that cannot be made when all of them together cannot, by making them one
+/// after the other.
+fn refused_kind() -> probe::Kind {
+    let flags = |kind: &probe::Kind| UnshareFlags::from_bits_retain(kind.flag as u32);
+    let refused = match sys::clone_process(probe::USER.flag) {
+        Err(_) => return probe::USER,
+        Ok(Forked::Child) => {
+            let refused = probe::OTHERS.iter().position(|kind| sys::unshare(flags(kind)).is_err());
+            sys::exit_now(refused.map_or(probe::OTHERS.len(), |position| position) as i32)
+        }
+        Ok(Forked::Parent(pid)) => match rustix::process::waitpid(Some(pid), WaitOptions::empty()) {
+            Ok(Some((_, status))) => status.exit_status(),
+            _ => None,
+        },
+    };
+    refused.and_then(|position| probe::OTHERS.get(position as usize)).copied().unwrap_or(probe::USER)
 }
 
 /// The words of an error and of its causes.

@@ -1,6 +1,8 @@
 //! What this machine can enforce, found out by looking and by trying.
 
 use std::fs;
+use std::io;
+use std::path::Path;
 
 use landlock::{ABI, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
 
@@ -53,6 +55,79 @@ pub fn user_namespaces() -> Finding {
     Finding::works("user namespaces can be made")
 }
 
+/// A kind of namespace that the jail needs: the flag that makes it, its word, and the setting that
+/// limits how many a user may have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Kind {
+    pub(crate) flag: libc::c_int,
+    name: &'static str,
+    limit: &'static str,
+}
+
+pub(crate) const USER: Kind = Kind { flag: libc::CLONE_NEWUSER, name: "user", limit: "user.max_user_namespaces" };
+/// What every sandbox has beside it.
+pub(crate) const OTHERS: [Kind; 6] = [
+    Kind { flag: libc::CLONE_NEWNS, name: "mount", limit: "user.max_mnt_namespaces" },
+    Kind { flag: libc::CLONE_NEWPID, name: "pid", limit: "user.max_pid_namespaces" },
+    Kind { flag: libc::CLONE_NEWNET, name: "network", limit: "user.max_net_namespaces" },
+    Kind { flag: libc::CLONE_NEWIPC, name: "ipc", limit: "user.max_ipc_namespaces" },
+    Kind { flag: libc::CLONE_NEWUTS, name: "uts", limit: "user.max_uts_namespaces" },
+    Kind { flag: libc::CLONE_NEWCGROUP, name: "cgroup", limit: "user.max_cgroup_namespaces" },
+];
+
+impl Kind {
+    /// Says which namespace was refused, why, and what to do about it.
+    pub(crate) fn refusal(self, error: &io::Error) -> String {
+        self.refusal_in(error, container(Path::new("/")), is_filtered())
+    }
+
+    fn refusal_in(self, error: &io::Error, container: Option<&str>, filtered: bool) -> String {
+        let Kind { name, limit, .. } = self;
+        let cure = match error.raw_os_error() {
+            // The kernel's word for a limit that is used up.
+            Some(libc::ENOSPC) => format!("sysctl -w {limit}=10000"),
+            Some(libc::EPERM | libc::EACCES | libc::ENOSYS) => match container {
+                Some(cure) => cure.to_owned(),
+                None if filtered => format!(
+                    "a seccomp filter of whoever started this process forbids it. In a unit of systemd, remove \
+                     RestrictNamespaces= and SystemCallFilter=, or allow {name} namespaces there"
+                ),
+                None => {
+                    "a security module such as AppArmor or SELinux forbids it; allow `userns_create` to this program"
+                        .to_owned()
+                }
+            },
+            _ => return format!("could not make a {name} namespace: {error}"),
+        };
+        format!("could not make a {name} namespace: {error}; cure: {cure}")
+    }
+}
+
+/// Whether this process runs under a seccomp filter already.
+fn is_filtered() -> bool {
+    fs::read_to_string("/proc/self/status").is_ok_and(|text| text.lines().any(|line| line == "Seccomp:\t2"))
+}
+
+/// What lets namespaces be made in the kind of container that this process is in, if it is in one.
+pub fn container(root: &Path) -> Option<&'static str> {
+    // The kubelet writes this line into every pod, also into one without a service account.
+    let hosts = fs::read_to_string(root.join("etc/hosts")).unwrap_or_default();
+    if hosts.starts_with("# Kubernetes-managed hosts file") {
+        Some(
+            "in Kubernetes, set `seccompProfile: {type: Unconfined}` and `procMount: Unmasked` in the container's securityContext, and \
+             `hostUsers: false` in the pod",
+        )
+    } else if root.join("run/.containerenv").exists() {
+        Some("inside Podman, start the container with --security-opt seccomp=unconfined --security-opt unmask=ALL")
+    } else if root.join(".dockerenv").exists() {
+        Some(
+            "inside Docker, start the container with --security-opt seccomp=unconfined --security-opt systempaths=unconfined",
+        )
+    } else {
+        None
+    }
+}
+
 /// Whether the jail may trace its own processes, which is how interpreters enter their sandboxes.
 pub fn tracing() -> Finding {
     // The other values of this switch restrict whom one may trace; the jail has the rights that they ask for.
@@ -95,5 +170,49 @@ pub fn seccomp() -> Finding {
         Finding::works("seccomp allowlist")
     } else {
         Finding::missing("the kernel has no seccomp filters", "use a kernel with CONFIG_SECCOMP_FILTER")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn network() -> Kind {
+        *OTHERS.iter().find(|kind| kind.flag == libc::CLONE_NEWNET).unwrap()
+    }
+
+    #[test]
+    fn a_namespace_that_is_used_up_names_its_own_limit() {
+        let error = io::Error::from_raw_os_error(libc::ENOSPC);
+        let told = network().refusal_in(&error, None, false);
+        assert!(told.contains("could not make a network namespace"), "{told}");
+        assert!(told.ends_with("cure: sysctl -w user.max_net_namespaces=10000"), "{told}");
+        assert!(USER.refusal_in(&error, None, false).ends_with("user.max_user_namespaces=10000"));
+    }
+
+    #[test]
+    fn a_forbidden_namespace_names_who_forbids_it() {
+        let error = io::Error::from_raw_os_error(libc::EPERM);
+        assert!(network().refusal_in(&error, None, true).contains("RestrictNamespaces="));
+        assert!(network().refusal_in(&error, None, false).contains("AppArmor"));
+        assert!(network().refusal_in(&error, Some("leave the container"), true).ends_with("cure: leave the container"));
+        // Control: an error of another kind gets no cure that does not fit.
+        let other = io::Error::from_raw_os_error(libc::ENOMEM);
+        assert!(!network().refusal_in(&other, None, true).contains("cure"));
+    }
+
+    #[test]
+    fn each_kind_of_container_has_a_cure_of_its_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        assert_eq!(container(root), None);
+        fs::write(root.join(".dockerenv"), "").unwrap();
+        assert!(container(root).unwrap().contains("Docker"));
+        fs::create_dir(root.join("run")).unwrap();
+        fs::write(root.join("run/.containerenv"), "").unwrap();
+        assert!(container(root).unwrap().contains("Podman"));
+        fs::create_dir(root.join("etc")).unwrap();
+        fs::write(root.join("etc/hosts"), "# Kubernetes-managed hosts file.\n127.0.0.1\tlocalhost\n").unwrap();
+        assert!(container(root).unwrap().contains("Kubernetes"));
     }
 }

@@ -98,8 +98,10 @@ fn as_text(report: &Report, settings: &Settings) -> Result<String, std::fmt::Err
             write_layers(&mut text, isolation, is_native)?;
         }
         Some(Err(error)) => {
-            writeln!(text, "A sandbox cannot be made here: {error}")?;
-            if let Some(cure) = cure(error).filter(|_| is_native) {
+            let (error, cure) = (error.to_string(), cure(error).filter(|_| is_native));
+            let told = cure.as_ref().map_or(error.as_str(), |cure| error.trim_end_matches(&format!("; cure: {cure}")));
+            writeln!(text, "A sandbox cannot be made here: {told}")?;
+            if let Some(cure) = cure {
                 writeln!(text, "Cure: {cure}")?;
             }
         }
@@ -155,23 +157,20 @@ fn cure_of(kind: LayerKind) -> Option<&'static str> {
             Some("start the server as root; it gives up root's rights for everything that runs code")
         }
         LayerKind::Resources => Some(
-            "start the server as root, or inside a delegated cgroup: systemd-run --user --scope -p Delegate=yes cellblock …",
+            "start the server as root, or let systemd delegate a control group: docs/isolation.md, section Control groups",
         ),
         LayerKind::Landlock => Some("use Linux 6.2 or newer"),
         _ => None,
     }
 }
 
+/// What an operator can do so that sandboxes start. A refused namespace brings its own cure with
+/// it.
 fn cure(error: &LaunchError) -> Option<String> {
-    let namespaces = probe::user_namespaces();
     match error {
-        LaunchError::Start { .. } | LaunchError::LayerMissing { kind: LayerKind::Namespaces, .. } => {
-            namespaces.cure.or_else(|| {
-                std::path::Path::new("/.dockerenv").exists().then(|| {
-                    "inside Docker, start the container with --security-opt seccomp=unconfined --security-opt systempaths=unconfined"
-                        .to_owned()
-                })
-            })
+        LaunchError::Start { why } | LaunchError::LayerMissing { kind: LayerKind::Namespaces, why } => {
+            let told = why.split_once("; cure: ").map(|(_, cure)| cure.to_owned());
+            told.or_else(|| probe::container(std::path::Path::new("/")).map(str::to_owned))
         }
         _ => None,
     }
