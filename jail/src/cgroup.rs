@@ -1,8 +1,20 @@
 //! Limits for whole sandboxes: control groups, version 2 and version 1.
 //!
-//! A server makes one folder of its own below the group it was started in, and in it one group for the warden and one per sandbox. On a
-//! version 1 system each controller has its own tree, so a group is several folders. The server itself stays where it is, except under version 2,
-//! where a group with processes cannot hand controllers on: there it moves into a leaf first.
+//! A server has one folder of its own, and in it one group for the guardian and the warden and one
+//! per sandbox. On a version 1 system each controller has its own tree, so a group is several
+//! folders. Under version 2 the folder is in one of these places:
+//!
+//! ```text
+//! UNIT/cellblock-PID-N         the unit of the server, if systemd has delegated it
+//! UNIT/cellblock-PID-N-server  the server itself, if it was directly in UNIT
+//! SCOPE/cellblock-PID-N        a scope that systemd has made for the guardian
+//! cellblock-PID-N              the top of the tree, for root, where systemd cannot be asked
+//! OWN/cellblock-PID-N          the group of the server, where there is no systemd
+//! ```
+//!
+//! A group with processes cannot hand controllers on, so a server that is in UNIT or OWN moves into
+//! a leaf. The leaf is beside the folder and not below: whoever removes the folder kills everything
+//! in it.
 //!
 //! Everything here is plain files. Removing is done by whoever comes last: the server, the guardian, or the sweep at the next start.
 
@@ -16,6 +28,14 @@ use std::time::Duration;
 const CONTROLLERS: [&str; 4] = ["memory", "pids", "cpu", "freezer"];
 /// The controller of a version 1 system that counts processor time. Often it shares the tree of `cpu`; where it is missing, nothing is counted.
 const COUNTER: &str = "cpuacct";
+/// The controllers we use on a version 2 system.
+const CONTROLLERS_OF_TWO: [&str; 3] = ["memory", "pids", "cpu"];
+/// The group of the guardian and the warden.
+pub const WARDEN: &str = "warden";
+/// Ends the name of the group that a server moves into under version 2.
+pub const SERVER: &str = "-server";
+/// Exists where systemd manages the machine, which `sd_booted(3)` documents.
+const SYSTEMD: &str = "/run/systemd/system";
 
 /// What a group may use.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -29,7 +49,13 @@ pub struct Limits {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Tree {
     /// One folder for everything.
-    Two { folder: PathBuf },
+    Two {
+        folder: PathBuf,
+        /// The group that the server had to move into, beside the folder.
+        server: Option<PathBuf>,
+        /// Whether CPU time can be limited. systemd may delegate memory and processes only.
+        limits_cpu: bool,
+    },
     /// One folder per controller, in the order of `CONTROLLERS`; then that of `COUNTER`, if it has a tree of its own.
     One { folders: Vec<PathBuf> },
 }
@@ -72,35 +98,110 @@ enum Version {
     Two,
 }
 
+/// Why a server's groups cannot be made without help.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    pub why: String,
+    /// The unit of this process, when systemd manages the tree and can be asked for a scope.
+    pub unit: Option<Unit>,
+}
+
+/// A unit of systemd that a process is in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unit {
+    group: PathBuf,
+    /// Whether the user's own systemd manages it.
+    pub of_user_manager: bool,
+    /// The slice of a service.
+    pub slice: Option<String>,
+}
+
 impl Tree {
-    /// Makes the folder of one server, named `name`, below the group this process is in. Says why when that is not possible here.
-    pub fn make(name: &str) -> Result<Tree, String> {
-        let membership = fs::read_to_string("/proc/self/cgroup").map_err(|error| error.to_string())?;
-        let mounts = fs::read_to_string("/proc/self/mountinfo").map_err(|error| error.to_string())?;
-        Tree::make_from(&membership, &mounts, name)
+    /// Makes the folder of one server, named `name`, in a place that needs no permission: below the
+    /// unit of this process if it is delegated, below its group where there is no systemd.
+    /// `guardian` was started by this process and will enter the folder.
+    pub fn make(name: &str, guardian: u32) -> Result<Tree, Refusal> {
+        let hopeless = |why: String| Refusal { why, unit: None };
+        let (membership, located) = look().map_err(hopeless)?;
+        let (own, top) = match located {
+            Located::One(parents) => return make_version_one(&parents, name).map_err(hopeless),
+            Located::Two { own, top } => (own, top),
+            Located::Nothing(why) => return Err(hopeless(why)),
+        };
+        let Some(unit) = Unit::of(&membership, &own).filter(|_| Path::new(SYSTEMD).exists()) else {
+            return make_version_two(&own, name, &[guardian], &[std::process::id()]).or_else(|why| {
+                // Root may still have a group of its own at the top.
+                if is_root() { make_version_two(&top, name, &[], &[]) } else { Err(why) }.map_err(hopeless)
+            });
+        };
+        if !unit.is_delegated() {
+            return Err(Refusal { why: "no control group is delegated to this process".to_owned(), unit: Some(unit) });
+        }
+        Tree::make_in_unit(&unit, name, guardian).map_err(|why| Refusal { why, unit: Some(unit) })
     }
 
-    fn make_from(membership: &str, mounts: &str, name: &str) -> Result<Tree, String> {
-        match locate(membership, mounts) {
-            Located::One(parents) => {
-                let folders: Vec<PathBuf> = parents.iter().map(|parent| parent.join(name)).collect();
-                for folder in &folders {
-                    make_folder(folder)?;
-                }
-                Ok(Tree::One { folders })
-            }
-            Located::Two { own, top } => make_version_two(&own, name).or_else(|why| {
-                // Where nothing is delegated to it, root may still have a group of its own at the top, as container engines have.
-                if rustix::process::geteuid().is_root() { make_version_two(&top, name) } else { Err(why) }
-            }),
-            Located::Nothing(why) => Err(why),
+    /// Makes the folder below the unit of this process, which is delegated.
+    pub fn make_in_unit(unit: &Unit, name: &str, guardian: u32) -> Result<Tree, String> {
+        // A keeper is started by a server that stays in the same scope. In a service that one must
+        // stay where systemd puts it: a group that hands controllers on takes no process, so the
+        // service could not be restarted while sessions are kept.
+        let starter = parent_of_same_program().filter(|_| unit.is_scope());
+        let servers: Vec<u32> = std::iter::once(std::process::id()).chain(starter).collect();
+        make_version_two(&unit.group, name, &[guardian], &servers)
+    }
+
+    /// Makes the folder in the scope that systemd has moved the guardian into.
+    pub fn make_in_scope(name: &str, guardian: u32) -> Result<Tree, String> {
+        let group = Group::of_process(guardian).map_err(|error| error.to_string())?;
+        make_version_two(&group.folders[0], name, &[guardian], &[])
+    }
+
+    /// Makes the folder at the top of the tree, which belongs to systemd; for root, when systemd
+    /// cannot be asked.
+    pub fn make_at_top(name: &str) -> Result<Tree, String> {
+        match look()?.1 {
+            Located::Two { top, .. } => make_version_two(&top, name, &[], &[]),
+            _ => Err("there is no tree of version 2".to_owned()),
+        }
+    }
+
+    /// Tells whether CPU time is limited.
+    pub fn limits_cpu(&self) -> bool {
+        match self {
+            Tree::Two { limits_cpu, .. } => *limits_cpu,
+            Tree::One { .. } => true,
+        }
+    }
+
+    /// Everything that may be left when the server is gone.
+    pub fn traces(&self) -> Vec<PathBuf> {
+        let server = match self {
+            Tree::Two { server, .. } => server.clone(),
+            Tree::One { .. } => None,
+        };
+        self.folders().into_iter().chain(server).collect()
+    }
+
+    /// Removes the folders when the guardian is gone, and moves this process back to where it was.
+    /// Doing so twice is harmless.
+    pub fn remove(&self) {
+        for folder in self.folders() {
+            remove_tree(&folder);
+        }
+        if let Tree::Two { server: Some(server), .. } = self
+            && let Some(parent) = server.parent().filter(|_| server.exists())
+        {
+            let _ = take_controllers_back(parent);
+            let _ = move_process(std::process::id(), parent);
+            // A server that started this one may still be in there.
+            let _ = fs::remove_dir(server);
         }
     }
 
     /// The folders that must be removed when the server is gone.
     pub fn folders(&self) -> Vec<PathBuf> {
         match self {
-            Tree::Two { folder } => vec![folder.clone()],
+            Tree::Two { folder, .. } => vec![folder.clone()],
             Tree::One { folders } => folders.clone(),
         }
     }
@@ -128,7 +229,7 @@ impl Tree {
     /// Makes a family that may hold this much memory.
     pub fn family(&self, name: &str, memory: u64) -> io::Result<Family> {
         let folder = match self {
-            Tree::Two { folder } => folder,
+            Tree::Two { folder, .. } => folder,
             // Memory is the first controller.
             Tree::One { folders } => &folders[0],
         };
@@ -406,37 +507,152 @@ fn make_folder(folder: &Path) -> Result<(), String> {
     }
 }
 
+impl Unit {
+    /// Finds the innermost unit in what `/proc/PID/cgroup` says of a process whose group is `own`.
+    fn of(membership: &str, own: &Path) -> Option<Unit> {
+        let path = membership.lines().find_map(|line| line.strip_prefix("0::"))?;
+        let names: Vec<&str> = path.trim_matches('/').split('/').collect();
+        let ends = |name: &str, suffix: &str| name.len() > suffix.len() && name.ends_with(suffix);
+        let position = names.iter().rposition(|name| ends(name, ".service") || ends(name, ".scope"))?;
+        let is_scope = ends(names[position], ".scope");
+        let manager = names[..position].iter().rposition(|name| name.starts_with("user@") && ends(name, ".service"));
+        let slices = &names[manager.map_or(0, |manager| manager + 1)..position];
+        let slice = slices.last().filter(|name| !is_scope && ends(name, ".slice"));
+        Some(Unit {
+            group: own.ancestors().nth(names.len() - 1 - position)?.to_owned(),
+            of_user_manager: manager.is_some(),
+            slice: slice.map(|name| (*name).to_owned()),
+        })
+    }
+
+    /// Its name, such as `cellblock.service`.
+    pub fn name(&self) -> &str {
+        self.group.file_name().and_then(|name| name.to_str()).unwrap_or_default()
+    }
+
+    /// A scope is made once, around processes that exist. In the group of a service systemd starts
+    /// processes.
+    fn is_scope(&self) -> bool {
+        self.name().ends_with(".scope")
+    }
+
+    /// Tells whether systemd leaves everything below this group to us. It marks such groups, for
+    /// root since version 236 and for everybody since 251. Before, only the owner tells: the
+    /// system's manager gives a group to a user when it delegates it, but the groups of the user's
+    /// own manager all belong to that user.
+    pub fn is_delegated(&self) -> bool {
+        let marked = ["user.delegate", "trusted.delegate"].iter().any(|name| {
+            let mut value = [0; 1];
+            rustix::fs::getxattr(&self.group, *name, &mut value) == Ok(1) && value == *b"1"
+        });
+        let owned = || {
+            use std::os::unix::fs::MetadataExt;
+            fs::metadata(&self.group).is_ok_and(|found| found.uid() == rustix::process::geteuid().as_raw())
+        };
+        marked || !is_root() && !self.of_user_manager && owned()
+    }
+}
+
+fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+/// Reads where this process is.
+fn look() -> Result<(String, Located), String> {
+    let membership = fs::read_to_string("/proc/self/cgroup").map_err(|error| error.to_string())?;
+    let mounts = fs::read_to_string("/proc/self/mountinfo").map_err(|error| error.to_string())?;
+    let located = locate(&membership, &mounts);
+    Ok((membership, located))
+}
+
+/// The process that started this one, if it runs the same program.
+fn parent_of_same_program() -> Option<u32> {
+    let parent = rustix::process::getppid()?.as_raw_pid() as u32;
+    let program = |process: &str| fs::read_link(format!("/proc/{process}/exe")).ok();
+    (program("self").is_some() && program(&parent.to_string()) == program("self")).then_some(parent)
+}
+
+fn make_version_one(parents: &[PathBuf], name: &str) -> Result<Tree, String> {
+    let folders: Vec<PathBuf> = parents.iter().map(|parent| parent.join(name)).collect();
+    for folder in &folders {
+        make_folder(folder)?;
+    }
+    Ok(Tree::One { folders })
+}
+
 /// Lets the groups below this one have the controllers that it has itself.
 fn hand_on_controllers(folder: &Path) -> io::Result<()> {
-    const WANTED: [&str; 3] = ["memory", "pids", "cpu"];
     let available = fs::read_to_string(folder.join("cgroup.controllers"))?;
-    let wanted = available.split_whitespace().filter(|found| WANTED.contains(found));
+    let wanted = available.split_whitespace().filter(|found| CONTROLLERS_OF_TWO.contains(found));
     let text: Vec<String> = wanted.map(|name| format!("+{name}")).collect();
     fs::write(folder.join("cgroup.subtree_control"), text.join(" "))
 }
 
-fn make_version_two(parent: &Path, name: &str) -> Result<Tree, String> {
+/// Undoes `hand_on_controllers`, so that processes may enter the group again. The kernel refuses
+/// while a group below hands them on.
+fn take_controllers_back(folder: &Path) -> io::Result<()> {
+    let handed_on = fs::read_to_string(folder.join("cgroup.subtree_control"))?;
+    let text: Vec<String> = handed_on.split_whitespace().map(|name| format!("-{name}")).collect();
+    fs::write(folder.join("cgroup.subtree_control"), text.join(" "))
+}
+
+fn processes_in(folder: &Path) -> Vec<u32> {
+    let text = fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
+    text.lines().filter_map(|line| line.parse().ok()).collect()
+}
+
+fn move_process(pid: u32, folder: &Path) -> io::Result<()> {
+    fs::write(folder.join("cgroup.procs"), pid.to_string())
+}
+
+/// Makes the folder below `parent`. Processes that are in `parent` move out of it if they are ours:
+/// guardians into the folder, servers into a leaf beside it.
+fn make_version_two(parent: &Path, name: &str, guardians: &[u32], servers: &[u32]) -> Result<Tree, String> {
     let available = fs::read_to_string(parent.join("cgroup.controllers")).map_err(|error| error.to_string())?;
     let has = |controller: &str| available.split_whitespace().any(|found| found == controller);
     if !has("memory") || !has("pids") {
-        return Err("the control group of this process has no memory and pids controllers".to_owned());
+        return Err("the control group has no memory and pids controllers".to_owned());
     }
-    let own = parent.join(name);
-    make_folder(&own)?;
-    if hand_on_controllers(parent).is_err() {
-        // A group that has processes of its own cannot hand controllers on: this process moves into a leaf first.
-        let leaf = own.join("server");
-        make_folder(&leaf)?;
-        let moved = fs::write(leaf.join("cgroup.procs"), std::process::id().to_string());
-        if let Err(error) = moved.and_then(|()| hand_on_controllers(parent)) {
-            let _ = fs::write(parent.join("cgroup.procs"), std::process::id().to_string());
-            remove_folder(&leaf);
-            remove_folder(&own);
-            return Err(format!("the control group of this process is not delegated to it: {error}"));
+    let folder = parent.join(name);
+    let leaf = leaf_of(&folder);
+    make_folder(&folder)?;
+    let made = match hand_on_controllers(parent) {
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
+            empty(parent, &folder.join(WARDEN), guardians, &leaf, servers).and_then(|()| {
+                hand_on_controllers(parent).map_err(|error| match error.raw_os_error() {
+                    Some(libc::EBUSY) => "other processes are in the control group of this one".to_owned(),
+                    _ => format!("controllers could not be handed on: {error}"),
+                })
+            })
+        }
+        Err(error) => Err(format!("controllers could not be handed on: {error}")),
+        Ok(()) => Ok(()),
+    };
+    let made = made.and_then(|()| {
+        hand_on_controllers(&folder).map_err(|error| format!("controllers could not be handed on: {error}"))
+    });
+    if let Err(why) = made {
+        for moved in [folder.join(WARDEN), leaf.clone()] {
+            processes_in(&moved).into_iter().for_each(|pid| drop(move_process(pid, parent)));
+            remove_folder(&moved);
+        }
+        remove_folder(&folder);
+        return Err(why);
+    }
+    let server = Some(leaf).filter(|leaf| leaf.exists());
+    Ok(Tree::Two { folder, server, limits_cpu: has("cpu") })
+}
+
+/// Moves our own processes out of a group.
+fn empty(group: &Path, warden: &Path, guardians: &[u32], leaf: &Path, servers: &[u32]) -> Result<(), String> {
+    let inside = processes_in(group);
+    for (pids, target) in [(guardians, warden), (servers, leaf)] {
+        for pid in pids.iter().filter(|pid| inside.contains(pid)) {
+            make_folder(target)?;
+            move_process(*pid, target).map_err(|error| format!("a process could not be moved: {error}"))?;
         }
     }
-    hand_on_controllers(&own).map_err(|error| format!("controllers could not be handed on: {error}"))?;
-    Ok(Tree::Two { folder: own })
+    Ok(())
 }
 
 /// Moves this process, which has a single thread, through doors that somebody else opened.
@@ -446,27 +662,86 @@ pub(crate) fn enter(doors: &[OwnedFd]) -> io::Result<()> {
     Ok(())
 }
 
-/// Moves this process, which has a single thread, out of a server's folder, which could not be removed otherwise.
-pub fn leave(folder: &Path) {
-    if let Some(parent) = folder.parent() {
-        let tasks = parent.join("tasks");
-        // Version 2 has no such file.
-        let door = if tasks.exists() { tasks } else { parent.join("cgroup.procs") };
-        let _ = fs::write(door, "0");
+/// The group that a guardian was in before it entered a server's folder, under version 2.
+pub(crate) fn home(folders: &[PathBuf]) -> Option<PathBuf> {
+    let (_, located) = look().ok()?;
+    let Located::Two { own, .. } = located else { return None };
+    let folder = folders.first()?;
+    // The server has moved it already, because a group with processes cannot hand controllers on.
+    if own.starts_with(folder) { folder.parent().map(Path::to_owned) } else { Some(own) }
+}
+
+/// Ends what is left in a server's folders and removes them; for the guardian, which is in one of
+/// the groups and has a single thread.
+pub(crate) fn clean_up(folders: &[PathBuf], home: Option<&Path>) {
+    match home {
+        None => {
+            for folder in folders {
+                // A process that moves itself through `tasks` waits for nothing.
+                let _ = folder.parent().map(|parent| fs::write(parent.join("tasks"), "0"));
+                remove_tree(folder);
+            }
+        }
+        Some(home) => {
+            for folder in folders {
+                clean_up_version_two(folder, home);
+            }
+        }
     }
 }
 
-/// Removes a server's folder with all groups below it, ending processes that are still in them.
-pub fn remove_tree(folder: &Path) {
-    let Ok(entries) = fs::read_dir(folder) else { return };
-    for entry in entries.flatten() {
-        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            remove_tree(&entry.path());
-        }
+fn clean_up_version_two(folder: &Path, home: &Path) {
+    let warden = folder.join(WARDEN);
+    for group in groups_in(folder).into_iter().filter(|group| *group != warden) {
+        remove_tree(&group);
     }
-    let processes = fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
-    for pid in processes.lines().filter_map(|line| line.parse::<i32>().ok()).filter_map(rustix::process::Pid::from_raw)
-    {
+    let pid = std::process::id();
+    let is_parent = folder.parent() == Some(home);
+    if move_process(pid, home).is_err() && is_parent {
+        // It hands controllers on to this folder and to nothing else, unless the kernel refuses
+        // this.
+        let _ = take_controllers_back(folder);
+        let _ = take_controllers_back(home);
+        let _ = move_process(pid, home);
+    }
+    // If it could not leave, the next start or systemd removes the rest.
+    if !processes_in(&warden).contains(&pid) {
+        remove_tree(folder);
+    }
+    if is_parent {
+        // A server that is alive is still in there, and leaves it by itself.
+        let _ = fs::remove_dir(leaf_of(folder));
+    }
+}
+
+/// The group that the server of a folder may have moved into.
+fn leaf_of(folder: &Path) -> PathBuf {
+    let mut name = folder.as_os_str().to_owned();
+    name.push(SERVER);
+    PathBuf::from(name)
+}
+
+/// Removes what `Tree::traces` has named, when its server is dead. Nobody is ended in the group
+/// that the server itself was in.
+pub fn remove_trace(trace: &Path) {
+    if trace.to_string_lossy().ends_with(SERVER) {
+        let _ = fs::remove_dir(trace);
+    } else {
+        remove_tree(trace);
+    }
+}
+
+fn groups_in(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path()).collect()
+}
+
+/// Removes a server's folder with all groups below it, ending processes that are still in them.
+fn remove_tree(folder: &Path) {
+    for group in groups_in(folder) {
+        remove_tree(&group);
+    }
+    for pid in processes_in(folder).into_iter().filter_map(|pid| rustix::process::Pid::from_raw(pid as i32)) {
         if pid != rustix::process::getpid() {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
         }
@@ -533,6 +808,75 @@ mod tests {
         let mounts = "34 25 0:30 /box /sys/fs/cgroup rw - cgroup2 cgroup rw";
         let Located::Two { own, .. } = locate("0::/box/inner", mounts) else { panic!("expected version two") };
         assert_eq!(own, Path::new("/sys/fs/cgroup/inner"));
+    }
+
+    fn unit_of(path: &str) -> Option<Unit> {
+        Unit::of(&format!("0::{path}\n"), &Path::new("/top").join(path.trim_start_matches('/')))
+    }
+
+    #[test]
+    fn the_unit_of_a_process_is_the_innermost_one() {
+        let service = unit_of("/system.slice/cells.slice/cellblock.service/server").unwrap();
+        assert_eq!(service.group, Path::new("/top/system.slice/cells.slice/cellblock.service"));
+        assert_eq!((service.name(), service.is_scope()), ("cellblock.service", false));
+        assert_eq!((service.slice.as_deref(), service.of_user_manager), (Some("cells.slice"), false));
+
+        let users = "/user.slice/user-7.slice/user@7.service";
+        let app = unit_of(&format!("{users}/app.slice/app-7.service")).unwrap();
+        assert_eq!((app.slice.as_deref(), app.of_user_manager), (Some("app.slice"), true));
+        let scope = unit_of(&format!("{users}/app.slice/run-7.scope/cellblock-7-0-server")).unwrap();
+        assert_eq!((scope.name(), scope.is_scope(), scope.of_user_manager), ("run-7.scope", true, true));
+        // The slice of a login session is that of everything the user does.
+        let login = unit_of("/user.slice/user-7.slice/session-3.scope").unwrap();
+        assert_eq!((login.name(), login.slice.as_deref(), login.of_user_manager), ("session-3.scope", None, false));
+        assert_eq!(unit_of("/"), None);
+        assert_eq!(unit_of("/docker/0123/.scope"), None);
+    }
+
+    #[test]
+    fn the_server_is_never_below_the_folder_that_is_removed() {
+        let folder = Path::new("/sys/fs/cgroup/unit/cellblock-7-0");
+        let leaf = leaf_of(folder);
+        assert_eq!(leaf, Path::new("/sys/fs/cgroup/unit/cellblock-7-0-server"));
+        assert!(!leaf.starts_with(folder));
+        let tree = Tree::Two { folder: folder.to_owned(), server: Some(leaf.clone()), limits_cpu: true };
+        assert_eq!(tree.traces(), [folder.to_owned(), leaf]);
+        assert_eq!(tree.folders(), [folder]);
+    }
+
+    #[test]
+    fn removing_a_dead_servers_traces_ends_what_it_left_and_nobody_beside_it() {
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let mount = mounts.lines().find(|line| line.contains(" - cgroup2 ")).and_then(|line| line.split(' ').nth(4));
+        let name = format!("cellblock-test-{}", std::process::id());
+        let Some(folder) =
+            mount.map(|mount| Path::new(mount).join(name)).filter(|folder| fs::create_dir(folder).is_ok())
+        else {
+            println!("skipped: needs cgroup v2 and the right to make groups at its top");
+            return;
+        };
+        let leaf = leaf_of(&folder);
+        let inner = folder.join("session-0");
+        for group in [&leaf, &inner] {
+            fs::create_dir(group).unwrap();
+        }
+        let [mut inside, mut beside] = [&inner, &leaf].map(|group| {
+            let child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+            move_process(child.id(), group).unwrap();
+            child
+        });
+        remove_trace(&leaf);
+        // A zombie keeps its group, so the child is collected while its group is being removed.
+        let collected = std::thread::spawn(move || inside.wait().unwrap());
+        remove_trace(&folder);
+        assert!(!collected.join().unwrap().success());
+        assert!(!folder.exists());
+        assert!(leaf.exists(), "the group of the server has a process in it");
+        assert_eq!(beside.try_wait().unwrap(), None);
+        beside.kill().unwrap();
+        beside.wait().unwrap();
+        remove_trace(&leaf);
+        assert!(!leaf.exists());
     }
 
     #[test]

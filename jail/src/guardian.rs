@@ -56,6 +56,10 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
     rustix::thread::set_name(c"cb-guardian")?;
     // A terminal's interrupt is for the server to understand; it must not end the jail under it.
     let _ = rustix::process::setsid();
+    // systemd asks every process of a unit to end at once. The server ends the jail in order; a
+    // guardian that ended first would leave its control groups behind. Whatever runs other programs
+    // blocks nothing (`sys::unblock_signals`).
+    sys::block_requests_to_end();
     let Some((setup, mut descriptors)) = wire::receive::<Setup>(lifeline)? else {
         return Ok(());
     };
@@ -63,6 +67,7 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
         return Err(io::Error::other("the set-up came without a socket"));
     }
     let commands = descriptors.remove(0);
+    let home = cgroup::home(&setup.cgroups);
     if let Err(error) = cgroup::enter(&descriptors) {
         return report(&commands, &RootError::new("could not enter the control group", error));
     }
@@ -114,10 +119,7 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
     let _ = rustix::process::pidfd_send_signal(&watched, Signal::KILL);
     // The kernel reports the warden's end only after every process of its pid namespace is gone.
     let _ = rustix::process::waitpid(Some(warden), WaitOptions::empty());
-    for group in &setup.cgroups {
-        cgroup::leave(group);
-        cgroup::remove_tree(group);
-    }
+    cgroup::clean_up(&setup.cgroups, home.as_deref());
     outcome
 }
 

@@ -126,6 +126,21 @@ pub(crate) fn child_signal_descriptor() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
+/// Blocks the signals that ask a process to end.
+pub(crate) fn block_requests_to_end() {
+    let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigemptyset initialises the set it is given.
+    unsafe { libc::sigemptyset(set.as_mut_ptr()) };
+    // SAFETY: sigemptyset above has initialised it.
+    let mut set = unsafe { set.assume_init() };
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
+        // SAFETY: the set is initialised and these are signal numbers.
+        unsafe { libc::sigaddset(&mut set, signal) };
+    }
+    // SAFETY: the set is initialised and the old mask is not asked for.
+    unsafe { libc::sigprocmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) };
+}
+
 /// From now on children of this process vanish when they end, without being waited for.
 pub(crate) fn let_kernel_collect_children() {
     // SAFETY: SIG_IGN installs no handler, so no code of ours can be called at a bad moment.

@@ -17,6 +17,8 @@ use cellblock_jail::cgroup;
 use rustix::fs::FlockOperation;
 use tracing::info;
 
+use super::groups;
+
 /// The age from which an empty control group may be an orphan. A server that starts has no process in its groups for a moment.
 const ORPHAN_AGE: Duration = Duration::from_secs(60);
 
@@ -25,6 +27,8 @@ static REGISTERED: AtomicU32 = AtomicU32::new(0);
 
 /// This server's entry in the runtime folder.
 pub(super) struct Instance {
+    /// A name that no other server has.
+    name: String,
     file: PathBuf,
     /// Locked as long as the server lives.
     lock: File,
@@ -46,34 +50,38 @@ impl Instance {
         let path = folder.join(&name);
         let file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&path)?;
         // From here on, dropping it removes what was made, also when the next step fails.
-        let mut instance = Instance { file: path, lock: file, cgroups: Err(String::new()) };
+        let cgroups = Err("no control groups were made yet".to_owned());
+        let instance = Instance { name, file: path, lock: file, cgroups };
         rustix::fs::flock(&instance.lock, FlockOperation::NonBlockingLockExclusive)?;
-        instance.cgroups = cgroup::Tree::make(&name);
-        let groups = instance.tree().map(cgroup::Tree::folders).unwrap_or_default();
+        Ok(instance)
+    }
+
+    /// Makes the control groups, which the guardian will enter. Sweeps those that dead servers left beside them.
+    pub(super) async fn make_cgroups(&mut self, guardian: u32) -> io::Result<()> {
+        self.cgroups = groups::make(&self.name, guardian).await;
+        let groups = self.tree().map(cgroup::Tree::traces).unwrap_or_default();
         for group in &groups {
-            writeln!(instance.lock, "{}", group.display())?;
+            writeln!(self.lock, "{}", group.display())?;
         }
         for parent in groups.iter().filter_map(|group| group.parent()) {
-            sweep_orphans(parent, &folder);
+            sweep_orphans(parent, self.file.parent().unwrap_or(Path::new("/")));
         }
-        Ok(instance)
+        Ok(())
     }
 
     pub(super) fn tree(&self) -> Option<&cgroup::Tree> {
         self.cgroups.as_ref().ok()
     }
 
-    /// Why there are no control groups, when there are none.
-    pub(super) fn cgroup_failure(&self) -> Option<&str> {
-        self.cgroups.as_ref().err().map(String::as_str)
+    /// The control groups, or why there are none.
+    pub(super) fn cgroups(&self) -> Result<&cgroup::Tree, &str> {
+        self.cgroups.as_ref().map_err(String::as_str)
     }
 
     /// Removes the entry. The guardian has removed the control groups by now; doing it again is harmless.
     pub(super) fn remove(&self) {
         if let Ok(tree) = &self.cgroups {
-            for folder in tree.folders() {
-                cgroup::remove_tree(&folder);
-            }
+            tree.remove();
         }
         let _ = fs::remove_file(&self.file);
     }
@@ -101,7 +109,7 @@ fn sweep_entry(path: &Path, file: &File) -> io::Result<()> {
     }
     let listed = fs::read_to_string(path).unwrap_or_default();
     for group in listed.lines().map(Path::new).filter(|group| is_ours(group)) {
-        cgroup::remove_tree(group);
+        cgroup::remove_trace(group);
     }
     match fs::remove_file(path) {
         // Its server ended in good order a moment ago.
@@ -118,7 +126,8 @@ fn sweep_entry(path: &Path, file: &File) -> io::Result<()> {
 fn sweep_orphans(parent: &Path, entries: &Path) {
     for group in fs::read_dir(parent).into_iter().flatten().flatten() {
         let name = group.file_name();
-        if is_orphan(&group.path(), &entries.join(&name)) {
+        let name = name.to_string_lossy();
+        if is_orphan(&group.path(), &entries.join(name.trim_end_matches(cgroup::SERVER))) {
             remove_empty(&group.path());
             info!("removed a control group that a dead server had left");
         }
@@ -138,9 +147,9 @@ fn is_orphan(group: &Path, entry: &Path) -> bool {
         && is_empty(group)
 }
 
-/// The process that a control group of ours is named after: `cellblock-PROCESS-NUMBER`.
+/// The process that a control group of ours is named after: `cellblock-PROCESS-NUMBER`, also with `-server`.
 fn server_of(name: &str) -> Option<u32> {
-    let (process, number) = name.strip_prefix("cellblock-")?.split_once('-')?;
+    let (process, number) = name.trim_end_matches(cgroup::SERVER).strip_prefix("cellblock-")?.split_once('-')?;
     number.parse::<u32>().ok()?;
     process.parse().ok()
 }
@@ -221,6 +230,7 @@ mod tests {
         // The kernel never gives a process such a number.
         let cases = [
             ("cellblock-4000000000-0", "", 61, true),
+            ("cellblock-4000000004-0-server", "", 61, true),
             ("cellblock-4000000001-0", "", 61, false),
             ("cellblock-4000000002-0", "1\n", 61, false),
             ("cellblock-4000000003-0", "", 30, false),

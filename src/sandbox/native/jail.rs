@@ -14,12 +14,14 @@ use cellblock_jail::{probe, root};
 
 use super::instance::Instance;
 use super::sandbox::{Kin, NativeSandbox};
-use super::warden::{Slots, Warden};
+use super::warden::{Guardian, Slots, Warden};
 use super::{NativeSettings, STEP_LIMIT, WarmEnvironment};
 use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind, Network, Sandbox};
 
 /// Descriptors a session may have open at once.
 const OPEN_FILES: u64 = 4_096;
+
+const NO_CPU_CONTROLLER: &str = "systemd has delegated a control group without the cpu controller";
 
 /// What the runner adds to the variables of every session (`_prefer_plain_output` in `shell.py`).
 const PLAIN_OUTPUT: [(&str, &str); 4] = [
@@ -58,11 +60,22 @@ impl Jail {
     pub(super) async fn stand(settings: &NativeSettings, environment: WarmEnvironment) -> Result<Jail, LaunchError> {
         let failed =
             |attempt: &'static str| move |error: io::Error| LaunchError::Start { why: format!("{attempt}: {error}") };
-        let instance =
-            Instance::register(&settings.runtime_dir).map_err(failed("the runtime folder cannot be used"))?;
+        let no_runtime_folder = |error: io::Error| {
+            // A unit with ProtectSystem=strict.
+            let cure = if error.kind() == io::ErrorKind::ReadOnlyFilesystem {
+                "; cure: set RuntimeDirectory=cellblock in the unit of the server"
+            } else {
+                ""
+            };
+            LaunchError::Start { why: format!("the runtime folder cannot be used: {error}{cure}") }
+        };
+        let mut instance = Instance::register(&settings.runtime_dir).map_err(no_runtime_folder)?;
+        let guardian = Guardian::start(&settings.guardian).map_err(failed("the jail did not start"))?;
+        let process = guardian.process().map_err(failed("the jail did not start"))?;
+        instance.make_cgroups(process).await.map_err(no_runtime_folder)?;
         let lease = IdentityLease::take(&settings.runtime_dir).map_err(failed("no user ids for sessions"))?;
         let identity = lease.identity;
-        let (isolation, leave_out) = Jail::plan_isolation(settings, identity, instance.cgroup_failure());
+        let (isolation, leave_out) = Jail::plan_isolation(settings, identity, instance.cgroups());
         if let Some((kind, why)) = isolation.first_unallowed(&settings.allowed_to_be_missing()) {
             return Err(LaunchError::LayerMissing { kind, why: why.to_owned() });
         }
@@ -98,9 +111,8 @@ impl Jail {
             leave_out,
             skipped_steps: settings.skipped_steps.clone(),
         };
-        let warden = Warden::start(&settings.guardian, &setup, instance.tree())
-            .await
-            .map_err(failed("the jail did not start"))?;
+        let warden =
+            Warden::start(guardian, &setup, instance.tree()).await.map_err(failed("the jail did not start"))?;
         if let Err(why) = warden.ready(STEP_LIMIT).await {
             warden.kill();
             warden.end().await;
@@ -136,7 +148,7 @@ impl Jail {
     fn plan_isolation(
         settings: &NativeSettings,
         identity: Identity,
-        no_cgroup: Option<&str>,
+        cgroups: Result<&cgroup::Tree, &str>,
     ) -> (Isolation, Vec<LeftOut>) {
         let mut isolation = Isolation::default();
         let mut leave_out = settings.leave_out.clone();
@@ -180,9 +192,13 @@ impl Jail {
         isolation.record(LayerKind::Network, enforced("an empty network namespace"));
         isolation.record(
             LayerKind::Resources,
-            match no_cgroup {
-                None => enforced("control groups for memory, CPU time and processes"),
-                Some(why) => Layer::Reduced {
+            match cgroups {
+                Ok(tree) if tree.limits_cpu() => enforced("control groups for memory, CPU time and processes"),
+                Ok(_) => Layer::Reduced {
+                    how: "control groups for memory and processes; CPU time is not limited".to_owned(),
+                    why: NO_CPU_CONTROLLER.to_owned(),
+                },
+                Err(why) => Layer::Reduced {
                     how: "limits per process (rlimits) and fixed-size file systems".to_owned(),
                     why: why.to_owned(),
                 },

@@ -1,18 +1,22 @@
 //! The native backend: sandboxes made of Linux namespaces, interpreters forked from a warm one.
 //!
 //! `jail` stands the processes of the jail up and knows what they enforce, `warden` speaks with them, `instance` keeps what must be found
-//! again after a crash. `sandbox` makes one sandbox and checks each interpreter in it against the kernel, `errand` starts programs beside them; `pool` keeps some ready. This
+//! again after a crash, `groups` finds a place for control groups and `systemd` is asked for one.
+//! `sandbox` makes one sandbox and checks each interpreter in it against the kernel, `errand`
+//! starts programs beside them; `pool` keeps some ready. This
 //! file joins them into a backend.
 //!
 //! A jail that ends or hangs (`pulse`) takes its sandboxes along. It is reported, removed, and another one is built; calls wait for that. The same holds for a
 //! preparation that failed and for a warm interpreter that could not be started: they are tried again, at the latest when somebody asks for a session.
 
 mod errand;
+mod groups;
 mod instance;
 mod jail;
 mod pool;
 mod pulse;
 mod sandbox;
+mod systemd;
 mod warden;
 
 use std::any::Any;

@@ -141,11 +141,15 @@ impl JailState {
     }
 }
 
-impl Warden {
-    /// Starts the guardian and gives it its task.
-    pub(super) async fn start(program: &Path, setup: &Setup, cgroups: Option<&cgroup::Tree>) -> io::Result<Warden> {
+/// A guardian that has no task yet. It ends when this value is dropped.
+pub(super) struct Guardian {
+    child: tokio::process::Child,
+    lifeline: OwnedFd,
+}
+
+impl Guardian {
+    pub(super) fn start(program: &Path) -> io::Result<Guardian> {
         let (lifeline, theirs) = wire::pair()?;
-        let (socket, commands) = wire::pair()?;
         let child = tokio::process::Command::new(program)
             .arg(guardian::ARGUMENT)
             // Nothing of the server's environment may be found in the memory of a process that sessions descend from.
@@ -155,11 +159,25 @@ impl Warden {
             .stderr(Stdio::inherit())
             .current_dir("/")
             .spawn()?;
-        let pid = child.id().and_then(|pid| Pid::from_raw(pid.cast_signed())).ok_or(io::ErrorKind::NotFound)?;
+        Ok(Guardian { child, lifeline })
+    }
+
+    /// Its process, as long as it was not waited for.
+    pub(super) fn process(&self) -> io::Result<u32> {
+        self.child.id().ok_or_else(|| io::Error::other("the jail's guardian ended at once"))
+    }
+}
+
+impl Warden {
+    /// Gives the guardian its task.
+    pub(super) async fn start(guardian: Guardian, setup: &Setup, cgroups: Option<&cgroup::Tree>) -> io::Result<Warden> {
+        let pid = Pid::from_raw(guardian.process()?.cast_signed()).ok_or(io::ErrorKind::NotFound)?;
         let guardian_handle = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
+        let Guardian { child, lifeline } = guardian;
+        let (socket, commands) = wire::pair()?;
         let mut doors = Vec::new();
         if let Some(tree) = cgroups {
-            doors = tree.group("warden")?.doors()?;
+            doors = tree.group(cgroup::WARDEN)?.doors()?;
         }
         let passed: Vec<_> = std::iter::once(&commands).chain(&doors).map(AsFd::as_fd).collect();
         wire::send(&lifeline, setup, &passed)?;

@@ -1,0 +1,48 @@
+//! Finds a place for a server's control groups, and asks systemd for one where it must be asked.
+//!
+//! ```text
+//! 1. the unit of this process, if systemd has delegated it      limits of the unit hold for sessions
+//! 2. a scope of its own, which systemd makes for the guardian   limits of the slice hold for sessions
+//! 3. the top of the tree, for root
+//! ```
+//!
+//! Where there is no systemd, and under version 1, the server's own group is the place.
+
+use cellblock_jail::cgroup::{Refusal, Tree, Unit};
+use rustix::process::geteuid;
+use tracing::debug;
+
+use super::systemd::Manager;
+
+/// Makes the folder of one server, which the guardian will enter. Says why when that is not
+/// possible here.
+pub(super) async fn make(name: &str, guardian: u32) -> Result<Tree, String> {
+    let (why_not_here, unit) = match Tree::make(name, guardian) {
+        Ok(tree) => return Ok(tree),
+        Err(Refusal { why, unit: None }) => return Err(why),
+        Err(Refusal { why, unit: Some(unit) }) => (why, unit),
+    };
+    match ask_systemd(name, guardian, &unit).await {
+        Ok(tree) => Ok(tree),
+        Err(why) if geteuid().is_root() => {
+            debug!(%why, "systemd gives no control group, so the top of the tree is used");
+            Tree::make_at_top(name)
+        }
+        Err(why) => Err(format!("{why_not_here}, and systemd gives none: {why}")),
+    }
+}
+
+async fn ask_systemd(name: &str, guardian: u32, unit: &Unit) -> Result<Tree, String> {
+    let manager = Manager::connect().await?;
+    let manages_unit = manager.is_of_user == unit.of_user_manager;
+    // systemd 252 does not mark groups that the manager of a user has delegated.
+    if manages_unit && !unit.is_delegated() && manager.delegates(unit.name()).await.unwrap_or(false) {
+        match Tree::make_in_unit(unit, name, guardian) {
+            Ok(tree) => return Ok(tree),
+            Err(why) => debug!(%why, "the delegated unit cannot be used"),
+        }
+    }
+    let slice = unit.slice.as_deref().filter(|_| manages_unit);
+    manager.start_scope(&format!("{name}.scope"), guardian, slice).await?;
+    Tree::make_in_scope(name, guardian)
+}
