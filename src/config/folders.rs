@@ -20,9 +20,11 @@ pub(super) struct Machine {
 
 /// Chooses where environments and tools are kept.
 pub(super) fn default_data_dir(variables: &BTreeMap<String, String>) -> Option<PathBuf> {
-    absolute_variable(variables, "XDG_DATA_HOME")
-        .or_else(|| absolute_variable(variables, "HOME").map(|home| home.join(".local/share")))
-        .map(|base| base.join("cellblock"))
+    let base = || {
+        absolute_variable(variables, "XDG_DATA_HOME")
+            .or_else(|| absolute_variable(variables, "HOME").map(|home| home.join(".local/share")))
+    };
+    given_by_systemd(variables, "STATE_DIRECTORY").or_else(|| base().map(|base| base.join("cellblock")))
 }
 
 /// Chooses where the configuration file is looked for when nobody names one.
@@ -34,6 +36,9 @@ pub(super) fn default_config_file(variables: &BTreeMap<String, String>) -> Optio
 
 /// Chooses where sockets and sandboxes' roots live while the server runs.
 pub(super) fn runtime_dir(variables: &BTreeMap<String, String>, machine: &Machine) -> PathBuf {
+    if let Some(given) = given_by_systemd(variables, "RUNTIME_DIRECTORY") {
+        return given;
+    }
     if machine.user_id == 0 {
         return PathBuf::from("/run/cellblock");
     }
@@ -110,6 +115,13 @@ pub(super) fn existing_folder(path: &Path) -> io::Result<PathBuf> {
     Ok(real)
 }
 
+/// The folder that systemd has made for a unit with `RuntimeDirectory=cellblock` or
+/// `StateDirectory=cellblock`. Another name is that of a unit that is not ours alone.
+fn given_by_systemd(variables: &BTreeMap<String, String>, name: &str) -> Option<PathBuf> {
+    let folders = variables.get(name)?.split(':').map(PathBuf::from);
+    folders.filter(|folder| folder.is_absolute()).find(|folder| folder.ends_with("cellblock"))
+}
+
 fn absolute_variable(variables: &BTreeMap<String, String>, name: &str) -> Option<PathBuf> {
     // The XDG specification says that a relative path is to be ignored.
     variables.get(name).map(PathBuf::from).filter(|path| path.is_absolute())
@@ -147,6 +159,20 @@ mod tests {
             Path::new("/run/user/7/cellblock")
         );
         assert_eq!(runtime_dir(&variables(&[]), &machine(7)), Path::new("/tmp/cellblock-7"));
+    }
+
+    #[test]
+    fn folders_that_systemd_has_made_for_the_unit_come_first() {
+        let given =
+            variables(&[("RUNTIME_DIRECTORY", "/run/other:/run/cellblock"), ("XDG_RUNTIME_DIR", "/run/user/7")]);
+        assert_eq!(runtime_dir(&given, &machine(7)), Path::new("/run/cellblock"));
+        let given = variables(&[("STATE_DIRECTORY", "/var/lib/cellblock"), ("HOME", "/h")]);
+        assert_eq!(default_data_dir(&given), Some("/var/lib/cellblock".into()));
+        // Control: those of a unit that runs something else besides are left alone.
+        let others =
+            variables(&[("RUNTIME_DIRECTORY", "/run/other"), ("STATE_DIRECTORY", "/var/lib/other"), ("HOME", "/h")]);
+        assert_eq!(runtime_dir(&others, &machine(7)), Path::new("/tmp/cellblock-7"));
+        assert_eq!(default_data_dir(&others), Some("/h/.local/share/cellblock".into()));
     }
 
     #[test]
