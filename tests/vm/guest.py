@@ -32,6 +32,7 @@ LAYERS = ["namespaces", "identity", "privileges", "system-calls", "landlock", "n
 SCOPE = r"/cellblock-\d+-\d+\.scope/cellblock-\d+-\d+/"
 USER_SCOPE = r"^/user\.slice/user-1000\.slice/user@1000\.service/app\.slice" + SCOPE
 SYSTEM_SCOPE = r"^/system\.slice" + SCOPE
+TRANSIENT_SERVICE = r"^/system\.slice/run-[^/]*\.service/cellblock-\d+-\d+/"
 
 
 class Failed(Exception):
@@ -221,11 +222,11 @@ def delegated_scope_with_keeper():
 
 
 def delegated_service_of_user():
-    works_on_stdio(unit("Delegate=yes", user="u"), r"^/system\.slice/run-[^/]*\.service/cellblock-", {"identity": "reduced"})
+    works_on_stdio(unit("Delegate=yes", user="u"), TRANSIENT_SERVICE, {"identity": "reduced"})
 
 
 def delegated_service_of_root():
-    works_on_stdio(unit("Delegate=yes"), r"^/system\.slice/run-[^/]*\.service/cellblock-", {})
+    works_on_stdio(unit("Delegate=yes"), TRANSIENT_SERVICE, {})
 
 
 def plain_service_of_root():
@@ -299,7 +300,7 @@ class Service:
         drop_in.parent.mkdir(exist_ok=True)
         drop_in.write_text("\n".join(more) + "\n")
         shutil.rmtree("/var/lib/cellblock", ignore_errors=True)
-        shutil.copytree("/root/.local/share/cellblock", "/var/lib/cellblock", symlinks=True)
+        shutil.copytree(Path("/root", ".local/share/cellblock"), "/var/lib/cellblock", symlinks=True)
         self.control("daemon-reload")
         self.control("start")
         self.ready()
@@ -342,6 +343,8 @@ class Service:
         stopped = run([*how, PROGRAM, "keeper", "stop", "serve", "--now"])
         expect(stopped.returncode == 0, stopped)
         expect_nothing_left()
+        # The unit keeps it, and it belongs to the user of this one.
+        shutil.rmtree("/run/cellblock")
 
 
 def survives_restarts(service, place):

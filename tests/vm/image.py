@@ -83,7 +83,7 @@ def bootstrap(suite, root, program):
         # The user of the checks. Its uid is that of an ordinary user, so that logind gives it what ordinary users get.
         'chroot "$1" useradd --uid 1000 --create-home --shell /bin/bash u',
         'HOME=/root chroot "$1" /tmp/cellblock env build minimal',
-        'mkdir -p "$1/home/u/.local/share" && cp -a "$1/root/.local/share/cellblock" "$1/home/u/.local/share/"',
+        'cd "$1" && mkdir -p home/u/.local/share && cp -a root/.local/share/cellblock home/u/.local/share/',
         'chroot "$1" chown -R u:u /home/u && rm "$1/tmp/cellblock"',
         'mkdir "$1/payload" && echo "/dev/vdb /payload ext4 ro 0 0" >>"$1/etc/fstab"',
         'chroot "$1" systemctl enable check.service',
@@ -104,4 +104,5 @@ def make_file_system(folder, file, spare):
     """Writes a folder into a file system with `spare` MiB of room."""
     listed = subprocess.run(["du", "-sm", folder], check=True, capture_output=True, text=True)
     size = int(int(listed.stdout.split()[0]) * 1.2) + spare
-    subprocess.run(["mke2fs", "-q", "-t", "ext4", "-d", folder, file, f"{size}M"], check=True, stdout=subprocess.DEVNULL)
+    command = ["mke2fs", "-q", "-t", "ext4", "-d", folder, file, f"{size}M"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
