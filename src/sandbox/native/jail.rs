@@ -21,8 +21,6 @@ use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind, Network, Sandbox}
 /// Descriptors a session may have open at once.
 const OPEN_FILES: u64 = 4_096;
 
-const NO_CPU_CONTROLLER: &str = "systemd has delegated a control group without the cpu controller";
-
 /// What the runner adds to the variables of every session (`_prefer_plain_output` in `shell.py`).
 const PLAIN_OUTPUT: [(&str, &str); 4] = [
     ("NO_COLOR", "1"),
@@ -190,20 +188,7 @@ impl Jail {
             isolation.record(kind, layer);
         }
         isolation.record(LayerKind::Network, enforced("an empty network namespace"));
-        isolation.record(
-            LayerKind::Resources,
-            match cgroups {
-                Ok(tree) if tree.limits_cpu() => enforced("control groups for memory, CPU time and processes"),
-                Ok(_) => Layer::Reduced {
-                    how: "control groups for memory and processes; CPU time is not limited".to_owned(),
-                    why: NO_CPU_CONTROLLER.to_owned(),
-                },
-                Err(why) => Layer::Reduced {
-                    how: "limits per process (rlimits) and fixed-size file systems".to_owned(),
-                    why: why.to_owned(),
-                },
-            },
-        );
+        isolation.record(LayerKind::Resources, resources(cgroups));
         (isolation, leave_out)
     }
 }
@@ -273,5 +258,38 @@ fn with_cure(finding: &probe::Finding) -> String {
     match &finding.cure {
         Some(cure) => format!("{}; cure: {cure}", finding.what),
         None => finding.what.clone(),
+    }
+}
+
+/// What limits the resources of a session.
+fn resources(cgroups: Result<&cgroup::Tree, &str>) -> Layer {
+    match cgroups {
+        Ok(tree) if tree.limits_cpu() => {
+            Layer::Enforced { how: "control groups for memory, CPU time and processes".to_owned() }
+        }
+        Ok(_) => Layer::Reduced {
+            how: "control groups for memory and processes; CPU time is not limited".to_owned(),
+            why: "systemd has delegated a control group without the cpu controller".to_owned(),
+        },
+        Err(why) => Layer::Reduced {
+            how: "limits per process (rlimits) and fixed-size file systems".to_owned(),
+            why: why.to_owned(),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resources_are_reduced_where_cpu_time_cannot_be_limited() {
+        let tree = |limits_cpu| cgroup::Tree::Two { folder: "/group".into(), server: None, limits_cpu };
+        let Layer::Reduced { how, why } = resources(Ok(&tree(false))) else {
+            panic!("CPU time is not limited, and nothing says so")
+        };
+        assert!(how.contains("CPU time is not limited") && why.contains("cpu controller"), "{how}: {why}");
+        // Control: with that controller, everything is enforced.
+        assert!(matches!(resources(Ok(&tree(true))), Layer::Enforced { .. }));
     }
 }
