@@ -236,7 +236,7 @@ on_every_backend! {
     async fn a_long_cell_is_followed_to_its_end(backend) {
         let session = backend.session();
         let code = backend.code(&[Step::Print("one"), Step::Pause, Step::Pause, Step::Print("two")]);
-        let request = ExecuteRequest { code, timeout: PATIENCE, max_output_chars: 1000, asking: Asking::Nobody };
+        let request = ExecuteRequest { code, timeout: PATIENCE, max_output_chars: 1000, asking: Asking::Nobody, rules: None, recorder: Default::default() };
         let (owner, id) = (Principal::local(), session.session.id.clone());
         session.run(&[Step::Set("x", "warm")]).await;
         let (wait, cancel) = (Duration::from_millis(300), CancellationToken::new());
@@ -389,8 +389,14 @@ fn the_kernel_tells_what_a_session_uses() {
         let (owner, id) = (Principal("counted".to_owned()), "counted".parse().unwrap());
         let burn = "import time\nbegun = time.process_time()\nwhile time.process_time() - begun < 0.4: pass\n\
                     open('data', 'wb').write(bytes(5_000_000))";
-        let request =
-            ExecuteRequest { code: burn.to_owned(), timeout: PATIENCE, max_output_chars: 1000, asking: Asking::Nobody };
+        let request = ExecuteRequest {
+            code: burn.to_owned(),
+            timeout: PATIENCE,
+            max_output_chars: 1000,
+            asking: Asking::Nobody,
+            rules: None,
+            recorder: Default::default(),
+        };
         let outcome = sessions.execute(&owner, &id, request, CancellationToken::new()).await.unwrap();
         assert_eq!(outcome.status, Status::Completed);
         let usage = sessions.usage(&owner);

@@ -389,6 +389,7 @@ fn mcp_settings(settings: &Settings, front: Front, keep: KeepByDefault) -> anyho
         other_hosts: other_hosts(settings),
         can_install: can_install(settings),
         state_key: approvals::state_key(settings, keep.decides(settings))?,
+        sessions_outlive_server: keep.decides(settings),
         ..McpSettings::default()
     })
 }

@@ -3,9 +3,12 @@
 //! It stands between the front and the sessions, so that nothing reaches a session by another way, whichever tool, route or task asked for
 //! it. When the audit log cannot be written and the operator has not allowed to go on without, no new work is begun.
 //!
+//! Calls are recorded when they are answered, executions when they end: the process that holds the sessions reports each end, whether
+//! or not its result is ever collected, and again if a server died before it had recorded one.
+//!
 //! Records hold digests of code and contents, never the things themselves.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,18 +22,20 @@ use crate::audit::{
     Answer, Approval, Audit, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome, Packages, QuotaRefused,
     SessionCreated, SessionEnded, ToolCall, UpstreamCall,
 };
-use crate::sandbox::{Preparation, Rules};
+use crate::sandbox::Preparation;
 use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
 use crate::session::tools::{CallEnd, NotedCall, ToolReason};
 use crate::session::{
-    self, ApprovalSetup, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed,
+    ApprovalSetup, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed, ExecutionEnded,
     ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest,
-    InsidePath, Load, News, Principal, Refused, ResetReport, Ruling, SessionAccess, SessionId, SessionInfo, Slice,
-    Status, UndoReport, UploadPart, Uploaded, Which, Word,
+    InsidePath, Load, News, Principal, RecordEnding, Refused, ResetReport, Ruling, SessionAccess, SessionId,
+    SessionInfo, Slice, Status, UndoReport, UploadPart, Uploaded, Which, Word,
 };
 use crate::telemetry::{self, Metrics};
 
+/// Executions whose names are remembered as recorded. Only those whose confirmation was lost are reported again: the last few.
+const RECENT_EXECUTIONS: usize = 1_000;
 /// Sessions that are remembered as having been seen. Those beyond are seen again for the first time.
 const MOST_SEEN: usize = 10_000;
 
@@ -38,9 +43,23 @@ const MOST_SEEN: usize = 10_000;
 #[derive(Clone)]
 pub(super) struct Recorded {
     sessions: Arc<dyn SessionAccess>,
+    recorder: Recorder,
+}
+
+/// Writes records. Cheap to clone.
+#[derive(Clone)]
+pub(super) struct Recorder {
     audit: Audit,
     metrics: Metrics,
     seen: Arc<Mutex<Seen>>,
+}
+
+impl std::ops::Deref for Recorded {
+    type Target = Recorder;
+
+    fn deref(&self) -> &Recorder {
+        &self.recorder
+    }
 }
 
 type Key = (Principal, SessionId);
@@ -48,22 +67,29 @@ type Key = (Principal, SessionId);
 #[derive(Default)]
 struct Seen {
     sessions: HashSet<Key>,
-    /// Code of executions that were answered before they ended, the oldest first.
-    underway: HashMap<Key, VecDeque<Digest>>,
+    /// Names of executions that were recorded, the newest last. One that is reported again is not recorded again.
+    executions: VecDeque<String>,
 }
 
 impl Recorded {
     pub(super) fn new(sessions: Arc<dyn SessionAccess>, audit: Audit, metrics: Metrics) -> Recorded {
-        Recorded { sessions, audit, metrics, seen: Arc::default() }
+        let executions = audit.recent_executions().into();
+        let seen = Arc::new(Mutex::new(Seen { executions, ..Seen::default() }));
+        let recorder = Recorder { audit, metrics, seen };
+        let recording = recorder.clone();
+        sessions.record_endings(recorder.audit.is_on(), Arc::new(move |ended| recording.executed(ended)));
+        Recorded { sessions, recorder }
     }
+}
 
+impl Recorder {
     fn seen(&self) -> MutexGuard<'_, Seen> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Refuses new work while nothing can be recorded.
     fn may_begin(&self) -> Result<(), Refused> {
-        match self.audit.failing() {
+        match self.audit.refuses() {
             None => Ok(()),
             Some(_) => Err(Refused::NotRecorded),
         }
@@ -89,6 +115,8 @@ impl Recorded {
         let outcome = match done {
             Ok(_) => Outcome::Succeeded,
             Err(Refused::CancelledWhileWaiting) => Outcome::Cancelled,
+            // Nobody can say whether it was carried out.
+            Err(Refused::Unresponsive { sent: true }) => Outcome::Failed,
             Err(_) => Outcome::Refused,
         };
         self.call_ended(owner, session, tool, begun, outcome);
@@ -142,9 +170,7 @@ impl Recorded {
     fn ended(&self, owner: &Principal, id: &SessionId, why: &str) {
         let key = (owner.clone(), id.clone());
         {
-            let mut seen = self.seen();
-            seen.underway.remove(&key);
-            if !seen.sessions.remove(&key) {
+            if !self.seen().sessions.remove(&key) {
                 return;
             }
         }
@@ -152,20 +178,36 @@ impl Recorded {
         self.audit.note(self.event(owner, Some(id), SessionEnded { reason: why.into() }));
     }
 
-    fn executed(&self, owner: &Principal, id: &SessionId, code: Option<Digest>, outcome: &session::Outcome) {
-        self.metrics.executed(outcome.status.name(), outcome.duration);
+    /// Records an execution that has ended, once.
+    fn executed(&self, ended: &ExecutionEnded) {
+        {
+            let mut seen = self.seen();
+            if seen.executions.contains(&ended.name) {
+                return;
+            }
+            seen.executions.push_back(ended.name.clone());
+            if seen.executions.len() > RECENT_EXECUTIONS {
+                seen.executions.pop_front();
+            }
+        }
+        let (owner, id) = (&ended.owner, &ended.session);
+        if !ended.taken_over {
+            self.met(owner, id, None);
+        }
+        self.metrics.executed(ended.status, ended.duration);
         let details = Execution {
-            code,
-            status: outcome.status.name().into(),
-            elapsed: outcome.duration,
-            cpu: Some(outcome.processor_time),
-            memory_peak: Some(outcome.memory.peak),
-            blocked: outcome.blocked.iter().map(ToString::to_string).collect(),
-            tool_calls: outcome.tool_calls.total,
+            execution: ended.name.as_str().into(),
+            code: Digest::from_hash(&ended.code),
+            status: ended.status.into(),
+            elapsed: ended.duration,
+            cpu: Some(ended.processor_time),
+            memory_peak: Some(ended.memory_peak),
+            blocked: ended.blocked.iter().map(ToString::to_string).collect(),
+            tool_calls: ended.tool_calls.total,
         };
         self.audit.note(self.event(owner, Some(id), details));
-        outcome.rulings.iter().for_each(|ruling| self.ruled(owner, id, ruling, None));
-        for call in &outcome.tool_calls.noted {
+        ended.rulings.iter().for_each(|ruling| self.ruled(owner, id, ruling, None));
+        for call in &ended.tool_calls.noted {
             self.called(owner, id, call);
         }
     }
@@ -238,17 +280,15 @@ impl SessionAccess for Recorded {
     ) -> Result<Executed, Refused> {
         const TOOL: &str = "execute_ipython_cell";
         self.may_begin()?;
-        let (begun, code) = (Instant::now(), Digest::of(&request.code));
+        let begun = Instant::now();
         let executed = self.sessions.execute(owner, id, request, wait, cancel, news).await;
         match &executed {
             Ok(Executed::Finished(outcome)) => {
                 self.met(owner, id, None);
-                self.executed(owner, id, Some(code), outcome);
                 self.call_ended(owner, Some(id), TOOL, begun, outcome_of(&outcome.status));
             }
             Ok(Executed::Underway(_)) => {
                 self.met(owner, id, None);
-                self.seen().underway.entry((owner.clone(), id.clone())).or_default().push_back(code);
                 self.call_ended(owner, Some(id), TOOL, begun, Outcome::Underway);
             }
             Err(_) => self.call(owner, Some(id), TOOL, begun, &executed),
@@ -264,14 +304,8 @@ impl SessionAccess for Recorded {
         max_chars: usize,
         news: News,
     ) -> Result<Checked, Refused> {
-        let checked = self.sessions.check(owner, which, wait, max_chars, news).await;
-        // Looking changes nothing; what is worth a record is that an execution has ended.
-        if let Ok(Checked::Finished { session, outcome, again: false }) = &checked {
-            let key = (owner.clone(), session.clone());
-            let code = self.seen().underway.get_mut(&key).and_then(VecDeque::pop_front);
-            self.executed(owner, session, code, outcome);
-        }
-        checked
+        // Looking changes nothing.
+        self.sessions.check(owner, which, wait, max_chars, news).await
     }
 
     async fn decide(
@@ -340,14 +374,8 @@ impl SessionAccess for Recorded {
     ) -> Result<ExploreReport, Refused> {
         self.may_begin()?;
         let begun = Instant::now();
-        let codes: Vec<Digest> = request.variants.iter().map(|variant| Digest::of(&variant.code)).collect();
         let done = self.sessions.explore(owner, id, request, cancel, news).await;
         if let Ok(report) = &done {
-            for (variant, code) in report.variants.iter().zip(codes) {
-                if let Ok(outcome) = &variant.ended {
-                    self.executed(owner, id, Some(code), outcome);
-                }
-            }
             report.kept.iter().for_each(|(_, kept)| self.met(owner, kept, Some(id)));
         }
         self.call(owner, Some(id), "explore", begun, &done);
@@ -501,18 +529,15 @@ impl SessionAccess for Recorded {
         self.sessions.uploaded(owner, id, path).await
     }
 
-    async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
-        let begun = Instant::now();
-        let done = self.sessions.narrow(owner, id, rules).await;
-        self.call(owner, Some(id), "narrow", begun, &done);
-        done
+    fn record_endings(&self, takes_over: bool, record: RecordEnding) {
+        self.sessions.record_endings(takes_over, record);
     }
 
     async fn load(&self) -> Load {
         self.sessions.load().await
     }
 
-    async fn list(&self, owner: &Principal) -> Vec<SessionInfo> {
+    async fn list(&self, owner: &Principal) -> Result<Vec<SessionInfo>, Refused> {
         self.sessions.list(owner).await
     }
 
@@ -542,7 +567,7 @@ impl SessionAccess for Recorded {
     }
 }
 
-impl Recorded {
+impl Recorder {
     fn moved(&self, owner: &Principal, id: &SessionId, path: &InsidePath, direction: Direction, bytes: u64) {
         self.metrics.file_moved(
             match direction {

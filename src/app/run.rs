@@ -38,8 +38,14 @@ pub(super) async fn execute(arguments: &RunArguments, settings: Settings) -> any
         asked_to_end().await;
         interrupted.cancel();
     });
-    let request =
-        ExecuteRequest { code, timeout: settings.timeout, max_output_chars: MOST_CHARS, asking: Asking::Nobody };
+    let request = ExecuteRequest {
+        code,
+        timeout: settings.timeout,
+        max_output_chars: MOST_CHARS,
+        asking: Asking::Nobody,
+        rules: None,
+        recorder: Default::default(),
+    };
     let (owner, session) = (Principal::local(), SessionId::default_session());
     let ran = sessions.execute(&owner, &session, request, cancel).await;
     shown.abort();

@@ -105,7 +105,11 @@ fn watch_parts(health: &Health, home: &Home, audit: &Audit) {
         Preparation::Failed { why } => Some(why.clone()),
     });
     let audit = audit.clone();
-    health.ask(Part::Audit, move || audit.failing());
+    health.ask(Part::Audit, move || audit.refuses());
+    if let Home::Kept(client) = home {
+        let client = client.clone();
+        health.ask(Part::Keeper, move || client.trouble());
+    }
 }
 
 /// What requests meet, made anew when the settings are.

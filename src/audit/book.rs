@@ -117,6 +117,10 @@ impl Book {
         let _ = self.make_durable(sequence);
     }
 
+    pub(super) fn on_failure(&self) -> OnFailure {
+        self.settings.failure
+    }
+
     pub(super) fn failing(&self) -> Option<String> {
         match &self.state().health {
             Health::Good => None,

@@ -159,8 +159,9 @@ impl Outcome {
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Execution {
-    /// Not known of an execution that began under an earlier server.
-    pub code: Option<Digest>,
+    /// Differs from every other execution's.
+    pub execution: Text,
+    pub code: Digest,
     /// The word of the result: `ok`, `error`, `timeout` …
     pub status: Text,
     #[serde(rename = "elapsed_ms", serialize_with = "milliseconds")]
@@ -359,7 +360,8 @@ pub(super) mod tests {
             AuthenticationRefused { reason: text.into(), peer: Some(text.into()) }.into(),
             ToolCall { tool: text.into(), outcome: Outcome::Failed, elapsed }.into(),
             Execution {
-                code: Some(Digest::of(text)),
+                execution: text.into(),
+                code: Digest::of(text),
                 status: text.into(),
                 elapsed,
                 cpu: Some(elapsed),

@@ -19,6 +19,7 @@ mod allowance;
 mod book;
 mod chain;
 mod event;
+mod recent;
 mod sink;
 mod text;
 pub mod verify;
@@ -115,6 +116,7 @@ pub struct Audit(Option<Arc<Open>>);
 
 struct Open {
     book: Book,
+    recent_executions: Vec<String>,
     /// Its end tells the thread to end.
     _thread: SyncSender<()>,
 }
@@ -137,16 +139,18 @@ impl Audit {
     /// that others can write is refused, and so is one that another process writes.
     pub fn open(path: &Path, settings: AuditSettings) -> Result<Audit, AuditError> {
         let (sink, found) = sink::FileSink::open(path)?;
+        // For duplicates only, so that a file which cannot be read twice is no reason not to serve.
+        let recent_executions = recent::executions(path).unwrap_or_default();
         let book = Book::new(Box::new(sink), found, settings);
         book.begin().map_err(|unavailable| AuditError::Open { path: path.to_owned(), cause: unavailable.cause })?;
         let head = book.head();
         tracing::info!(sequence = head.sequence, hash = head.hash, "audit log opened");
-        Ok(Audit::over(book))
+        Ok(Audit::over(book, recent_executions))
     }
 
-    fn over(book: Book) -> Audit {
+    fn over(book: Book, recent_executions: Vec<String>) -> Audit {
         let (sender, receiver) = sync_channel::<()>(1);
-        let open = Arc::new(Open { book, _thread: sender });
+        let open = Arc::new(Open { book, recent_executions, _thread: sender });
         let watched = Arc::downgrade(&open);
         let look_after = move || {
             while receiver.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
@@ -178,6 +182,16 @@ impl Audit {
     /// Tells whether events are recorded at all.
     pub fn is_on(&self) -> bool {
         self.0.is_some()
+    }
+
+    /// Returns why new work must not begin: records cannot be written, and the operator has not allowed to go on without.
+    pub fn refuses(&self) -> Option<String> {
+        self.0.as_ref().filter(|open| open.book.on_failure() == OnFailure::Refuse).and_then(|_| self.failing())
+    }
+
+    /// Returns the names of the executions that were the last to be recorded when the log was opened.
+    pub fn recent_executions(&self) -> Vec<String> {
+        self.0.as_ref().map(|open| open.recent_executions.clone()).unwrap_or_default()
     }
 
     /// Returns why records cannot be written at present.

@@ -295,20 +295,25 @@ fn archive_name(path: &Path, first_sequence: u64) -> String {
     format!("{name}.{first_sequence:0DIGITS$}")
 }
 
-/// Finds what precedes an empty file: the newest file that was turned over, or nothing.
-fn what_was_before(path: &Path) -> Result<(Head, Start), AuditError> {
-    let failed = |cause: io::Error| AuditError::Open { path: path.to_owned(), cause };
+/// Returns the newest file that was turned over.
+pub(super) fn newest_archive(path: &Path) -> io::Result<Option<PathBuf>> {
     let mut newest: Option<(u64, String)> = None;
-    for entry in fs::read_dir(folder_of(path)).map_err(failed)? {
-        let Ok(name) = entry.map_err(failed)?.file_name().into_string() else { continue };
+    for entry in fs::read_dir(folder_of(path))? {
+        let Ok(name) = entry?.file_name().into_string() else { continue };
         let number = name.rsplit('.').next().and_then(|number| number.parse().ok());
         let Some(number) = number.filter(|number| archive_name(path, *number) == name) else { continue };
         if newest.as_ref().is_none_or(|(known, _)| *known < number) {
             newest = Some((number, name));
         }
     }
-    let Some((_, name)) = newest else { return Ok((Head::beginning(), Start::New)) };
-    let before = path.with_file_name(&name);
+    Ok(newest.map(|(_, name)| path.with_file_name(name)))
+}
+
+/// Finds what precedes an empty file: the newest file that was turned over, or nothing.
+fn what_was_before(path: &Path) -> Result<(Head, Start), AuditError> {
+    let failed = |cause: io::Error| AuditError::Open { path: path.to_owned(), cause };
+    let Some(before) = newest_archive(path).map_err(failed)? else { return Ok((Head::beginning(), Start::New)) };
+    let name = before.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let damaged = |why: &str| AuditError::Damaged { path: before.clone(), why: why.to_owned() };
     let mut file = open_private(&before, OFlags::empty()).map_err(failed)?;
     check_file(&before, &file)?;

@@ -30,6 +30,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
+use super::arrivals::Arrivals;
 use super::table::{ConnectionTable, OpenConnection, RequestGuard};
 use crate::telemetry::Metrics;
 
@@ -118,12 +119,14 @@ async fn serve_one(
     let activity = Arc::new(Activity::default());
     let stream = Patient::new(stream, activity.clone());
     let tls = reception.borrow().tls.clone();
+    let arrivals = Arrivals::default();
     let service = service_fn(move |request: Request<Incoming>| {
         let begun = connection.begin_request();
         let under_way = begun.map(|guard| UnderWay::new(&activity, request.version(), guard));
         let mut request = request.map(|body| Body::new(Moving::new(body)));
         request.extensions_mut().insert(peer);
         request.extensions_mut().insert(connection.clone());
+        request.extensions_mut().insert(arrivals.next());
         let routes = reception.borrow().routes.clone();
         async move {
             let under_way = under_way.ok_or(ClosedBefore)?;

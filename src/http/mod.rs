@@ -10,6 +10,7 @@
 //!
 //! Nothing is taken from a header that a proxy may have written: who is calling comes from the token alone.
 
+pub(crate) mod arrivals;
 pub mod connections;
 pub mod files;
 pub mod guard;

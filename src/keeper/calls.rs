@@ -6,7 +6,6 @@ use tokio_util::sync::CancellationToken;
 
 use super::frame::{self, Kind, Written};
 use super::message::{Answer, Call};
-use crate::sandbox::Rules;
 use crate::session::{News, Refused, SessionAccess};
 
 /// What a call has beside its values.
@@ -40,10 +39,6 @@ pub(super) async fn carry_out(
         Call::Stop { owner, which } => written(number, &sessions.stop(&owner, &which).await),
         Call::Reset { owner, id } => written(number, &sessions.reset(&owner, &id).await),
         Call::Undo { owner, id, cells } => written(number, &sessions.undo(&owner, &id, cells).await),
-        Call::Narrow { owner, id, rules } => match Rules::from_texts(&rules) {
-            Ok(rules) => written(number, &sessions.narrow(&owner, &id, rules).await),
-            Err(error) => written::<()>(number, &Err(Refused::Transfer { why: error.to_string() })),
-        },
         Call::Checkpoints { owner, id } => written(number, &sessions.checkpoints(&owner, &id).await),
         Call::Fork { owner, id, request } => written(number, &sessions.fork(&owner, &id, request).await),
         Call::Explore { owner, id, request } => {
@@ -72,7 +67,7 @@ pub(super) async fn carry_out(
         }
         Call::Uploaded { owner, id, path } => written(number, &Answer::Ok(sessions.uploaded(&owner, &id, &path).await)),
         Call::Load => written(number, &Answer::Ok(sessions.load().await)),
-        Call::List { owner } => written(number, &Answer::Ok(sessions.list(&owner).await)),
+        Call::List { owner } => written(number, &sessions.list(&owner).await),
         Call::Close { owner, id } => written(number, &sessions.close(&owner, &id).await),
         Call::OutputSize { owner, id, execution } => {
             written(number, &Answer::Ok(sessions.output_size(&owner, &id, execution).await))

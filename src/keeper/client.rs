@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use super::link::{Link, NoAnswer, Wishes};
+use super::link::{Link, Listeners, NoAnswer, Recording, Wishes};
 use super::message::{Answer, Call, Welcome};
 use super::seen::Seen;
 use super::start::{self, AttachError};
@@ -26,7 +26,8 @@ use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
 use crate::session::{
     ApprovalSetup, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId,
     ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Load, News, Principal,
-    Refused, ResetReport, SessionAccess, SessionId, SessionInfo, Slice, UndoReport, UploadPart, Uploaded, Which, Word,
+    RecordEnding, Refused, ResetReport, SessionAccess, SessionId, SessionInfo, Slice, UndoReport, UploadPart, Uploaded,
+    Which, Word,
 };
 
 /// The first wait after a keeper could not be started. Each further failure doubles it.
@@ -43,9 +44,9 @@ pub struct Client {
 struct Shared {
     settings: Mutex<Arc<KeeperSettings>>,
     link: Mutex<Option<Arc<Link>>>,
-    /// Held by whoever connects.
+    /// Held by whoever connects, and by every call until it is sent: calls are sent in the order in which they came.
     connecting: tokio::sync::Mutex<Attempts>,
-    preparation: watch::Sender<Preparation>,
+    listeners: Listeners,
     seen: Mutex<Seen>,
 }
 
@@ -82,12 +83,11 @@ impl Client {
             settings: Mutex::new(Arc::new(settings)),
             link: Mutex::new(None),
             connecting: tokio::sync::Mutex::default(),
-            preparation: watch::Sender::new(waiting),
+            listeners: Listeners { preparation: watch::Sender::new(waiting), recording: Arc::default() },
             seen: Mutex::default(),
         });
-        let link = Link::new(stream, shared.preparation.clone());
         shared.welcomed(&welcome, &mut *shared.connecting.lock().await);
-        *shared.current() = Some(link);
+        shared.use_link(Link::new(stream, shared.listeners.clone()));
         Ok(Client { shared })
     }
 
@@ -114,14 +114,17 @@ impl Client {
         self.shared.settings().name.clone()
     }
 
-    /// Returns the connection, making a new one if the keeper is gone.
-    async fn link(&self) -> Result<Arc<Link>, Refused> {
-        if let Some(link) = self.shared.open_link() {
-            return Ok(link);
-        }
+    /// Tells why the keeper cannot take work, if it cannot.
+    pub fn trouble(&self) -> Option<String> {
+        let link = self.shared.open_link()?;
+        link.is_silent().then(|| "the process that keeps the sessions does not answer".to_owned())
+    }
+
+    /// Returns the connection, making a new one if the keeper is gone. Later calls wait until the second value is dropped.
+    async fn link(&self) -> Result<(Arc<Link>, tokio::sync::MutexGuard<'_, Attempts>), Refused> {
         let mut attempts = self.shared.connecting.lock().await;
         if let Some(link) = self.shared.open_link() {
-            return Ok(link);
+            return Ok((link, attempts));
         }
         if attempts.rests(Instant::now()) {
             return Err(no_keeper(NO_KEEPER));
@@ -130,9 +133,9 @@ impl Client {
         match start::connect(&settings).await {
             Ok((stream, welcome)) => {
                 self.shared.welcomed(&welcome, &mut attempts);
-                let link = Link::new(stream, self.shared.preparation.clone());
-                *self.shared.current() = Some(Arc::clone(&link));
-                Ok(link)
+                let link = Link::new(stream, self.shared.listeners.clone());
+                self.shared.use_link(Arc::clone(&link));
+                Ok((link, attempts))
             }
             Err(error) => {
                 attempts.failed(Instant::now());
@@ -145,12 +148,21 @@ impl Client {
 
     async fn ask<T: DeserializeOwned>(&self, about: About<'_>, call: Call, wishes: Wishes) -> Result<T, Refused> {
         loop {
-            let link = self.link().await?;
+            let (link, order) = self.link().await?;
             self.refuse_lost(about)?;
-            match link.ask(&call, wishes.clone()).await {
+            let asked = link.ask(&call, wishes.news.clone());
+            drop(order);
+            match asked {
                 // The keeper was gone already, and nothing has happened. The next turn finds another one, or fails.
                 Err(NoAnswer::NotSent) => continue,
-                answer => return self.heard(about, answer),
+                Err(other) => return self.heard(about, Err(other)),
+                Ok(asked) => {
+                    let answer = self.heard(about, asked.answered(wishes.cancel, wishes.wait).await);
+                    return match about {
+                        Some((owner, id)) if !wishes.proves_nothing => self.noted(owner, id, answer),
+                        _ => answer,
+                    };
+                }
             }
         }
     }
@@ -166,15 +178,11 @@ impl Client {
         }
     }
 
-    /// Turns what came back into the answer of a call, and remembers that its session exists.
+    /// Turns what came back into the answer of a call.
     fn heard<T>(&self, about: About<'_>, answer: Result<Answer<T>, NoAnswer>) -> Result<T, Refused> {
         match answer {
-            Ok(answer) => {
-                if let (Ok(_), Some((owner, id))) = (&answer, about) {
-                    self.shared.seen().note(owner, id);
-                }
-                answer
-            }
+            Ok(answer) => answer,
+            Err(NoAnswer::Silent { sent }) => Err(Refused::Unresponsive { sent }),
             Err(NoAnswer::TooLarge) => Err(Refused::Transfer { why: "the request is too large".to_owned() }),
             Err(NoAnswer::Nonsense) => Err(Refused::Transfer { why: "the answer could not be understood".to_owned() }),
             Err(NoAnswer::NotSent | NoAnswer::Lost) => Err(match about {
@@ -185,6 +193,14 @@ impl Client {
                 None => no_keeper("the process that kept the sessions ended, and they are lost"),
             }),
         }
+    }
+
+    /// Remembers that a session exists, if what was asked of it succeeded.
+    fn noted<T>(&self, owner: &Principal, id: &SessionId, answer: Result<T, Refused>) -> Result<T, Refused> {
+        if answer.is_ok() {
+            self.shared.seen().note(owner, id);
+        }
+        answer
     }
 
     fn lost(&self, id: &SessionId) -> Refused {
@@ -198,11 +214,21 @@ impl Client {
         Refused::Ended { id: id.clone(), why, undo: false }
     }
 
+    /// Forgets sessions of an owner that have ended unnoticed, when many are remembered.
+    async fn check_seen(&self, owner: &Principal) {
+        let Some(asked) = self.shared.seen().must_check(owner) else { return };
+        let call = Call::List { owner: owner.clone() };
+        // What is not known now is found out after a later call.
+        if let Ok(all) = self.ask_plainly::<Vec<SessionInfo>>(None, call).await {
+            self.shared.seen().check(owner, &all.iter().map(|info| &info.id).collect(), asked);
+        }
+    }
+
     /// Which session an execution belongs to, if that is known here.
-    fn session_of(&self, which: &Which) -> Option<SessionId> {
+    fn session_of(&self, owner: &Principal, which: &Which) -> Option<SessionId> {
         match which {
             Which::Of(id) => Some(id.clone()),
-            Which::This(handle) => self.shared.seen().session_of(handle),
+            Which::This(handle) => self.shared.seen().session_of(owner, handle),
         }
     }
 }
@@ -218,6 +244,14 @@ impl Shared {
 
     fn open_link(&self) -> Option<Arc<Link>> {
         self.current().as_ref().filter(|link| !link.is_closed()).map(Arc::clone)
+    }
+
+    fn use_link(&self, link: Arc<Link>) {
+        *self.current() = Some(Arc::clone(&link));
+        let recording = self.listeners.recording.lock().expect("nothing panics while it holds the recorder").clone();
+        if let Some(Recording { takes_over, .. }) = recording {
+            link.begin_recording(takes_over);
+        }
     }
 
     fn seen(&self) -> MutexGuard<'_, Seen> {
@@ -258,7 +292,15 @@ fn transfer(error: &io::Error) -> Refused {
 #[async_trait]
 impl SessionAccess for Client {
     fn preparation(&self) -> watch::Receiver<Preparation> {
-        self.shared.preparation.subscribe()
+        self.shared.listeners.preparation.subscribe()
+    }
+
+    fn record_endings(&self, takes_over: bool, record: RecordEnding) {
+        let recording = &self.shared.listeners.recording;
+        *recording.lock().expect("nothing panics while it holds the recorder") = Some(Recording { takes_over, record });
+        if let Some(link) = self.shared.open_link() {
+            link.begin_recording(takes_over);
+        }
     }
 
     async fn execute(
@@ -271,11 +313,12 @@ impl SessionAccess for Client {
         news: News,
     ) -> Result<Executed, Refused> {
         let call = Call::Execute { owner: owner.clone(), id: id.clone(), request, wait };
-        let wishes = Wishes { news: Some(news), cancel: Some(cancel) };
+        let wishes = Wishes { news: Some(news), cancel: Some(cancel), wait, ..Wishes::default() };
         let executed = self.ask(Some((owner, id)), call, wishes).await?;
         if let Executed::Underway(underway) = &executed {
-            self.shared.seen().note_execution(&underway.handle, &underway.session);
+            self.shared.seen().note_execution(owner, &underway.handle, &underway.session);
         }
+        self.check_seen(owner).await;
         Ok(executed)
     }
 
@@ -288,9 +331,9 @@ impl SessionAccess for Client {
         news: News,
     ) -> Result<Checked, Refused> {
         let call = Call::Check { owner: owner.clone(), which: which.clone(), wait, max_chars };
-        let session = self.session_of(which);
+        let session = self.session_of(owner, which);
         let about = session.as_ref().map(|id| (owner, id));
-        self.ask(about, call, Wishes { news: Some(news), cancel: None }).await
+        self.ask(about, call, Wishes { news: Some(news), wait: Some(wait), ..Wishes::default() }).await
     }
 
     async fn decide(
@@ -300,33 +343,29 @@ impl SessionAccess for Client {
         decisions: Vec<Decision>,
         _how: Word,
     ) -> Result<Decided, Refused> {
-        let session = self.session_of(&Which::This(handle.clone()));
+        let session = self.session_of(owner, &Which::This(handle.clone()));
         let about = session.as_ref().map(|id| (owner, id));
         self.ask_plainly(about, Call::Decide { owner: owner.clone(), handle: handle.clone(), decisions }).await
     }
 
     async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused> {
-        let session = self.session_of(which);
+        let session = self.session_of(owner, which);
         let about = session.as_ref().map(|id| (owner, id));
         self.ask_plainly(about, Call::Stop { owner: owner.clone(), which: which.clone() }).await
     }
 
     async fn reset(&self, owner: &Principal, id: &SessionId) -> Result<ResetReport, Refused> {
-        self.link().await?;
+        drop(self.link().await?);
         if self.shared.seen().forgive(owner, id) {
             let files_kept = self.shared.settings().files_outlive_sessions;
             return Ok(ResetReport { interrupted_running_cell: false, files_kept });
         }
-        self.ask_plainly(Some((owner, id)), Call::Reset { owner: owner.clone(), id: id.clone() }).await
+        let call = Call::Reset { owner: owner.clone(), id: id.clone() };
+        self.ask(Some((owner, id)), call, Wishes { proves_nothing: true, ..Wishes::default() }).await
     }
 
     async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused> {
         self.ask_plainly(Some((owner, id)), Call::Undo { owner: owner.clone(), id: id.clone(), cells }).await
-    }
-
-    async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
-        let rules = rules.iter().map(ToString::to_string).collect();
-        self.ask_plainly(Some((owner, id)), Call::Narrow { owner: owner.clone(), id: id.clone(), rules }).await
     }
 
     async fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
@@ -351,7 +390,7 @@ impl SessionAccess for Client {
         news: News,
     ) -> Result<ExploreReport, Refused> {
         let call = Call::Explore { owner: owner.clone(), id: id.clone(), request };
-        let wishes = Wishes { news: Some(news), cancel: Some(cancel) };
+        let wishes = Wishes { news: Some(news), cancel: Some(cancel), ..Wishes::default() };
         let report: ExploreReport = self.ask(Some((owner, id)), call, wishes).await?;
         let mut seen = self.shared.seen();
         report.kept.iter().for_each(|(_, session)| seen.note(owner, session));
@@ -369,7 +408,7 @@ impl SessionAccess for Client {
         news: News,
     ) -> Result<InstallReport, Refused> {
         let call = Call::Install { owner: owner.clone(), id: id.clone(), requirements, leave };
-        self.ask(Some((owner, id)), call, Wishes { news: Some(news), cancel: Some(cancel) }).await
+        self.ask(Some((owner, id)), call, Wishes { news: Some(news), cancel: Some(cancel), ..Wishes::default() }).await
     }
 
     async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
@@ -401,11 +440,11 @@ impl SessionAccess for Client {
         source: &mut (dyn AsyncRead + Send + Unpin),
         overwrite: bool,
     ) -> Result<u64, Refused> {
-        let link = self.link().await?;
+        let (link, _) = self.link().await?;
         self.refuse_lost(Some((owner, id)))?;
         let call = Call::WriteFile { owner: owner.clone(), id: id.clone(), path: path.clone(), overwrite };
         let (answer, trouble) = link.send_file(&call, source).await;
-        let answer = self.heard(Some((owner, id)), answer);
+        let answer = self.noted(owner, id, self.heard(Some((owner, id)), answer));
         match trouble {
             // The sessions know only that the rest did not come.
             Some(error) if !link.is_closed() => Err(transfer(&error)),
@@ -421,12 +460,12 @@ impl SessionAccess for Client {
         limit: u64,
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<u64, Refused> {
-        let link = self.link().await?;
+        let (link, _) = self.link().await?;
         self.refuse_lost(Some((owner, id)))?;
         let call = Call::ReadFile { owner: owner.clone(), id: id.clone(), path: path.clone(), limit };
         match link.receive_file(&call, sink).await {
             (_, Some(error)) => Err(transfer(&error)),
-            (answer, None) => self.heard(Some((owner, id)), answer),
+            (answer, None) => self.noted(owner, id, self.heard(Some((owner, id)), answer)),
         }
     }
 
@@ -439,12 +478,12 @@ impl SessionAccess for Client {
         length: Option<u64>,
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<FileRange, Refused> {
-        let link = self.link().await?;
+        let (link, _) = self.link().await?;
         self.refuse_lost(Some((owner, id)))?;
         let call = Call::ReadFileRange { owner: owner.clone(), id: id.clone(), path: path.clone(), offset, length };
         match link.receive_file(&call, sink).await {
             (_, Some(error)) => Err(transfer(&error)),
-            (answer, None) => self.heard(Some((owner, id)), answer),
+            (answer, None) => self.noted(owner, id, self.heard(Some((owner, id)), answer)),
         }
     }
 
@@ -460,11 +499,16 @@ impl SessionAccess for Client {
         part: UploadPart,
         source: &mut (dyn AsyncRead + Send + Unpin),
     ) -> Result<Uploaded, Refused> {
-        let link = self.link().await?;
+        let (link, _) = self.link().await?;
         self.refuse_lost(Some((owner, id)))?;
         let call = Call::Upload { owner: owner.clone(), id: id.clone(), path: path.clone(), part };
         let (answer, trouble) = link.send_file(&call, source).await;
+        // The session need not exist before the file is complete.
+        let finished = matches!(answer, Ok(Ok(Uploaded { finished: true, .. })));
         let answer = self.heard(Some((owner, id)), answer);
+        if finished {
+            self.shared.seen().note(owner, id);
+        }
         match trouble {
             Some(error) if !link.is_closed() => Err(transfer(&error)),
             _ => answer,
@@ -473,27 +517,27 @@ impl SessionAccess for Client {
 
     async fn uploaded(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64> {
         let call = Call::Uploaded { owner: owner.clone(), id: id.clone(), path: path.clone() };
-        self.ask_plainly::<Option<u64>>(Some((owner, id)), call).await.ok().flatten()
+        // About nothing: the session need not exist.
+        self.ask_plainly::<Option<u64>>(None, call).await.ok().flatten()
     }
 
     async fn load(&self) -> Load {
         self.ask_plainly(None, Call::Load).await.unwrap_or_default()
     }
 
-    async fn list(&self, owner: &Principal) -> Vec<SessionInfo> {
-        let mut all: Vec<SessionInfo> =
-            self.ask_plainly(None, Call::List { owner: owner.clone() }).await.unwrap_or_default();
+    async fn list(&self, owner: &Principal) -> Result<Vec<SessionInfo>, Refused> {
+        let mut all: Vec<SessionInfo> = self.ask_plainly(None, Call::List { owner: owner.clone() }).await?;
         let lost = self.shared.seen().lost_by(owner);
         for info in &all {
             self.shared.seen().note(owner, &info.id);
         }
         all.extend(lost.into_iter().map(|id| lost_info(id, "the process that kept the sessions ended")));
         all.sort_by(|one, other| one.id.cmp(&other.id));
-        all
+        Ok(all)
     }
 
     async fn close(&self, owner: &Principal, id: &SessionId) -> Result<(), Refused> {
-        self.link().await?;
+        drop(self.link().await?);
         if self.shared.seen().forgive(owner, id) {
             return Ok(());
         }

@@ -1,11 +1,15 @@
 //! The keeper's side of one front's connection: many requests at once, each with its own task.
 //!
+//! A request takes its first step in the reader, before the next frame is read. With that step it is in the queue of its session, so
+//! requests reach a session in the order in which they were sent.
+//!
 //! A request ends with its answer, or when the front forgets it or is gone; then its future is dropped, which for code means that it goes on. Only `Cancel` interrupts.
 //! The reader never waits for a request, so a slow one holds nobody up.
 
 use std::collections::HashMap;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Context, Poll, Waker};
 
 use tokio::io::AsyncRead;
 use tokio::sync::{Semaphore, mpsc, watch};
@@ -17,7 +21,7 @@ use super::frame::{self, Assembly, Frame, FrameError, Kind, Written};
 use super::message::{Answer, Call, FromFront, FromKeeper};
 use super::outgoing::Outgoing;
 use super::stream::{self, Arrival, Arriving, Leaving, Silence, WINDOW};
-use crate::session::{News, Refused};
+use crate::session::{Attached, ExecutionEnded, News, RecorderId, Refused};
 
 /// Requests of one front at the same time. A front has a few per client of its own.
 pub(super) const MOST_REQUESTS: usize = 4_096;
@@ -31,6 +35,10 @@ pub(super) struct Desk {
     pub(super) requests: Mutex<HashMap<u64, Request>>,
     /// The front is gone.
     pub(super) gone: CancellationToken,
+    /// The front's name in the ledger.
+    recorder: RecorderId,
+    /// Its place there, once it has said that it records.
+    attached: Mutex<Option<Attached>>,
 }
 
 /// What can still be said about a request.
@@ -44,9 +52,41 @@ pub(super) struct Request {
 }
 
 impl Desk {
-    pub(super) fn new(kept: Arc<dyn Kept>, frames: Outgoing, underway: watch::Sender<usize>) -> Arc<Desk> {
-        let (requests, gone) = (Mutex::default(), CancellationToken::new());
-        Arc::new(Desk { kept, frames, underway, requests, gone })
+    pub(super) fn new(
+        kept: Arc<dyn Kept>,
+        frames: Outgoing,
+        underway: watch::Sender<usize>,
+        recorder: RecorderId,
+    ) -> Arc<Desk> {
+        let (requests, gone, attached) = (Mutex::default(), CancellationToken::new(), Mutex::default());
+        Arc::new(Desk { kept, frames, underway, requests, gone, recorder, attached })
+    }
+
+    /// Lets go of every request. What the front has not recorded goes to another.
+    pub(super) fn leave(&self) {
+        self.gone.cancel();
+        drop(self.attached().take());
+    }
+
+    /// Hands the front the executions that it is to record.
+    fn record(&self, takes_over: bool) {
+        let mut attached = self.attached();
+        if attached.is_some() {
+            return;
+        }
+        let frames = self.frames.clone();
+        let hand_over = move |number, ended: ExecutionEnded| {
+            let message = FromKeeper::Ended { number, ended: Box::new(ended) };
+            // A front that is gone confirms nothing, so the ledger keeps the entry.
+            for frame in frame::write(0, Kind::Message, &message).into_iter().flatten() {
+                let _ = frames.push(frame);
+            }
+        };
+        *attached = Some(self.kept.ledger().attach(self.recorder, takes_over, Arc::new(hand_over)));
+    }
+
+    fn attached(&self) -> MutexGuard<'_, Option<Attached>> {
+        self.attached.lock().expect("nothing panics while it holds the place")
     }
 
     /// Answers requests until the front leaves or says what makes no sense.
@@ -84,6 +124,21 @@ impl Desk {
                 }
                 Ok(())
             }
+            FromFront::Beat => {
+                for frame in frame::write(0, Kind::Message, &FromKeeper::Beat)? {
+                    // A front that is gone needs none.
+                    let _ = self.frames.push(frame);
+                }
+                Ok(())
+            }
+            FromFront::Records { takes_over } => {
+                self.record(takes_over);
+                Ok(())
+            }
+            FromFront::Recorded(number) => {
+                self.kept.ledger().confirm(number);
+                Ok(())
+            }
             FromFront::NoMore => self.arrived(id, Arrival::End),
             FromFront::SourceFailed => self.arrived(id, Arrival::Failed),
             FromFront::Hello(_) => Err(FrameError::OutOfTurn("a second hello")),
@@ -105,7 +160,12 @@ impl Desk {
         }
     }
 
-    fn begin(self: &Arc<Desk>, number: u64, call: Call) {
+    fn begin(self: &Arc<Desk>, number: u64, mut call: Call) {
+        match &mut call {
+            Call::Execute { request, .. } => request.recorder = self.recorder,
+            Call::Explore { request, .. } => request.recorder = self.recorder,
+            _ => {}
+        }
         let (upload, arrivals) = stream::arrivals();
         let (cancel, forgotten) = (CancellationToken::new(), self.gone.child_token());
         let credit = Arc::new(Semaphore::new(WINDOW));
@@ -133,7 +193,7 @@ impl Desk {
         };
         let ticket = Ticket::new(&self.underway);
         let desk = Arc::clone(self);
-        tokio::spawn(async move {
+        let mut work = Box::pin(async move {
             let _ticket = ticket;
             if let Some(answer) = desk.answer(number, call, hands, forgotten, heard).await {
                 // In this order, so that a front that reuses nothing never finds a number taken.
@@ -141,6 +201,9 @@ impl Desk {
                 desk.send(answer).await;
             }
         });
+        if first_step(work.as_mut()).is_pending() {
+            tokio::spawn(work);
+        }
     }
 
     /// Carries a call out while its news are passed on. Returns nothing when nobody wants the answer.
@@ -180,6 +243,12 @@ impl Desk {
     fn requests(&self) -> MutexGuard<'_, HashMap<u64, Request>> {
         self.requests.lock().expect("nothing panics while it holds the requests")
     }
+}
+
+/// Lets a request take its first step here and now. Whoever goes on with it polls it again, so no wake-up is lost.
+fn first_step(work: Pin<&mut impl Future<Output = ()>>) -> Poll<()> {
+    // Constrained, the step might end before the request is in its session's queue.
+    pin!(tokio::task::unconstrained(work)).poll(&mut Context::from_waker(Waker::noop()))
 }
 
 /// Counts a request for as long as it is being answered.

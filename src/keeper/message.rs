@@ -11,12 +11,12 @@ use crate::sandbox::Preparation;
 use crate::session::install::Leave;
 use crate::session::servers::{ServerRequest, ServerSetup};
 use crate::session::{
-    ApprovalSetup, Decision, ExecuteRequest, ExecutionHandle, ExecutionId, ExploreRequest, ForkRequest, InsidePath,
-    Principal, Refused, Resident, SessionId, UploadPart, Which,
+    ApprovalSetup, Decision, ExecuteRequest, ExecutionEnded, ExecutionHandle, ExecutionId, ExploreRequest, ForkRequest,
+    InsidePath, Principal, Refused, Resident, SessionId, UploadPart, Which,
 };
 
 /// Counts changes that an older peer would not understand.
-pub const PROTOCOL: u32 = 4;
+pub const PROTOCOL: u32 = 5;
 
 /// What every call is answered with.
 pub(super) type Answer<T> = Result<T, Refused>;
@@ -96,6 +96,14 @@ pub(super) enum FromFront {
     Cancel,
     /// Nobody waits for an answer any more.
     Forget,
+    /// Is the keeper there? It answers with a beat.
+    Beat,
+    /// The front records executions that end. With `takes_over`, also those that fronts have left that are gone.
+    Records {
+        takes_over: bool,
+    },
+    /// The execution with this number is recorded.
+    Recorded(u64),
 }
 
 /// `FromFront::Request` without owning the call, so that it can be sent again.
@@ -113,6 +121,12 @@ pub(super) enum FromKeeper {
     Preparation(Preparation),
     News(String),
     Credit(u32),
+    Beat,
+    /// An execution has ended, and the front is to record it.
+    Ended {
+        number: u64,
+        ended: Box<ExecutionEnded>,
+    },
 }
 
 /// One method of `SessionAccess`, with what it is given.
@@ -124,7 +138,6 @@ pub(super) enum Call {
     Stop { owner: Principal, which: Which },
     Reset { owner: Principal, id: SessionId },
     Undo { owner: Principal, id: SessionId, cells: u32 },
-    Narrow { owner: Principal, id: SessionId, rules: Vec<String> },
     Checkpoints { owner: Principal, id: SessionId },
     Fork { owner: Principal, id: SessionId, request: ForkRequest },
     Explore { owner: Principal, id: SessionId, request: ExploreRequest },
@@ -157,7 +170,6 @@ impl Call {
             Call::Stop { .. } => "stop",
             Call::Reset { .. } => "reset",
             Call::Undo { .. } => "undo",
-            Call::Narrow { .. } => "narrow",
             Call::Checkpoints { .. } => "checkpoints",
             Call::Fork { .. } => "fork",
             Call::Explore { .. } => "explore",

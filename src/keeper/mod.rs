@@ -32,6 +32,7 @@ mod tests;
 
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use tokio::sync::watch;
@@ -42,7 +43,7 @@ pub use post::{KeeperName, NameError, NotHandedOver, Post, keepers_in};
 pub use serve::{Ended, Terms, apologise, keep};
 pub use start::{AttachError, ask_status, ask_to_stop, attach};
 
-use crate::session::{Resident, SessionAccess, Sessions};
+use crate::session::{Ledger, Resident, SessionAccess, Sessions};
 
 /// What a front must know to find its keeper, or to start one.
 #[derive(Clone)]
@@ -77,6 +78,9 @@ pub trait Kept: SessionAccess {
     /// Names everybody's sessions.
     fn residents(&self) -> Vec<Resident>;
 
+    /// Executions that have ended and are not recorded yet.
+    fn ledger(&self) -> Arc<Ledger>;
+
     /// Follows how many sessions there are.
     fn population(&self) -> watch::Receiver<usize>;
 
@@ -88,6 +92,10 @@ pub trait Kept: SessionAccess {
 impl Kept for Sessions {
     fn residents(&self) -> Vec<Resident> {
         Sessions::residents(self)
+    }
+
+    fn ledger(&self) -> Arc<Ledger> {
+        Arc::clone(Sessions::ledger(self))
     }
 
     fn population(&self) -> watch::Receiver<usize> {

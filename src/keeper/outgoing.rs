@@ -11,7 +11,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use tokio::net::unix::OwnedWriteHalf;
-use tokio::sync::mpsc::{self, error::TrySendError};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError, mpsc};
 
 use super::frame::Written;
 
@@ -24,72 +24,90 @@ const MOST_AT_ONCE: usize = 64;
 #[derive(Clone)]
 pub(super) struct Outgoing {
     socket: Arc<OwnedWriteHalf>,
-    queue: mpsc::Sender<Written>,
+    queue: mpsc::UnboundedSender<Queued>,
+    /// Places for frames that wait.
+    room: Arc<Semaphore>,
     waiting: Arc<Mutex<usize>>,
+}
+
+/// A place for a frame that waits. It is free again when the frame has been written.
+pub(super) type Place = OwnedSemaphorePermit;
+
+/// A frame that waits, and its place, if it needed one.
+struct Queued {
+    frame: Written,
+    _place: Option<Place>,
 }
 
 /// The connection has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Gone;
 
+/// Why a frame was not sent at once.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum NotSent {
+    /// Too many frames wait; this one is given back.
+    Full(Written),
+    Gone,
+}
+
 /// Writes what is queued.
 pub(super) struct Writer {
     socket: Arc<OwnedWriteHalf>,
-    queue: mpsc::Receiver<Written>,
+    queue: mpsc::UnboundedReceiver<Queued>,
+    room: Arc<Semaphore>,
     waiting: Arc<Mutex<usize>>,
 }
 
 /// Makes the way out of a connection, and what must run for it.
 pub(super) fn outgoing(socket: OwnedWriteHalf) -> (Outgoing, Writer) {
-    let (sender, queue) = mpsc::channel(MOST_FRAMES);
+    let (sender, queue) = mpsc::unbounded_channel();
     let (socket, waiting) = (Arc::new(socket), Arc::<Mutex<usize>>::default());
-    let writer = Writer { socket: Arc::clone(&socket), queue, waiting: Arc::clone(&waiting) };
-    (Outgoing { socket, queue: sender, waiting }, writer)
+    let room = Arc::new(Semaphore::new(MOST_FRAMES));
+    let writer = Writer { socket: Arc::clone(&socket), queue, room: room.clone(), waiting: Arc::clone(&waiting) };
+    (Outgoing { socket, queue: sender, room, waiting }, writer)
 }
 
 impl Outgoing {
     /// Sends a frame, and waits as long as too many wait already.
     pub(super) async fn send(&self, frame: Written) -> Result<(), Gone> {
-        let place = self.queue.reserve().await.map_err(|_| Gone)?;
-        self.put(place, frame);
-        Ok(())
+        let place = self.room.clone().acquire_owned().await.map_err(|_| Gone)?;
+        self.put(frame, Some(place))
     }
 
     /// Sends a frame unless too many wait already; then it is given back.
-    pub(super) fn try_send(&self, frame: Written) -> Result<(), TrySendError<Written>> {
-        match self.queue.try_reserve() {
-            Ok(place) => self.put(place, frame),
-            Err(TrySendError::Full(())) => return Err(TrySendError::Full(frame)),
-            Err(TrySendError::Closed(())) => return Err(TrySendError::Closed(frame)),
+    pub(super) fn try_send(&self, frame: Written) -> Result<(), NotSent> {
+        match self.room.clone().try_acquire_owned() {
+            Ok(place) => self.put(frame, Some(place)).map_err(|Gone| NotSent::Gone),
+            Err(TryAcquireError::NoPermits) => Err(NotSent::Full(frame)),
+            Err(TryAcquireError::Closed) => Err(NotSent::Gone),
         }
-        Ok(())
     }
 
-    /// The queue, for whoever reserves a place in it without an `await`. What takes a place must go through `queued`.
-    pub(super) fn queue(&self) -> mpsc::Sender<Written> {
-        self.queue.clone()
+    /// Sends a frame however many wait, and never waits itself: frames that are pushed keep the order of the calls. For what is
+    /// bounded by other means: requests, of which each caller has so many, and short messages.
+    pub(super) fn push(&self, frame: Written) -> Result<(), Gone> {
+        self.put(frame, None)
     }
 
-    /// Counts the frame that `send` puts into the queue.
-    pub(super) fn queued<E>(&self, send: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
-        let mut waiting = locked(&self.waiting);
-        send()?;
-        *waiting += 1;
-        Ok(())
+    /// The places, for whoever waits for one without an `await`. The frame goes through `put` then.
+    pub(super) fn room(&self) -> Arc<Semaphore> {
+        self.room.clone()
     }
 
-    fn put(&self, place: mpsc::Permit<'_, Written>, mut frame: Written) {
+    pub(super) fn put(&self, mut frame: Written, place: Option<Place>) -> Result<(), Gone> {
         let mut waiting = locked(&self.waiting);
         if *waiting == 0 {
             match self.socket.try_write(&frame) {
-                Ok(size) if size == frame.len() => return,
+                Ok(size) if size == frame.len() => return Ok(()),
                 Ok(size) => drop(frame.drain(..size)),
                 // No room now, or none ever again; the writer finds out which.
                 Err(_) => {}
             }
         }
+        self.queue.send(Queued { frame, _place: place }).map_err(|_| Gone)?;
         *waiting += 1;
-        place.send(frame);
+        Ok(())
     }
 }
 
@@ -98,8 +116,8 @@ impl Writer {
     pub(super) async fn run(mut self) -> io::Result<()> {
         let mut batch = Vec::with_capacity(MOST_AT_ONCE);
         while self.queue.recv_many(&mut batch, MOST_AT_ONCE).await > 0 {
-            for frame in &batch {
-                self.write(frame).await?;
+            for queued in &batch {
+                self.write(&queued.frame).await?;
             }
             *locked(&self.waiting) -= batch.len();
             batch.clear();
@@ -116,6 +134,13 @@ impl Writer {
             }
         }
         Ok(())
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        // Whoever waits for a place must hear that there will be none.
+        self.room.close();
     }
 }
 
@@ -171,7 +196,8 @@ mod tests {
             tokio::task::yield_now().await;
             assert!(taken < 1_000, "somebody keeps everything");
         }
-        assert!(matches!(outgoing.try_send(frame()), Err(TrySendError::Full(_))));
+        assert!(matches!(outgoing.try_send(frame()), Err(NotSent::Full(_))));
+        assert_eq!(outgoing.push(frame()), Ok(()), "what is pushed needs no place");
         drop(theirs);
         assert!(writing.await.unwrap().is_err(), "the writer notices the end");
         assert_eq!(outgoing.send(frame()).await, Err(Gone));

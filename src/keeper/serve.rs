@@ -5,6 +5,7 @@
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::io::BufReader;
@@ -21,6 +22,7 @@ use super::message::{FromFront, FromKeeper, Hello, PROTOCOL, Purpose, Status, St
 use super::outgoing::{Outgoing, outgoing};
 use super::post::{self, Post};
 use super::{Kept, start::HELLO_LIMIT};
+use crate::session::RecorderId;
 
 /// How long the last answers may take when everything has ended.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -54,6 +56,7 @@ pub async fn keep(post: Post, kept: Arc<dyn Kept>, terms: Terms, signal: impl Fu
         started: Instant::now(),
         fronts: watch::Sender::new(0),
         underway: watch::Sender::new(0),
+        next_front: AtomicU64::new(1),
         stop: CancellationToken::new(),
         closing: CancellationToken::new(),
     });
@@ -95,6 +98,7 @@ struct Keeper {
     started: Instant,
     fronts: watch::Sender<usize>,
     underway: watch::Sender<usize>,
+    next_front: AtomicU64,
     stop: CancellationToken,
     closing: CancellationToken,
 }
@@ -160,7 +164,8 @@ impl Keeper {
         let (reader, writer) = stream.into_split();
         let (frames, writer) = outgoing(writer);
         let writing = tokio::spawn(writer.run());
-        let desk = Desk::new(Arc::clone(&self.kept), frames.clone(), self.underway.clone());
+        let recorder = RecorderId(self.next_front.fetch_add(1, Ordering::Relaxed));
+        let desk = Desk::new(Arc::clone(&self.kept), frames.clone(), self.underway.clone(), recorder);
         let _leave = desk.gone.clone().drop_guard();
         self.fronts.send_modify(|count| *count += 1);
         info!("a front has come");
@@ -176,7 +181,7 @@ impl Keeper {
         self.fronts.send_modify(|count| *count -= 1);
         info!("a front is gone");
         // The last answers are written before the connection ends.
-        desk.gone.cancel();
+        desk.leave();
         drop((desk, frames));
         if self.closing.is_cancelled() {
             let _ = tokio::time::timeout(FAREWELL, writing).await;

@@ -10,7 +10,7 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
-use tokio_util::sync::{PollSemaphore, PollSender};
+use tokio_util::sync::PollSemaphore;
 
 use super::frame::{self, Kind, Written};
 use super::outgoing::Outgoing;
@@ -51,7 +51,7 @@ pub(super) struct Arriving {
     /// A written credit.
     credit: Written,
     outgoing: Outgoing,
-    back: PollSender<Written>,
+    room: PollSemaphore,
     silence: Silence,
     current: Vec<u8>,
     at: usize,
@@ -66,8 +66,8 @@ impl Arriving {
         outgoing: Outgoing,
         silence: Silence,
     ) -> Arriving {
-        let back = PollSender::new(outgoing.queue());
-        Arriving { chunks, credit, outgoing, back, silence, current: Vec::new(), at: 0, owes: false }
+        let room = PollSemaphore::new(outgoing.room());
+        Arriving { chunks, credit, outgoing, room, silence, current: Vec::new(), at: 0, owes: false }
     }
 }
 
@@ -77,8 +77,8 @@ impl AsyncRead for Arriving {
         while this.at == this.current.len() {
             if this.owes {
                 // Without a connection nobody needs the credit, and the chunks that are here still count.
-                if ready!(this.back.poll_reserve(context)).is_ok() {
-                    let _ = this.outgoing.queued(|| this.back.send_item(this.credit.clone()));
+                if let Some(place) = ready!(this.room.poll_acquire(context)) {
+                    let _ = this.outgoing.put(this.credit.clone(), Some(place));
                 }
                 this.owes = false;
             }
@@ -102,13 +102,13 @@ pub(super) struct Leaving {
     credit: PollSemaphore,
     permit: Option<OwnedSemaphorePermit>,
     outgoing: Outgoing,
-    frames: PollSender<Written>,
+    room: PollSemaphore,
 }
 
 impl Leaving {
     pub(super) fn new(id: u64, credit: Arc<Semaphore>, outgoing: Outgoing) -> Leaving {
-        let frames = PollSender::new(outgoing.queue());
-        Leaving { id, credit: PollSemaphore::new(credit), permit: None, outgoing, frames }
+        let room = PollSemaphore::new(outgoing.room());
+        Leaving { id, credit: PollSemaphore::new(credit), permit: None, outgoing, room }
     }
 }
 
@@ -119,10 +119,10 @@ impl AsyncWrite for Leaving {
         if this.permit.is_none() {
             this.permit = Some(ready!(this.credit.poll_acquire(context)).ok_or_else(gone)?);
         }
-        ready!(this.frames.poll_reserve(context)).map_err(|_| gone())?;
+        let place = ready!(this.room.poll_acquire(context)).ok_or_else(gone)?;
         let size = bytes.len().min(CHUNK);
         let chunk = frame::raw(this.id, Kind::Chunk, &bytes[..size]);
-        this.outgoing.queued(|| this.frames.send_item(chunk)).map_err(|_| gone())?;
+        this.outgoing.put(chunk, Some(place)).map_err(|_| gone())?;
         // It comes back when the receiver says so.
         this.permit.take().expect("it was acquired above").forget();
         Poll::Ready(Ok(size))

@@ -30,10 +30,10 @@ use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
 use crate::session::{
     ApprovalSetup, AskId, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed,
-    ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, ForkNames, ForkReport,
-    ForkRequest, InsidePath, Load, News, Outcome, Output, Principal, Refused, ResetReport, Resident, Ruling,
-    SessionAccess, SessionId, SessionInfo, Slice, Status as CellStatus, UndoReport, UploadPart, Uploaded, Variant,
-    Which,
+    ExecutionEnded, ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange,
+    ForkNames, ForkReport, ForkRequest, InsidePath, Ledger, Load, News, Outcome, Output, Principal, RecordEnding,
+    RecorderId, Refused, ResetReport, Resident, Ruling, SessionAccess, SessionId, SessionInfo, Slice,
+    Status as CellStatus, UndoReport, UploadPart, Uploaded, Variant, Which,
 };
 
 // Codec.
@@ -65,6 +65,8 @@ fn request(code: &str) -> ExecuteRequest {
         timeout: Duration::from_secs(9),
         max_output_chars: 100,
         asking: crate::session::Asking::Person,
+        rules: None,
+        recorder: Default::default(),
     }
 }
 
@@ -80,7 +82,8 @@ fn every_call() -> Vec<Call> {
     let which = || Which::Of(id.clone());
     let variants = vec![Variant { name: "v".to_owned(), code: "1".to_owned() }];
     let (timeout, keep) = (Duration::from_secs(1), crate::session::Keep::Nothing);
-    let exploration = ExploreRequest { variants, timeout, max_output_chars: 10, keep, replace: false };
+    let exploration =
+        ExploreRequest { variants, timeout, max_output_chars: 10, keep, replace: false, recorder: Default::default() };
     vec![
         Call::Execute { owner: owner.clone(), id: id.clone(), request: request("1"), wait: None },
         Call::Check { owner: owner.clone(), which: which(), wait: Duration::from_millis(5), max_chars: 7 },
@@ -88,7 +91,6 @@ fn every_call() -> Vec<Call> {
         Call::Stop { owner: owner.clone(), which: which() },
         Call::Reset { owner: owner.clone(), id: id.clone() },
         Call::Undo { owner: owner.clone(), id: id.clone(), cells: 2 },
-        Call::Narrow { owner: owner.clone(), id: id.clone(), rules: vec!["example.com".to_owned()] },
         Call::Checkpoints { owner: owner.clone(), id: id.clone() },
         Call::Fork { owner: owner.clone(), id: id.clone(), request: ForkNames::Count(2).into() },
         Call::Explore { owner: owner.clone(), id: id.clone(), request: exploration },
@@ -254,6 +256,9 @@ struct Puppet {
     /// Bytes that a reader has been given.
     given: watch::Sender<usize>,
     shut: AtomicUsize,
+    /// Code in the order in which it came.
+    order: Mutex<Vec<String>>,
+    ledger: Arc<Ledger>,
 }
 
 impl Puppet {
@@ -268,6 +273,8 @@ impl Puppet {
             begun: watch::Sender::new(0),
             given: watch::Sender::new(0),
             shut: AtomicUsize::new(0),
+            order: Mutex::default(),
+            ledger: Arc::new(Ledger::new()),
         })
     }
 
@@ -364,6 +371,7 @@ impl SessionAccess for Puppet {
         news: News,
     ) -> Result<Executed, Refused> {
         let mut watched = Watched(self, false);
+        self.order.lock().unwrap().push(request.code.clone());
         self.begun.send_modify(|count| *count += 1);
         let answer = match request.code.as_str() {
             "wait" => {
@@ -384,6 +392,9 @@ impl SessionAccess for Puppet {
                 self.population.send_modify(|count| *count += 1);
                 Ok(finished("opened"))
             }
+            "rules" => Ok(finished(&request.rules.map_or("none".to_owned(), |rules| {
+                rules.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
+            }))),
             code => Ok(finished(code)),
         };
         watched.1 = true;
@@ -422,9 +433,8 @@ impl SessionAccess for Puppet {
         Err(Refused::UndoOff { id: id.clone() })
     }
 
-    async fn narrow(&self, _: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
-        let expected = Rules::parse(&["example.com", "!ads.example.com"]).unwrap();
-        if rules == expected { Ok(()) } else { Err(Refused::Unknown { id: id.clone() }) }
+    fn record_endings(&self, _: bool, _: RecordEnding) {
+        unreachable!("a keeper's sessions report to its ledger")
     }
 
     async fn checkpoints(&self, _: &Principal, _: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
@@ -573,8 +583,8 @@ impl SessionAccess for Puppet {
         Load { sessions: *self.population.borrow(), running: 0, waiting: 0 }
     }
 
-    async fn list(&self, _: &Principal) -> Vec<SessionInfo> {
-        Vec::new()
+    async fn list(&self, _: &Principal) -> Result<Vec<SessionInfo>, Refused> {
+        Ok(Vec::new())
     }
 
     async fn close(&self, _: &Principal, id: &SessionId) -> Result<(), Refused> {
@@ -608,6 +618,10 @@ impl Kept for Puppet {
         let running = self.running.load(Ordering::Relaxed) > 0;
         let resident = |number| Resident { owner: owner(), id: id(&format!("resident-{number}")), running };
         (0..*self.population.borrow()).map(resident).collect()
+    }
+
+    fn ledger(&self) -> Arc<Ledger> {
+        self.ledger.clone()
     }
 
     fn population(&self) -> watch::Receiver<usize> {
@@ -710,8 +724,10 @@ async fn every_kind_of_answer_comes_back() {
     assert!(matches!(client.undo(&owner, &session, 1).await, Err(Refused::UndoOff { .. })));
     assert_eq!(client.checkpoints(&owner, &session).await.unwrap()[0].before, "x = 1");
     let rules = Rules::parse(&["example.com", "!ads.example.com"]).unwrap();
-    client.narrow(&owner, &session, rules).await.unwrap();
-    assert!(client.narrow(&owner, &session, Rules::everything()).await.is_err()); // control
+    let narrowed = ExecuteRequest { rules: Some(rules), ..request("rules") };
+    let told = client.execute(&owner, &session, narrowed, None, CancellationToken::new(), News::default()).await;
+    assert_eq!(note(told.unwrap()), "example.com !ads.example.com");
+    assert_eq!(note(execute(&client, "a", "rules").await.unwrap()), "none"); // control
     let names = ForkNames::Named(vec![id("b")]);
     assert!(matches!(client.fork(&owner, &session, names.into()).await, Err(Refused::CannotCopy { .. })));
     let requirements = vec!["one".to_owned(), "two".to_owned()];
@@ -933,7 +949,7 @@ async fn sessions_of_a_keeper_that_died_are_lost_by_name_until_they_are_reset() 
         assert!(matches!(&refused, Refused::Ended { id: named, .. } if *named == id(lost)), "{refused}");
     }
     assert_eq!(note(execute(&client, "other", "1").await.unwrap()), "1"); // control
-    let listed = client.list(&owner()).await;
+    let listed = client.list(&owner()).await.unwrap();
     assert_eq!(listed.iter().map(|info| info.id.as_str()).collect::<Vec<_>>(), ["closing", "fresh", "seen"]);
     assert!(listed.iter().all(|info| info.state == "ended"));
     client.close(&owner(), &id("closing")).await.unwrap();
@@ -1134,5 +1150,139 @@ fn a_name_that_could_be_a_path_names_no_keeper() {
     }
     for bad in ["", ".", "..", "a/b", "a b", "ä", &"x".repeat(33)] {
         assert!(bad.parse::<super::KeeperName>().is_err(), "{bad}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn calls_reach_the_sessions_in_the_order_in_which_they_were_sent() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    // Some are larger than a frame, and must not be overtaken by small ones.
+    let large = "x".repeat(3 * LARGEST_FRAME);
+    let codes: Vec<String> =
+        (0..200).map(|number| format!("{number} {}", if number % 10 == 0 { large.as_str() } else { "" })).collect();
+    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+    let mut calls = Vec::new();
+    for code in codes.clone() {
+        let client = client.clone();
+        let mut call = Box::pin(async move { execute(&client, "a", &code).await });
+        // With its first step a call is sent.
+        assert!(call.as_mut().poll(&mut context).is_pending());
+        calls.push(call);
+    }
+    for call in calls {
+        call.await.unwrap();
+    }
+    assert!(*scene.puppet.order.lock().unwrap() == codes);
+}
+
+fn ending(name: &str) -> ExecutionEnded {
+    ExecutionEnded {
+        name: name.to_owned(),
+        owner: owner(),
+        session: id("a"),
+        code: [7; 32],
+        status: "ok",
+        duration: Duration::ZERO,
+        processor_time: Duration::ZERO,
+        memory_peak: 0,
+        blocked: Vec::new(),
+        tool_calls: Default::default(),
+        rulings: Vec::new(),
+        taken_over: false,
+    }
+}
+
+/// Has a client record, and tells what it has recorded.
+fn recorded_by(client: &Client) -> watch::Receiver<Vec<(String, bool)>> {
+    let (sender, recorded) = watch::channel(Vec::new());
+    let record = move |ended: &ExecutionEnded| {
+        sender.send_modify(|all: &mut Vec<(String, bool)>| all.push((ended.name.clone(), ended.taken_over)));
+    };
+    client.record_endings(true, Arc::new(record));
+    recorded
+}
+
+#[tokio::test]
+async fn executions_that_end_are_recorded_by_their_front_and_later_by_the_next_one() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    let mut recorded = recorded_by(&client);
+    let ledger = &scene.puppet.ledger;
+    ledger.enter(RecorderId(1), ending("one"));
+    recorded.wait_for(|all| *all == [("one".to_owned(), false)]).await.unwrap();
+    // An answer that is sent after the end is heard after it: the call knows that its execution is recorded.
+    assert_eq!(note(execute(&client, "a", "hello").await.unwrap()), "hello");
+    drop(client);
+    let second = scene.client().await;
+    // The first front may still be leaving; either way the second has it in the end.
+    ledger.enter(RecorderId(1), ending("two"));
+    let mut recorded = recorded_by(&second);
+    recorded.wait_for(|all| *all == [("two".to_owned(), true)]).await.unwrap();
+    ledger.enter(RecorderId(2), ending("three"));
+    recorded.wait_for(|all| all.len() == 2).await.unwrap();
+    assert_eq!(recorded.borrow()[1], ("three".to_owned(), false));
+}
+
+#[tokio::test]
+async fn a_question_about_a_session_that_does_not_exist_makes_none_known() {
+    let scene = Scene::new().await;
+    let client = scene.client().await;
+    assert_eq!(client.uploaded(&owner(), &id("ghost"), &path("f")).await, None);
+    let part = client.upload(&owner(), &id("ghost"), &path("f"), PART, &mut &b"half"[..]).await.unwrap();
+    assert!(!part.finished);
+    client.reset(&owner(), &id("ghost")).await.unwrap();
+    execute(&client, "real", "1").await.unwrap();
+    let folder = scene.kill().await;
+    client.closed().await;
+    let _next = Scene::in_folder(folder).await;
+    assert_eq!(note(execute(&client, "ghost", "1").await.unwrap()), "1");
+    assert!(matches!(execute(&client, "real", "1").await, Err(Refused::Ended { .. }))); // control
+}
+
+/// A keeper that says welcome, and then does what the test does with its connection.
+async fn silent_keeper(folder: &std::path::Path) -> (Client, UnixStream) {
+    let place = Place::new(folder, &"test".parse().unwrap());
+    let turn = place.turn().await.unwrap();
+    let post = Post::new(place.bind(&turn).unwrap()).unwrap();
+    let settings = settings(folder);
+    let attached = tokio::spawn(async move { attach(&settings).await.unwrap() });
+    let mut stream = post.accept().await.unwrap();
+    frame::read(&mut stream).await.unwrap().unwrap();
+    let welcome = Welcome {
+        protocol: PROTOCOL,
+        build: "test".to_owned(),
+        settings: "s".to_owned(),
+        keeper: "silent".to_owned(),
+        process: 1,
+        residents: Vec::new(),
+        unfit: None,
+    };
+    for frame in frame::write(0, Kind::Message, &FromKeeper::Welcome(welcome)).unwrap() {
+        stream.write_all(&frame).await.unwrap();
+    }
+    (attached.await.unwrap(), stream)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_keeper_that_hangs_is_noticed_and_is_well_again_when_it_answers() {
+    let folder = tempfile::tempdir().unwrap();
+    let (client, mut stream) = silent_keeper(folder.path()).await;
+    let started = tokio::time::Instant::now();
+    let wait = Some(Duration::from_secs(1));
+    let refused =
+        client.execute(&owner(), &id("a"), request("1"), wait, CancellationToken::new(), News::default()).await;
+    assert!(matches!(refused, Err(Refused::Unresponsive { sent: true })), "{refused:?}");
+    assert!(started.elapsed() <= Duration::from_secs(3), "a call is answered soon after it should have been");
+    assert_eq!(client.trouble(), None, "a few beats are no reason to give up the keeper");
+    assert!(matches!(execute(&client, "a", "1").await, Err(Refused::Unresponsive { sent: true })));
+    assert!(started.elapsed() <= Duration::from_secs(15));
+    assert!(client.trouble().is_some());
+    assert!(matches!(client.list(&owner()).await, Err(Refused::Unresponsive { sent: false })));
+    for frame in frame::write(0, Kind::Message, &FromKeeper::Beat).unwrap() {
+        stream.write_all(&frame).await.unwrap();
+    }
+    while client.trouble().is_some() {
+        tokio::task::yield_now().await;
     }
 }

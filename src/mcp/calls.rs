@@ -24,8 +24,8 @@ use super::{Server, Shared, compare, render, servers, tasks};
 use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::ServerRequest;
 use crate::session::{
-    Checked, Decision, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, Refused,
-    SessionId, Which,
+    Checked, Decision, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, RecorderId,
+    Refused, SessionId, Which,
 };
 
 /// Calls of one owner carried out at once. Each may hold an output in memory; a client with more than this under way has lost count.
@@ -72,13 +72,9 @@ impl Server {
         match call {
             // Execution listens for cancellation itself, because it has an outcome to tell.
             Call::Execute { session, code, timeout, max_output_chars, rules } => {
-                if let Some(rules) = rules
-                    && let Err(refused) = self.shared.sessions.narrow(owner, &session, rules).await
-                {
-                    return render::refused(&refused).into();
-                }
                 let asking = Way::of(context).asking();
-                let request = ExecuteRequest { code, timeout, max_output_chars, asking };
+                let request =
+                    ExecuteRequest { code, timeout, max_output_chars, asking, rules, recorder: RecorderId::default() };
                 self.execute(owner, &session, request, context).await
             }
             Call::Check { session, wait, interrupt } => self.check(owner, &session, wait, interrupt, context).await,
@@ -115,7 +111,14 @@ impl Server {
             }
             Call::Explore { session, variants, timeout, keep, replace } => {
                 let max_output_chars = self.shared.most_compared_chars;
-                let request = ExploreRequest { variants, timeout, max_output_chars, keep, replace };
+                let request = ExploreRequest {
+                    variants,
+                    timeout,
+                    max_output_chars,
+                    keep,
+                    replace,
+                    recorder: RecorderId::default(),
+                };
                 self.explore(owner, session, request, context).await
             }
             Call::Upload { session, relpath, source, overwrite } => {
@@ -135,7 +138,10 @@ impl Server {
                 let done = or_cancelled(context, read).await;
                 answer(done, |_| render::inline_file(&session, &relpath, &bytes))
             }
-            Call::List => render::sessions(&sessions.list(owner).await),
+            Call::List => match sessions.list(owner).await {
+                Ok(list) => render::sessions(&list),
+                Err(refused) => render::refused(&refused),
+            },
             Call::Close { session } => {
                 let done = or_cancelled(context, sessions.close(owner, &session)).await;
                 answer(done, |()| render::closed(&session, self.shared.work_folder))
@@ -191,7 +197,10 @@ impl Server {
         tokio::select! {
             executed = with_progress(execution, reporter, context) => executed,
             // The code goes on; whoever asks the next server hears how.
-            () = draining.cancelled() => self.look(owner, session, max_chars).await.ok_or(Refused::ShuttingDown),
+            () = draining.cancelled() => {
+                self.may_promise()?;
+                self.look(owner, session, max_chars).await.ok_or(Refused::ShuttingDown)
+            }
         }
     }
 

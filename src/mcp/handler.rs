@@ -97,7 +97,7 @@ impl ServerHandler for Server {
             }
         };
         let call = call.instrument(span);
-        let response = match context.extensions.get::<Turn>() {
+        let response = match turn_of(&context) {
             Some(turn) => turn.run(tool.extent, call).await,
             None => call.await,
         };
@@ -254,6 +254,12 @@ fn trace_of(context: &RequestContext<RoleServer>) -> Option<Parent> {
     let request = context.extensions.get::<axum::http::request::Parts>()?;
     let written = |name: &str| request.headers.get(name).and_then(|value| value.to_str().ok());
     parent_from(written("traceparent")?, written("tracestate").unwrap_or_default())
+}
+
+/// Returns the turn that the transport gave to a call, by its message or by its HTTP request.
+fn turn_of(context: &RequestContext<RoleServer>) -> Option<Turn> {
+    let of_request = || context.extensions.get::<axum::http::request::Parts>()?.extensions.get::<Turn>();
+    context.extensions.get::<Turn>().or_else(of_request).cloned()
 }
 
 /// All lists fit on one page, so no cursor of ours exists.

@@ -14,11 +14,12 @@
 
 use std::path::PathBuf;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 
 use axum::body::Body;
+use axum::http::request::Parts;
 use axum::http::{HeaderName, Method, Request, Response, StatusCode, header};
 use axum::response::IntoResponse;
 use bytes::Bytes;
@@ -36,8 +37,11 @@ use super::Server;
 use super::bodies::{Bodies, BodyBytes, Crowded};
 use super::connections::Connections;
 use super::toolbox::Toolbox;
+use super::tools::session_as_written;
+use super::turns::{Turn, Turns};
 use super::wire::{self, Rejection, read_message};
 use crate::auth::{Caller, Scope, require};
+use crate::http::arrivals::Arrival;
 use crate::http::routes::forbidden;
 
 /// Bytes in one body: room for the largest cell, and for nothing much larger. Files have routes of their own.
@@ -81,17 +85,19 @@ pub struct Endpoint<H> {
     connections: Arc<Connections>,
     bodies: Arc<Bodies>,
     scope_of: ScopeOf,
+    turns: Arc<Mutex<Turns>>,
 }
 
 impl<H> Clone for Endpoint<H> {
     fn clone(&self) -> Endpoint<H> {
-        let Endpoint { service, library, connections, bodies, scope_of } = self;
+        let Endpoint { service, library, connections, bodies, scope_of, turns } = self;
         Endpoint {
             service: service.clone(),
             library: library.clone(),
             connections: connections.clone(),
             bodies: bodies.clone(),
             scope_of: scope_of.clone(),
+            turns: turns.clone(),
         }
     }
 }
@@ -126,7 +132,8 @@ impl<H: Handler> Endpoint<H> {
             .disable_allowed_origins();
         config.session_store = Some(connections.clone());
         let service = StreamableHttpService::new(move || Ok(handler.clone()), library.clone(), config);
-        Endpoint { service, library, connections, bodies: Bodies::new(ALL_BODIES), scope_of: Arc::new(scope_of) }
+        let (bodies, scope_of) = (Bodies::new(ALL_BODIES), Arc::new(scope_of) as ScopeOf);
+        Endpoint { service, library, connections, bodies, scope_of, turns: Arc::default() }
     }
 
     /// Answers one request. Its extensions hold the caller.
@@ -170,7 +177,7 @@ impl<H: Handler> Endpoint<H> {
                 Err(denied) => Err(forbidden(denied)),
             };
         }
-        let (parts, body) = request.into_parts();
+        let (mut parts, body) = request.into_parts();
         let (body, bytes) = self.whole(body, caller).await?;
         let rejected = |rejection: Rejection| {
             let is_unknown = rejection.code == ErrorCode::METHOD_NOT_FOUND.0;
@@ -185,6 +192,9 @@ impl<H: Handler> Endpoint<H> {
             }
             Err(rejection) => return Err(rejected(rejection)),
         };
+        if let Some(turn) = self.turn(&parts, caller, &message).await {
+            parts.extensions.insert(turn);
+        }
         if let Some(scope) = (self.scope_of)(&message) {
             require(caller, scope).map_err(forbidden)?;
         }
@@ -248,6 +258,23 @@ impl<H: Handler> Endpoint<H> {
         let cellblock_json::Peeked { method, name } = cellblock_json::peek(beginning);
         let message = json!({"jsonrpc": "2.0", "id": 0, "method": method?, "params": {"name": name?}}).to_string();
         (self.scope_of)(&read_message(message.as_bytes()).ok()??)
+    }
+
+    /// Gives a call its turn at the session that it names, in the order in which requests were complete. A call that names none means
+    /// a new session, or the only one that its tool knows.
+    async fn turn(&self, parts: &Parts, caller: &Caller, message: &ClientJsonRpcMessage) -> Option<Turn> {
+        let JsonRpcMessage::Request(request) = message else { return None };
+        let ClientRequest::CallToolRequest(call) = &request.request else { return None };
+        let session = session_as_written(call.params.arguments.as_ref());
+        let next = || {
+            let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+            let turn = turns.next(&caller.principal, session.unwrap_or_default());
+            if session.is_none() { turn.brief() } else { turn }
+        };
+        Some(match parts.extensions.get::<Arrival>() {
+            Some(arrival) => arrival.in_order(next).await,
+            None => next(),
+        })
     }
 
     async fn has_room(&self, caller: &Caller) -> Result<(), Response<Body>> {

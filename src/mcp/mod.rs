@@ -58,7 +58,7 @@ use tokio_util::sync::CancellationToken;
 use crate::auth::Caller;
 use crate::sandbox::{Rule, Rules};
 use crate::session::servers::Trust;
-use crate::session::{InsidePath, Principal, SessionAccess, SessionId, WorkFolder};
+use crate::session::{InsidePath, Principal, Refused, SessionAccess, SessionId, WorkFolder};
 use asking::Seals;
 pub use asking::StateKey;
 use calls::{LARGEST_INLINE, MOST_CALLS};
@@ -117,6 +117,8 @@ pub struct McpSettings {
     pub can_install: bool,
     /// What states are sealed with that go to clients and come back.
     pub state_key: StateKey,
+    /// Whether sessions go on when the server ends.
+    pub sessions_outlive_server: bool,
 }
 
 impl McpSettings {
@@ -159,6 +161,7 @@ impl Default for McpSettings {
             other_hosts: OtherHosts::Closed,
             can_install: true,
             state_key: StateKey::random(),
+            sessions_outlive_server: false,
         }
     }
 }
@@ -188,6 +191,7 @@ struct Shared {
     seals: Seals,
     /// Cancelled when the server is about to end, so that callers who wait for code are answered.
     draining: CancellationToken,
+    sessions_outlive_server: bool,
 }
 
 /// What becomes of a connection to a host that no rule lists.
@@ -236,13 +240,22 @@ impl Server {
                 desk: Desk::default(),
                 seals: Seals::new(&settings.state_key),
                 draining: CancellationToken::new(),
+                sessions_outlive_server: settings.sessions_outlive_server,
             }),
         }
     }
 
-    /// Answers everybody who waits for code: it goes on, and the next server knows of it.
+    /// Answers everybody who waits for code: it goes on, and the next server knows of it; or it ends with this server.
     pub fn drain(&self) {
         self.shared.draining.cancel();
+    }
+
+    /// Refuses to promise what a server that is ending cannot keep.
+    fn may_promise(&self) -> Result<(), Refused> {
+        if self.shared.sessions_outlive_server {
+            return Ok(());
+        }
+        Err(Refused::EndsWithServer { files_kept: self.shared.work_folder == WorkFolder::Shared })
     }
 
     /// Tells who sent a request.
@@ -283,7 +296,9 @@ impl Server {
         if self.shared.work_folder == WorkFolder::Shared {
             return listed;
         }
-        for session in sessions.list(owner).await.into_iter().filter(|session| session.state == "idle") {
+        // A list of resources has no place for a refusal.
+        let all = sessions.list(owner).await.unwrap_or_default();
+        for session in all.into_iter().filter(|session| session.state == "idle") {
             // One that has begun something meanwhile is left out.
             let Ok(list) = sessions.list_files(owner, &session.id).await else { continue };
             let files = list.files.iter().filter_map(|file| Some((file.path.parse().ok()?, file.size)));

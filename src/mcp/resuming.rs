@@ -195,7 +195,7 @@ impl Server {
                 }
                 () = self.shared.draining.cancelled() => {
                     withdraw(form).await;
-                    return Said::Left(Ok(Checked::Underway(underway.clone())));
+                    return Said::Left(self.may_promise().map(|()| Checked::Underway(underway.clone())));
                 }
                 () = sleep(BETWEEN_LOOKS) => {}
             }
@@ -242,6 +242,7 @@ impl Server {
             told = with_progress(checking, reporter, context) => told,
             () = context.ct.cancelled() => self.stopped(owner, handle, manner).await,
             () = draining.cancelled() => {
+                self.may_promise()?;
                 sessions.check(owner, &which, Duration::ZERO, manner.max_chars, News::default()).await
             }
         }

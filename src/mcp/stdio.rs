@@ -39,6 +39,7 @@ use tokio_util::sync::CancellationToken;
 use super::turns::Turns;
 use super::wire::{self, Rejection};
 use super::{Server, tools};
+use crate::session::SessionId;
 
 /// Bytes in one line. Room for the largest cell even when every character of it is escaped, and for nothing much
 /// larger.
@@ -183,7 +184,8 @@ impl LineTransport {
                     self.era = Era::Chosen;
                 }
                 if let ClientRequest::CallToolRequest(call) = &mut request.request {
-                    let turn = self.turns.next(tools::session_as_written(call.params.arguments.as_ref()));
+                    let session = tools::session_as_written(call.params.arguments.as_ref());
+                    let turn = self.turns.next("", session.unwrap_or(SessionId::DEFAULT));
                     call.extensions.insert(turn);
                 }
                 Ok(Some(message))

@@ -18,15 +18,15 @@ use super::tools::ToolName;
 use super::tools::tests::assert_valid_output;
 use super::*;
 use crate::sandbox::fake::FakeBackend;
-use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation, Rules};
+use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation};
 use crate::session::install::{InstallError, InstallReport, Leave};
 use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
 use crate::session::{
     ApprovalSetup, Asking, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle,
     ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, FilesCarried, ForkNames, ForkReport,
-    ForkRequest, InsidePath, Load, News, Outcome, Output, Part, Refused, ResetReport, SessionId, SessionInfo,
-    SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded, VariantReport,
-    Which,
+    ForkRequest, InsidePath, Load, News, Outcome, Output, Part, RecordEnding, Refused, ResetReport, SessionId,
+    SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded,
+    VariantReport, Which,
 };
 
 mod approvals;
@@ -191,7 +191,14 @@ impl SessionAccess for FakeSessions {
         let total = request.variants.len();
         let mut variants = Vec::new();
         for (number, variant) in request.variants.into_iter().enumerate() {
-            let cell = ExecuteRequest { code: variant.code, timeout, max_output_chars, asking: Asking::Nobody };
+            let cell = ExecuteRequest {
+                code: variant.code,
+                timeout,
+                max_output_chars,
+                asking: Asking::Nobody,
+                rules: None,
+                recorder: Default::default(),
+            };
             let ended = self.execute(owner, id, cell, None, cancel.clone(), News::default()).await.map(finished);
             variants.push(VariantReport { name: variant.name, ended, score: None });
             news.send_replace(format!("{} of {total} variants finished", number + 1));
@@ -305,16 +312,14 @@ impl SessionAccess for FakeSessions {
         None
     }
 
-    async fn narrow(&self, _owner: &Principal, _id: &SessionId, _rules: Rules) -> Result<(), Refused> {
-        Ok(())
-    }
+    fn record_endings(&self, _takes_over: bool, _record: RecordEnding) {}
 
     async fn load(&self) -> Load {
         Load::default()
     }
 
-    async fn list(&self, _owner: &Principal) -> Vec<SessionInfo> {
-        Vec::new()
+    async fn list(&self, _owner: &Principal) -> Result<Vec<SessionInfo>, Refused> {
+        Ok(Vec::new())
     }
 
     async fn close(&self, _owner: &Principal, _id: &SessionId) -> Result<(), Refused> {

@@ -245,8 +245,8 @@ impl Catalogue {
 }
 
 /// Returns the session that a call names, unchecked: calls with the same words keep their order.
-pub(super) fn session_as_written(arguments: Option<&JsonObject>) -> &str {
-    arguments.and_then(|arguments| arguments.get("session_id")).and_then(Value::as_str).unwrap_or(SessionId::DEFAULT)
+pub(super) fn session_as_written(arguments: Option<&JsonObject>) -> Option<&str> {
+    arguments.and_then(|arguments| arguments.get("session_id")).and_then(Value::as_str)
 }
 
 fn properties(tool: &Tool) -> &JsonObject {

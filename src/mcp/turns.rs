@@ -2,7 +2,8 @@
 //!
 //! The MCP library answers each request in a task of its own, and tasks begin in any order. A client that sends two cells without waiting
 //! means them in that order, so the transport, which sees the order, gives each call a turn, and the call waits for it. A turn is
-//! over when the call is on its way to its session, not when it is answered: sessions keep their own queues.
+//! over when the call is on its way to its session, not when it is answered: sessions keep their own queues. A call is on its way after
+//! its first step, because whatever holds the sessions puts it into their queue, or on the wire to them, without waiting.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -19,25 +20,29 @@ const MOST_REMEMBERED: usize = 256;
 /// Gives out turns.
 #[derive(Default)]
 pub(super) struct Turns {
-    /// The end of the last turn of each session, by the name that the caller wrote.
-    last: HashMap<String, oneshot::Receiver<()>>,
+    /// The end of the last turn of each caller's sessions, by the name that the caller wrote.
+    last: HashMap<(String, String), oneshot::Receiver<()>>,
 }
 
 impl Turns {
     /// Returns the next turn at this session.
-    pub(super) fn next(&mut self, session: &str) -> Turn {
+    pub(super) fn next(&mut self, caller: &str, session: &str) -> Turn {
         if self.last.len() >= MOST_REMEMBERED {
             self.last.retain(|_, end| end.try_recv() == Err(oneshot::error::TryRecvError::Empty));
         }
         let (over, end) = oneshot::channel();
-        let before = self.last.insert(session.to_owned(), end);
-        Turn(Arc::new(Mutex::new(Some(Place { before, over }))))
+        let before = self.last.insert((caller.to_owned(), session.to_owned()), end);
+        Turn { place: Arc::new(Mutex::new(Some(Place { before, over }))), is_brief: false }
     }
 }
 
 /// A call's turn. It is over when it is dropped, whether it was used or not.
 #[derive(Clone)]
-pub(super) struct Turn(Arc<Mutex<Option<Place>>>);
+pub(super) struct Turn {
+    place: Arc<Mutex<Option<Place>>>,
+    /// It is over after the first step of any call.
+    is_brief: bool,
+}
 
 struct Place {
     before: Option<oneshot::Receiver<()>>,
@@ -60,9 +65,14 @@ pub(super) enum Extent {
 const SOON: Duration = Duration::from_secs(1);
 
 impl Turn {
+    /// For a call that may mean another session than the next one does: it holds up nobody for longer than its first step.
+    pub(super) fn brief(self) -> Turn {
+        Turn { is_brief: true, ..self }
+    }
+
     /// Runs a call when its turn has come.
     pub(super) async fn run<F: Future>(&self, extent: Extent, call: F) -> F::Output {
-        let place = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let place = self.place.lock().unwrap_or_else(PoisonError::into_inner).take();
         let over = match place {
             Some(Place { before, over }) => {
                 if let Some(before) = before {
@@ -78,8 +88,10 @@ impl Turn {
             None => None,
         };
         let mut call = pin!(call);
-        if extent != Extent::Whole {
-            let first_step = poll_fn(|context| Poll::Ready(call.as_mut().poll(context))).await;
+        if extent != Extent::Whole || self.is_brief {
+            // Constrained, the step might end before the call is on its way.
+            let first_step =
+                poll_fn(|context| Poll::Ready(pin!(tokio::task::unconstrained(call.as_mut())).poll(context))).await;
             drop(over);
             return match first_step {
                 Poll::Ready(output) => output,
@@ -105,7 +117,7 @@ mod tests {
         let mut running: Vec<_> = calls
             .into_iter()
             .enumerate()
-            .map(|(number, (session, extent))| (number, turns.next(session), extent))
+            .map(|(number, (session, extent))| (number, turns.next("ann", session), extent))
             .collect();
         running.reverse();
         let mut tasks = tokio::task::JoinSet::new();
@@ -137,36 +149,47 @@ mod tests {
     #[tokio::test]
     async fn sessions_do_not_wait_for_one_another() {
         let mut turns = Turns::default();
-        let held = turns.next("a");
-        assert_eq!(turns.next("b").run(Extent::FirstStep, async { 7 }).await, 7);
+        let held = turns.next("ann", "a");
+        assert_eq!(turns.next("ann", "b").run(Extent::FirstStep, async { 7 }).await, 7);
+        assert_eq!(turns.next("bob", "a").run(Extent::FirstStep, async { 7 }).await, 7);
         drop(held);
     }
 
     #[tokio::test]
     async fn a_call_that_never_runs_lets_the_next_one_go() {
         let mut turns = Turns::default();
-        drop(turns.next("a"));
-        assert_eq!(turns.next("a").run(Extent::FirstStep, async { 7 }).await, 7);
+        drop(turns.next("ann", "a"));
+        assert_eq!(turns.next("ann", "a").run(Extent::FirstStep, async { 7 }).await, 7);
     }
 
     #[tokio::test(start_paused = true)]
     async fn what_ends_others_does_not_wait_long_for_them() {
         let mut turns = Turns::default();
-        let transfer = turns.next("a");
-        let reset = turns.next("a");
+        let transfer = turns.next("ann", "a");
+        let reset = turns.next("ann", "a");
         let stuck = tokio::spawn(async move { transfer.run(Extent::Whole, std::future::pending::<()>()).await });
         reset.run(Extent::FirstStepSoon, async {}).await;
         stuck.abort();
     }
 
     #[tokio::test]
+    async fn a_brief_turn_is_over_after_the_first_step_of_any_call() {
+        let mut turns = Turns::default();
+        let transfer = turns.next("ann", "").brief();
+        let next = turns.next("ann", "");
+        let stuck = tokio::spawn(async move { transfer.run(Extent::Whole, std::future::pending::<()>()).await });
+        assert_eq!(next.run(Extent::Whole, async { 7 }).await, 7);
+        stuck.abort();
+    }
+
+    #[tokio::test]
     async fn sessions_without_a_call_under_way_are_forgotten() {
         let mut turns = Turns::default();
-        let _held = turns.next("held");
+        let _held = turns.next("ann", "held");
         for number in 0..10 * MOST_REMEMBERED {
-            drop(turns.next(&number.to_string()));
+            drop(turns.next("ann", &number.to_string()));
         }
         assert!(turns.last.len() <= MOST_REMEMBERED);
-        assert!(turns.last.contains_key("held"));
+        assert!(turns.last.contains_key(&("ann".to_owned(), "held".to_owned())));
     }
 }

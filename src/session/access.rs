@@ -4,6 +4,7 @@
 //! that the wire can be tested without a sandbox.
 
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -15,11 +16,12 @@ use tokio_util::sync::CancellationToken;
 use super::install::{InstallReport, Leave};
 use super::servers::{ServerReport, ServerRequest, ServerSetup};
 use super::{
-    ApprovalSetup, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId,
-    ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Principal, Refused,
-    ResetReport, SessionId, SessionInfo, Sessions, UndoReport, UploadPart, Uploaded, Which, Word,
+    ApprovalSetup, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionEnded,
+    ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest,
+    InsidePath, Principal, RecordEnding, RecorderId, Refused, ResetReport, SessionId, SessionInfo, Sessions,
+    UndoReport, UploadPart, Uploaded, Which, Word,
 };
-use crate::sandbox::{Preparation, Rules};
+use crate::sandbox::Preparation;
 
 /// Where a call tells what it is at, as a sentence or the latest line of output. Nobody needs to listen.
 pub type News = watch::Sender<String>;
@@ -157,8 +159,11 @@ pub trait SessionAccess: Send + Sync {
     /// Returns how many bytes of an unfinished upload have arrived, or nothing when there is none.
     async fn uploaded(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64>;
 
-    /// Says what a session may reach from now on, creating it if its id is new. It can never be more than the operator allows.
-    async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused>;
+    /// Has `record` called for each execution that ends, before its caller is told, and whether or not its outcome is ever collected.
+    ///
+    /// With `takes_over`, also for those that a server submitted which is gone. Each is handed out once, or again under the same
+    /// name when a connection broke just then.
+    fn record_endings(&self, takes_over: bool, record: RecordEnding);
 
     /// Connects to another MCP server and makes its tools known to the owner's sessions.
     async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused>;
@@ -177,7 +182,7 @@ pub trait SessionAccess: Send + Sync {
     /// Tells how busy the whole house is. Names nobody.
     async fn load(&self) -> Load;
 
-    async fn list(&self, owner: &Principal) -> Vec<SessionInfo>;
+    async fn list(&self, owner: &Principal) -> Result<Vec<SessionInfo>, Refused>;
 
     async fn close(&self, owner: &Principal, id: &SessionId) -> Result<(), Refused>;
 
@@ -330,8 +335,16 @@ impl SessionAccess for Sessions {
         Sessions::uploaded(self, owner, id, path)
     }
 
-    async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
-        self.narrow(owner, id, rules).await
+    fn record_endings(&self, takes_over: bool, record: RecordEnding) {
+        let ledger = Arc::clone(self.ledger());
+        let confirming = Arc::downgrade(&ledger);
+        let hand_over = move |number, ended: ExecutionEnded| {
+            record(&ended);
+            if let Some(ledger) = confirming.upgrade() {
+                ledger.confirm(number);
+            }
+        };
+        ledger.attach(RecorderId::default(), takes_over, Arc::new(hand_over)).forever();
     }
 
     async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
@@ -358,8 +371,8 @@ impl SessionAccess for Sessions {
         Sessions::load(self)
     }
 
-    async fn list(&self, owner: &Principal) -> Vec<SessionInfo> {
-        Sessions::list(self, owner)
+    async fn list(&self, owner: &Principal) -> Result<Vec<SessionInfo>, Refused> {
+        Ok(Sessions::list(self, owner))
     }
 
     async fn close(&self, owner: &Principal, id: &SessionId) -> Result<(), Refused> {

@@ -338,6 +338,7 @@ async fn a_variant_of_an_exploration_cannot_ask() {
         max_output_chars: 1000,
         keep: Keep::Nothing,
         replace: false,
+        recorder: Default::default(),
     };
     let report =
         setting.sessions.explore(&owner(), &id("a"), request, CancellationToken::new(), nobody()).await.unwrap();
@@ -622,7 +623,7 @@ async fn a_connection_is_held_until_somebody_has_decided() {
     setting.sessions.reset(&owner(), &id("a")).await.unwrap();
     assert!(setting.backend.connect("api.example.com", 443).await, "a reset keeps it");
     let rules = crate::sandbox::Rules::none();
-    setting.sessions.narrow(&owner(), &id("a"), rules).await.unwrap();
+    setting.narrow("a", rules).await.unwrap();
     assert!(!setting.backend.connect("api.example.com", 443).await, "whoever narrows the network means it");
 }
 

@@ -53,6 +53,8 @@ pub(super) fn request(code: &str) -> ExecuteRequest {
         timeout: Duration::from_secs(10),
         max_output_chars: 5000,
         asking: Asking::Nobody,
+        rules: None,
+        recorder: Default::default(),
     }
 }
 
@@ -560,6 +562,12 @@ fn listed(rules: &Rules) -> Vec<String> {
 }
 
 impl Setting {
+    /// Runs a cell from which on a session may reach what these rules list.
+    pub(super) async fn narrow(&self, session: &str, rules: Rules) -> Result<Outcome, Refused> {
+        let request = ExecuteRequest { rules: Some(rules), ..request("print x") };
+        self.sessions.execute(&owner(), &id(session), request, CancellationToken::new()).await
+    }
+
     fn rules_of(&self, session: &str) -> Rules {
         self.sessions.list(&owner()).into_iter().find(|info| info.id == id(session)).unwrap().rules
     }
@@ -569,7 +577,7 @@ impl Setting {
 async fn a_session_may_reach_less_than_the_operator_allows_and_never_more() {
     let setting = setting();
     setting.backend.set_rules(rules(&["*.example.com", "!secret.example.com", "10.0.0.0/8:80"]));
-    let narrow = async |list: &[&str]| setting.sessions.narrow(&owner(), &id("a"), rules(list)).await;
+    let narrow = async |list: &[&str]| setting.narrow("a", rules(list)).await;
     narrow(&["api.example.com"]).await.unwrap();
     assert_eq!(setting.rules_of("a"), rules(&["api.example.com"]).under_denials_of(&rules(&["!secret.example.com"])));
     let refused = narrow(&["api.example.com", "example.org"]).await.unwrap_err();
@@ -587,9 +595,8 @@ async fn what_a_session_may_reach_outlives_reset_and_undo_and_is_carried_by_fork
     let setting = setting();
     setting.backend.set_rules(rules(&["*.example.com"]));
     let narrowed = rules(&["api.example.com"]);
-    // Asked for before the first sandbox is there, it holds before the first cell runs.
-    setting.sessions.narrow(&owner(), &id("a"), narrowed.clone()).await.unwrap();
-    setting.ok("a", "set x 1").await;
+    let first = ExecuteRequest { rules: Some(narrowed.clone()), ..request("set x 1") };
+    setting.sessions.execute(&owner(), &id("a"), first, CancellationToken::new()).await.unwrap();
     setting.sessions.fork(&owner(), &id("a"), ForkNames::Named(vec![id("b")])).await.unwrap();
     setting.sessions.undo(&owner(), &id("a"), 1).await.unwrap();
     assert_eq!(setting.rules_of("a"), narrowed);
@@ -597,8 +604,41 @@ async fn what_a_session_may_reach_outlives_reset_and_undo_and_is_carried_by_fork
     setting.ok("b", "get x").await;
     assert_eq!([setting.rules_of("a"), setting.rules_of("b")], [narrowed.clone(), narrowed]);
     // The fork knows what the operator allows.
-    setting.sessions.narrow(&owner(), &id("b"), rules(&["www.example.com"])).await.unwrap();
-    assert!(setting.sessions.narrow(&owner(), &id("b"), rules(&["example.org"])).await.is_err());
+    setting.narrow("b", rules(&["www.example.com"])).await.unwrap();
+    assert!(setting.narrow("b", rules(&["example.org"])).await.is_err());
     setting.ok("c", "print x").await;
     assert_eq!(setting.rules_of("c"), rules(&["*.example.com"]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_rules_of_a_cell_hold_from_its_start_and_not_while_the_cell_before_runs() {
+    let setting = setting();
+    setting.backend.set_rules(rules(&["*.example.com"]));
+    setting.narrow("a", rules(&[])).await.unwrap();
+    let closed = setting.begin("a", "sleep 5", CancellationToken::new()).await;
+    let mut next = std::pin::pin!(setting.narrow("a", rules(&["api.example.com"])));
+    tokio::select! {
+        biased;
+        _ = &mut next => panic!("it waits for the cell before it"),
+        () = tokio::time::sleep(Duration::from_secs(4)) => {}
+    }
+    assert!(setting.rules_of("a").is_empty(), "the cell that runs gains nothing because another one was sent");
+    closed.await.unwrap().unwrap();
+    next.await.unwrap();
+    assert_eq!(setting.rules_of("a"), rules(&["api.example.com"]));
+    setting.ok("a", "print x").await;
+    assert_eq!(setting.rules_of("a"), rules(&["api.example.com"]), "it holds from that cell on");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cell_whose_rules_are_refused_does_not_run_and_the_next_one_does() {
+    let setting = setting();
+    let refused = ExecuteRequest { rules: Some(rules(&["example.org"])), ..request("set x 1") };
+    let cancel = CancellationToken::new();
+    let refused = setting.sessions.execute(&owner(), &id("a"), refused, cancel).await.unwrap_err();
+    assert!(matches!(&refused, Refused::BeyondRules { .. }), "{refused}");
+    let next = setting.ok("a", "get x").await;
+    assert!(matches!(next.status, Status::Raised(_)), "{:?}", next.status);
+    setting.ok("a", "set x 2").await;
+    assert_eq!(setting.ok("a", "get x").await.status, Status::Completed); // control
 }

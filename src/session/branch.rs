@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Outcome, Refused, SessionId};
+use super::{Outcome, RecorderId, Refused, SessionId};
 
 /// Forks made by one request.
 pub const MOST_FORKS: u32 = 16;
@@ -120,6 +120,9 @@ pub struct ExploreRequest {
     pub keep: Keep,
     /// The one variant that is kept takes the place of the source instead of becoming a session of its own.
     pub replace: bool,
+    /// Who records how the variants ended.
+    #[serde(skip)]
+    pub recorder: RecorderId,
 }
 
 /// One of the cells that are tried.

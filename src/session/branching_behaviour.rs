@@ -88,7 +88,14 @@ fn undo_of(checkpoints: usize, files: u64) -> SessionSettings {
 fn exploration(variants: &[(&str, &str)], keep: Keep) -> ExploreRequest {
     let variants =
         variants.iter().map(|(name, code)| Variant { name: (*name).to_owned(), code: (*code).to_owned() }).collect();
-    ExploreRequest { variants, timeout: Duration::from_secs(10), max_output_chars: 5000, keep, replace: false }
+    ExploreRequest {
+        variants,
+        timeout: Duration::from_secs(10),
+        max_output_chars: 5000,
+        keep,
+        replace: false,
+        recorder: Default::default(),
+    }
 }
 
 fn by(expression: &str) -> Keep {

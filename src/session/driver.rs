@@ -24,6 +24,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use serde_json::json;
+use sha2::{Digest as _, Sha256};
 use tempfile::SpooledTempFile;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
@@ -45,9 +46,9 @@ use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, Sta
 use super::tools::{Grants, ToolCalls};
 use super::turns::{Crowded, Turn, Turns};
 use super::{
-    Decision, ExecuteRequest, ExecutionId, FileChanges, FileList, FileNote, InsidePath, Outcome, Principal,
-    PythonError, Refused, ResetReport, Ruling, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport,
-    Variable, VariableChanges, WorkFolder,
+    Decision, ExecuteRequest, ExecutionEnded, ExecutionId, FileChanges, FileList, FileNote, InsidePath, Ledger,
+    Outcome, Principal, PythonError, RecorderId, Refused, ResetReport, Ruling, SessionId, SessionSettings, StateAfter,
+    Status, Undo, UndoReport, Variable, VariableChanges, WorkFolder,
 };
 use crate::approval::Memory;
 use crate::runner_client::{
@@ -106,11 +107,6 @@ pub(super) enum Command {
     },
     /// Ends the session and gives its interpreter and sandbox away, if they are alive and at rest.
     Surrender(oneshot::Sender<Option<Box<Fork>>>),
-    /// Changes what can be reached from inside, within what the operator allows.
-    Narrow {
-        rules: Rules,
-        reply: oneshot::Sender<Result<(), Refused>>,
-    },
     Leave(oneshot::Sender<()>),
 }
 
@@ -263,8 +259,11 @@ impl Shared {
 /// Whose session it is, as far as that counts.
 pub(super) struct Customer {
     pub(super) owner: Principal,
+    /// The session under whose name its executions are recorded. For a variant that is the session that it is a copy of.
+    pub(super) session: SessionId,
     pub(super) accounts: Arc<Accounts>,
     pub(super) turns: Turns,
+    pub(super) ledger: Arc<Ledger>,
 }
 
 /// How a session left, told to the manager before anybody who still waits is answered.
@@ -336,7 +335,6 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
         deliveries,
         ceiling: None,
         narrowed: None,
-        narrowing: Vec::new(),
         resets: Vec::new(),
         closers: Vec::new(),
         expired: false,
@@ -485,6 +483,8 @@ struct Running {
 
 /// What is known of a cell that has ended, beside its output.
 struct EndedCell {
+    code: [u8; 32],
+    recorder: RecorderId,
     begun: Instant,
     status: Status,
     done: Option<Box<DoneClaim>>,
@@ -497,6 +497,8 @@ enum Task {
         gatherer: Box<Gatherer>,
         begun_inside: bool,
         request: ExecuteRequest,
+        /// The SHA-256 of its code, which the request no longer holds.
+        code: [u8; 32],
         done: Option<Box<DoneClaim>>,
         teller: Teller,
         /// What was told of its text while it runs.
@@ -578,8 +580,6 @@ struct Driver {
     ceiling: Option<Rules>,
     /// What this session may reach, if somebody has said so.
     narrowed: Option<Rules>,
-    /// Changes of it that wait for the sandbox.
-    narrowing: Vec<(Rules, oneshot::Sender<Result<(), Refused>>)>,
     resets: Vec<(oneshot::Sender<Result<ResetReport, Refused>>, bool)>,
     closers: Vec<oneshot::Sender<()>>,
     expired: bool,
@@ -750,10 +750,6 @@ impl Driver {
             }
             Command::Undo { cells, reply } => self.undo(cells, reply),
             Command::Adopt { fork, note, reply } => self.adopt(fork, note, reply),
-            Command::Narrow { rules, reply } => {
-                self.narrowing.push((rules, reply));
-                self.narrow();
-            }
             Command::Surrender(reply) => {
                 let given = self.surrender();
                 self.happen(Event::LeaveAsked);
@@ -831,19 +827,25 @@ impl Driver {
         let begun = Instant::now();
         let (task, deadline, header, payload) = match job {
             Job::Execute { mut request, teller } => {
+                if let Some(Err(refused)) = request.rules.take().map(|rules| self.narrow(rules)) {
+                    teller.end(Err(refused));
+                    return self.happen(Event::Declined(id));
+                }
                 if let Some(sandbox) = &self.sandbox {
                     sandbox.forget_peak();
                     self.spent_before = sandbox.gauge().processor_time();
                 }
                 self.shared.facts().executions += 1;
                 let code = std::mem::take(&mut request.code);
+                let digest = Sha256::digest(&code).into();
                 self.remember(&code);
                 let deadline = begun + request.timeout.min(LONGEST_TIMEOUT);
                 let gatherer = Box::new(Gatherer::new(request.max_output_chars));
                 teller.begin(begun);
                 self.questions.begin_cell();
                 let seen = Seen::default();
-                let task = Task::Cell { gatherer, begun_inside: false, request, done: None, teller, seen };
+                let task =
+                    Task::Cell { gatherer, begun_inside: false, request, code: digest, done: None, teller, seen };
                 (task, deadline, json!({"type": "execute", "id": id}), code.into_bytes())
             }
             Job::Write { path, overwrite, source, reply } => {
@@ -1043,9 +1045,6 @@ impl Driver {
                 for (reply, _) in self.resets.drain(..) {
                     let _ = reply.send(Err(Refused::Launch(error.clone())));
                 }
-                for (_, reply) in self.narrowing.drain(..) {
-                    let _ = reply.send(Err(Refused::Launch(error.clone())));
-                }
                 self.shared.facts().failure = Some(error.clone());
                 self.failure = Some(error);
                 self.happen(Event::StartFailed);
@@ -1080,7 +1079,6 @@ impl Driver {
             sandbox.set_asker(Some(Arc::new(asker)));
         }
         self.shared.facts().rules = sandbox.rules();
-        self.narrow();
     }
 
     /// Returns what a copy is to take along.
@@ -1095,22 +1093,19 @@ impl Driver {
         }
     }
 
-    /// Changes what can be reached, as far as that was asked for and the sandbox is here.
-    fn narrow(&mut self) {
-        let (Some(sandbox), Some(ceiling)) = (&self.sandbox, &self.ceiling) else { return };
-        for (rules, reply) in self.narrowing.drain(..) {
-            let rules = rules.under_denials_of(ceiling);
-            let result = match rules.beyond(ceiling) {
-                Some(rule) => Err(Refused::BeyondRules { rule: rule.to_string() }),
-                None => {
-                    sandbox.set_rules(rules.clone());
-                    self.shared.facts().rules = sandbox.rules();
-                    self.narrowed = Some(rules);
-                    Ok(())
-                }
-            };
-            let _ = reply.send(result);
+    /// Changes what can be reached, from the cell on that is about to start. Refuses what is beyond what the operator allows.
+    fn narrow(&mut self, rules: Rules) -> Result<(), Refused> {
+        let (Some(sandbox), Some(ceiling)) = (&self.sandbox, &self.ceiling) else {
+            return Err(Refused::Launch(LaunchError::Start { why: "its sandbox is gone".to_owned() }));
+        };
+        let rules = rules.under_denials_of(ceiling);
+        if let Some(rule) = rules.beyond(ceiling) {
+            return Err(Refused::BeyondRules { rule: rule.to_string() });
         }
+        sandbox.set_rules(rules.clone());
+        self.shared.facts().rules = sandbox.rules();
+        self.narrowed = Some(rules);
+        Ok(())
     }
 
     fn exited(&mut self, exit: Exit) {
@@ -1346,12 +1341,13 @@ impl Driver {
         let tool_calls = self.questions.clear();
         let rulings = self.parking.clear();
         match running.task {
-            Task::Cell { gatherer, request, done, teller, .. } => {
+            Task::Cell { gatherer, request, code, done, teller, .. } => {
                 let Ok(status) = self.status(answer, &request, done.as_deref()) else {
                     teller.end(Err(self.refusal(answer)));
                     return;
                 };
-                let ended = EndedCell { begun: running.begun, status, done, tool_calls, rulings };
+                let (recorder, begun) = (request.recorder, running.begun);
+                let ended = EndedCell { code, recorder, begun, status, done, tool_calls, rulings };
                 self.report(running.id, ended, *gatherer, teller);
             }
             Task::Write { result, reply, .. } => {
@@ -1407,7 +1403,7 @@ impl Driver {
 
     /// Sends the outcome. Pictures are developed on another thread, and the session goes on meanwhile.
     fn report(&mut self, id: RequestId, ended: EndedCell, mut gatherer: Gatherer, teller: Teller) {
-        let EndedCell { begun, status, done, tool_calls, rulings } = ended;
+        let EndedCell { code, recorder, begun, status, done, tool_calls, rulings } = ended;
         let duration = begun.elapsed();
         let execution = ExecutionId(id);
         let (error, variables, files) = match done {
@@ -1430,6 +1426,24 @@ impl Driver {
         let isolation = self.sandbox.as_ref().map(|sandbox| sandbox.isolation().clone()).unwrap_or_default();
         let blocked = self.sandbox.as_ref().map(|sandbox| sandbox.take_blocked()).unwrap_or_default();
         let notes = self.notes_for(&status);
+        // Before the caller hears of it, and whether or not anybody ever asks for the outcome.
+        if let Some(Customer { owner, session, ledger, .. }) = &self.customer {
+            let ended = ExecutionEnded {
+                name: ledger.name_of(id),
+                owner: owner.clone(),
+                session: session.clone(),
+                code,
+                status: status.name(),
+                duration,
+                processor_time,
+                memory_peak: memory.peak,
+                blocked: blocked.clone(),
+                tool_calls: tool_calls.clone(),
+                rulings: rulings.clone(),
+                taken_over: false,
+            };
+            ledger.enter(recorder, ended);
+        }
         debug!(
             session = self.id.as_str(),
             outcome = status.name(),
@@ -1545,7 +1559,6 @@ impl Driver {
                 Command::Cancel(_)
                 | Command::Look { .. }
                 | Command::Decide { .. }
-                | Command::Narrow { .. }
                 | Command::Undo { .. }
                 | Command::Surrender(_) => {}
                 Command::Adopt { fork, reply, .. } => drop(reply.send(Err(fork))),
@@ -1557,7 +1570,6 @@ impl Driver {
             let _ = reply.send(Err(Refused::Unknown { id: self.id.clone() }));
         }
         self.postponed.clear();
-        self.narrowing.clear();
         self.replacement = None;
         self.give_copying_up();
         self.live = None;

@@ -112,8 +112,9 @@ impl Exploration<'_> {
     }
 
     async fn execute(&self, entry: &Entry, code: String, max_output_chars: usize) -> Result<Outcome, Refused> {
-        let asking = Asking::Exploration;
-        let request = ExecuteRequest { code, timeout: self.request.timeout, max_output_chars, asking };
+        let ExploreRequest { timeout, recorder, .. } = *self.request;
+        let request =
+            ExecuteRequest { code, timeout, max_output_chars, asking: Asking::Exploration, rules: None, recorder };
         self.sessions.execute_in(entry, request, self.cancel).await
     }
 

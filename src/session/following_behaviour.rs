@@ -1,7 +1,9 @@
 //! How executions are followed that outlive the call which began them, shown with the fake backend and a paused clock.
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use sha2::{Digest as _, Sha256};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -307,4 +309,74 @@ async fn the_news_are_the_place_in_the_queue_and_then_the_latest_line() {
 async fn next(heard: &mut watch::Receiver<String>, expected: &str) {
     heard.changed().await.unwrap();
     assert_eq!(heard.borrow_and_update().as_str(), expected);
+}
+
+/// Has sessions report executions that end: the code's digest, the session, the status.
+fn recorded(setting: &Setting) -> Arc<Mutex<Vec<([u8; 32], String, Word)>>> {
+    let all = Arc::<Mutex<Vec<_>>>::default();
+    let noted = Arc::clone(&all);
+    let record = move |ended: &ExecutionEnded| {
+        noted.lock().unwrap().push((ended.code, ended.session.to_string(), ended.status));
+    };
+    setting.sessions.record_endings(true, Arc::new(record));
+    all
+}
+
+fn record(code: &str, session: &str, status: Word) -> ([u8; 32], String, Word) {
+    (Sha256::digest(code).into(), session.to_owned(), status)
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_execution_is_recorded_when_it_ends_with_its_own_code_whoever_collects_it() {
+    let setting = setting();
+    let all = recorded(&setting);
+    let mut handles = Vec::new();
+    // More than are kept for somebody to collect.
+    for number in 0..20 {
+        handles.push(setting.leave_running("a", &format!("sleep 1\nprint {number}"), Duration::ZERO).await.handle);
+    }
+    assert!(all.lock().unwrap().is_empty(), "nothing has ended");
+    let last = setting.finished(&Which::This(handles[19].clone()), 100 * SECOND).await.0;
+    assert_eq!(text(&last), "19\n");
+    setting.finished(&Which::This(handles[10].clone()), SECOND).await;
+    let expected: Vec<_> = (0..20).map(|number| record(&format!("sleep 1\nprint {number}"), "a", "ok")).collect();
+    assert_eq!(*all.lock().unwrap(), expected);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_execution_that_nobody_collects_is_recorded_also_when_its_session_is_closed_or_reset() {
+    let setting = setting();
+    let all = recorded(&setting);
+    setting.leave_running("a", "sleep 100", SECOND).await;
+    setting.leave_running("a", "sleep 200", Duration::ZERO).await;
+    setting.sessions.close(&owner(), &id("a")).await.unwrap();
+    setting.leave_running("b", "sleep 300", SECOND).await;
+    setting.sessions.reset(&owner(), &id("b")).await.unwrap();
+    setting.leave_running("c", "print done", Duration::ZERO).await;
+    setting.wait_until(|info| info.id == id("c") && info.executions == 1 && info.state == "idle").await;
+    setting.sessions.close(&owner(), &id("c")).await.unwrap();
+    let expected =
+        [record("sleep 100", "a", "closed"), record("sleep 300", "b", "reset"), record("print done", "c", "ok")];
+    assert_eq!(*all.lock().unwrap(), expected, "what never began has no record");
+}
+
+#[tokio::test(start_paused = true)]
+async fn variants_are_recorded_under_the_session_that_they_are_copies_of() {
+    let setting = setting();
+    let all = recorded(&setting);
+    setting.ok("a", "set x 1").await;
+    all.lock().unwrap().clear();
+    let variant = |name: &str, code: &str| Variant { name: name.to_owned(), code: code.to_owned() };
+    let request = ExploreRequest {
+        variants: vec![variant("one", "set x 2"), variant("two", "get nothing")],
+        timeout: 10 * SECOND,
+        max_output_chars: 100,
+        keep: Keep::Nothing,
+        replace: false,
+        recorder: RecorderId::default(),
+    };
+    setting.sessions.explore(&owner(), &id("a"), request, CancellationToken::new(), nobody()).await.unwrap();
+    let mut all = all.lock().unwrap().clone();
+    all.sort_by_key(|(_, _, status)| *status);
+    assert_eq!(all, [record("get nothing", "a", "error"), record("set x 2", "a", "ok")]);
 }

@@ -31,7 +31,14 @@ impl Sessions {
 impl Hidden {
     /// Runs a cell.
     pub async fn execute(&self, code: &str, timeout: Duration, max_output_chars: usize) -> Result<Outcome, Refused> {
-        let request = ExecuteRequest { code: code.to_owned(), timeout, max_output_chars, asking: Asking::Nobody };
+        let request = ExecuteRequest {
+            code: code.to_owned(),
+            timeout,
+            max_output_chars,
+            asking: Asking::Nobody,
+            rules: None,
+            recorder: Default::default(),
+        };
         self.sessions.execute_in(&self.entry, request, &CancellationToken::new()).await
     }
 

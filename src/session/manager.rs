@@ -25,17 +25,17 @@ use super::tools::Grant;
 use super::turns::Turns;
 use super::uploads::{UploadPart, Uploaded, Uploads};
 use super::{
-    CheckpointInfo, ExecutionId, FileList, FileRange, ForkNames, ForkReport, ForkRequest, FullOutput, InsidePath, Load,
-    MOST_FORKS, Principal, Refused, ResetReport, Resident, SessionId, SessionInfo, SessionSettings, Undo, UndoReport,
-    Usage, Which, WorkFolder,
+    CheckpointInfo, ExecutionId, FileList, FileRange, ForkNames, ForkReport, ForkRequest, FullOutput, InsidePath,
+    Ledger, Load, MOST_FORKS, Principal, Refused, ResetReport, Resident, SessionId, SessionInfo, SessionSettings, Undo,
+    UndoReport, Usage, Which, WorkFolder,
 };
 use crate::sandbox::{Backend, LaunchError, Preparation, Rules};
 
-/// Ended sessions that are remembered.
+/// Ended sessions of one owner that are remembered.
 const MOST_TOMBSTONES: usize = 1000;
 /// How long an ended session is remembered, unless there are too many. An agent that comes back the next day begins anew anyway.
 const TOMBSTONE_AGE: Duration = Duration::from_secs(24 * 3600);
-/// Sessions that did not come to life whose executions can still be asked about. They hold nothing but the reason.
+/// Sessions of one owner that did not come to life whose executions can still be asked about. They hold nothing but the reason.
 const MOST_UNBORN: usize = 100;
 /// Idle sessions named when there are too many.
 const IDLE_NAMED: usize = 3;
@@ -67,6 +67,7 @@ struct House {
     turns: Turns,
     uploads: Arc<Uploads>,
     outputs: Arc<KeptOutputs>,
+    ledger: Arc<Ledger>,
 }
 
 #[derive(Default)]
@@ -116,8 +117,9 @@ impl Sessions {
         let next_number = Arc::new(AtomicU64::new(1));
         let turns = Turns::new(settings.max_running);
         let (table, uploads, outputs) = (Mutex::default(), Arc::default(), Arc::default());
-        let population = watch::Sender::new(0);
-        let house = House { backend, settings, table, population, next_number, accounts, turns, uploads, outputs };
+        let (population, ledger) = (watch::Sender::new(0), Arc::new(Ledger::new()));
+        let house =
+            House { backend, settings, table, population, next_number, accounts, turns, uploads, outputs, ledger };
         Sessions { house: Arc::new(house) }
     }
 
@@ -376,16 +378,6 @@ impl Sessions {
         self.house.uploads.size(owner, id, path)
     }
 
-    /// Says what a session may reach from now on, creating it if its id is new. It can never be more than the operator allows.
-    ///
-    /// It holds at once for new connections, ends those that it does not allow, outlives a reset, and forks begin with it.
-    pub async fn narrow(&self, owner: &Principal, id: &SessionId, rules: Rules) -> Result<(), Refused> {
-        let entry = self.find_or_create(owner, id)?;
-        let (reply, answer) = oneshot::channel();
-        entry.commands.send(Command::Narrow { rules, reply }).await.map_err(|_| self.gone(owner, id))?;
-        answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
-    }
-
     /// Tells about an owner's sessions, also those that ended and are remembered.
     pub fn list(&self, owner: &Principal) -> Vec<SessionInfo> {
         let table = self.table();
@@ -613,7 +605,7 @@ impl Sessions {
             house.population.send_replace(table.sessions.len());
         });
         let (settings, numbers) = (self.house.settings.clone(), self.house.next_number.clone());
-        let (customer, shared) = (Some(self.customer(&owner)), entry.shared.clone());
+        let (customer, shared) = (Some(self.customer(&owner, &id)), entry.shared.clone());
         let beginning = Beginning { id, customer, origin, settings, numbers, shared };
         tokio::spawn(driver::drive(beginning, receiver, on_gone));
         entry
@@ -680,11 +672,23 @@ impl Sessions {
         let (hand, arrival) = oneshot::channel();
         let _ = hand.send(Box::new(fork));
         let origin = Origin::Fork { fork: arrival, note: None };
-        self.hide_as(named_after(source, name), Some(self.customer(owner)), origin)
+        self.hide_as(named_after(source, name), Some(self.customer(owner, source)), origin)
     }
 
-    fn customer(&self, owner: &Principal) -> Customer {
-        Customer { owner: owner.clone(), accounts: self.house.accounts.clone(), turns: self.house.turns.clone() }
+    fn customer(&self, owner: &Principal, session: &SessionId) -> Customer {
+        let House { accounts, turns, ledger, .. } = &*self.house;
+        Customer {
+            owner: owner.clone(),
+            session: session.clone(),
+            accounts: accounts.clone(),
+            turns: turns.clone(),
+            ledger: ledger.clone(),
+        }
+    }
+
+    /// Executions that have ended and are not recorded yet.
+    pub(crate) fn ledger(&self) -> &Arc<Ledger> {
+        &self.house.ledger
     }
 
     /// Starts a driver that only the caller sees.
@@ -834,15 +838,19 @@ impl Table {
         let Some(entry) = self.sessions.remove(&key) else { return };
         let Some(why) = why else {
             if entry.shared.docket.has_uncollected() {
+                let of_owner = |((of, _), _): &(Key, Entry)| *of == key.0;
+                if self.unborn.iter().filter(|unborn| of_owner(unborn)).count() >= MOST_UNBORN {
+                    self.unborn.iter().position(of_owner).map(|oldest| self.unborn.remove(oldest));
+                }
                 self.unborn.push_back((key, entry));
-                self.unborn.drain(..self.unborn.len().saturating_sub(MOST_UNBORN));
             }
             return;
         };
         let now = Instant::now();
         self.tombstones.retain(|_, tombstone| now - tombstone.at < TOMBSTONE_AGE);
-        if self.tombstones.len() >= MOST_TOMBSTONES {
-            let oldest = self.tombstones.iter().min_by_key(|(_, tombstone)| tombstone.at).map(|(key, _)| key.clone());
+        let of_owner = || self.tombstones.iter().filter(|((of, _), _)| *of == key.0);
+        if of_owner().count() >= MOST_TOMBSTONES {
+            let oldest = of_owner().min_by_key(|(_, tombstone)| tombstone.at).map(|(key, _)| key.clone());
             oldest.and_then(|key| self.tombstones.remove(&key));
         }
         let executions = entry.shared.facts().executions;

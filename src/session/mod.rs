@@ -39,6 +39,7 @@ mod history;
 mod images;
 pub mod install;
 mod kept_outputs;
+mod ledger;
 mod manager;
 mod outcome;
 mod output;
@@ -75,6 +76,8 @@ pub use accounts::{Quota, Quotas, Usage};
 pub use approvals::{ApprovalSetup, Approvals, AskId, Asked, Asking, Decided, DecidedBy, Decision, InForce, Ruling};
 pub use branch::*;
 pub use hidden::Hidden;
+pub(crate) use ledger::Attached;
+pub use ledger::{ExecutionEnded, Ledger, RecordEnding, RecorderId};
 pub use manager::Sessions;
 pub use outcome::*;
 pub use serial::Word;
@@ -277,6 +280,12 @@ pub struct ExecuteRequest {
     /// Whether a person can be asked what the code may do.
     #[serde(default)]
     pub asking: Asking,
+    /// What the session may reach from this cell on, within what the operator allows. Applied when the cell starts.
+    #[serde(default, with = "serial::optional_rules")]
+    pub rules: Option<Rules>,
+    /// Who records how it ended.
+    #[serde(skip)]
+    pub recorder: RecorderId,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -326,6 +335,11 @@ pub enum Refused {
         why: String,
         /// Whether its earlier state can be brought back.
         undo: bool,
+    },
+    #[error("the process that keeps the sessions does not answer at present. {}", unanswered(*.sent))]
+    Unresponsive {
+        /// The request was sent before that was noticed, so that it may have been carried out.
+        sent: bool,
     },
     #[error(
         "there is no such execution. It is not known here, its session is gone, or it ended too long ago; `list_sessions` shows the sessions that exist"
@@ -449,6 +463,28 @@ pub enum Refused {
     NotRecorded,
     #[error("the server is shutting down; no new requests are accepted")]
     ShuttingDown,
+    #[error("the server is ending, and this session with it: what runs in it is stopped, and {}", lost_with_server(*.files_kept))]
+    EndsWithServer {
+        /// The working folder is the operator's.
+        files_kept: bool,
+    },
+}
+
+fn lost_with_server(files_kept: bool) -> &'static str {
+    match files_kept {
+        true => "its variables are lost; files in the working folder are kept",
+        false => "its variables and files are lost",
+    }
+}
+
+fn unanswered(sent: bool) -> &'static str {
+    match sent {
+        true => {
+            "Whether this was carried out is not known, and nothing is known to be lost. Try again in a moment; `check_execution` \
+             tells what became of a cell"
+        }
+        false => "Nothing of this was carried out. Try again in a moment",
+    }
 }
 
 /// Says how to go on with a session that ended.

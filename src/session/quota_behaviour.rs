@@ -67,6 +67,7 @@ async fn only_so_many_sandboxes_begin_per_minute() {
         variants: vec![variant("one"), variant("two")],
         keep: Keep::Nothing,
         replace: false,
+        recorder: Default::default(),
         timeout: SECOND,
         max_output_chars: 100,
     };

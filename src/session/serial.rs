@@ -84,6 +84,26 @@ pub(super) mod rules {
     }
 }
 
+/// Rules, where there may be none.
+pub(super) mod optional_rules {
+    use super::*;
+
+    pub(in crate::session) fn serialize<S: Serializer>(
+        rules: &Option<Rules>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let texts = rules.as_ref().map(|rules| rules.iter().map(ToString::to_string).collect::<Vec<_>>());
+        texts.serialize(serializer)
+    }
+
+    pub(in crate::session) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Rules>, D::Error> {
+        let texts = Option::<Vec<String>>::deserialize(deserializer)?;
+        texts.map(|texts| Rules::from_texts(&texts).map_err(de::Error::custom)).transpose()
+    }
+}
+
 /// Refused connections, whose reasons are for readers.
 pub(super) mod blocked {
     use super::*;

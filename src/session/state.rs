@@ -84,6 +84,8 @@ pub(super) enum Event {
     StartFailed,
     /// The runner claims that a request is over.
     Finished(RequestId),
+    /// The request that was to start cannot, and has been answered.
+    Declined(RequestId),
     /// The state is no longer the one that was copied last.
     Changed,
     /// The copying is over, with or without a copy, and so are the forks made of it.
@@ -271,6 +273,9 @@ impl Machine {
                     self.begin_next(&mut actions);
                 }
             }
+            (State::Running { request, .. }, Event::Declined(declined)) if request == declined => {
+                self.begin_next(&mut actions);
+            }
             (State::Running { request, kind, stopping: None }, Event::TimeIsUp) => {
                 self.state = State::Running { request, kind, stopping: Some(Stop::TimedOut) };
                 actions.push(Action::Interrupt);
@@ -347,6 +352,7 @@ impl Machine {
                 Event::Started { .. }
                 | Event::StartFailed
                 | Event::Finished(_)
+                | Event::Declined(_)
                 | Event::Copied
                 | Event::TurnCame
                 | Event::TurnRefused

@@ -142,6 +142,7 @@ async fn work_of_the_servers_own_needs_no_place_and_variants_do() {
         variants: vec![variant("one"), variant("two")],
         keep: Keep::Nothing,
         replace: false,
+        recorder: Default::default(),
         timeout: 10 * SECOND,
         max_output_chars: 100,
     };

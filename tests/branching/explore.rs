@@ -18,6 +18,7 @@ fn request(variants: &[(&str, &str)], keep: Keep, replace: bool) -> ExploreReque
         max_output_chars: 1000,
         keep,
         replace,
+        recorder: Default::default(),
     }
 }
 

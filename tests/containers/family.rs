@@ -106,6 +106,7 @@ fn variants_are_explored_and_the_best_takes_the_place_of_its_source() {
             max_output_chars: 1000,
             keep: Keep::Best { by: "score".to_owned() },
             replace: true,
+            recorder: Default::default(),
         };
         session.explore(request).await.unwrap();
         assert_eq!(session.ok("print(score, data == list(range(10)))").await, "45 True\n");

@@ -169,8 +169,14 @@ fn a_session_reaches_no_more_than_each_fork_that_shares_its_container_may() {
 /// Runs a cell about which a person is asked; returns what they were asked, and how the cell ended after this answer.
 async fn answered(backend: &Containers, session: &Session, code: &str, answer: Answer) -> (Vec<String>, Outcome) {
     let (sessions, owner, long) = (&backend.sessions, Principal::local(), Duration::from_secs(60));
-    let request =
-        ExecuteRequest { code: code.to_owned(), timeout: long, max_output_chars: 1000, asking: Asking::Person };
+    let request = ExecuteRequest {
+        code: code.to_owned(),
+        timeout: long,
+        max_output_chars: 1000,
+        asking: Asking::Person,
+        rules: None,
+        recorder: Default::default(),
+    };
     let news = || News::new(String::new());
     let begun = sessions.begin(&owner, &session.id, request, Some(long), CancellationToken::new(), news()).await;
     let underway = match begun.unwrap() {

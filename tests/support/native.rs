@@ -265,8 +265,14 @@ impl Session {
         timeout: Duration,
         cancel: CancellationToken,
     ) -> Result<Outcome, Refused> {
-        let request =
-            ExecuteRequest { code: code.to_owned(), timeout, max_output_chars: 10_000_000, asking: Asking::Nobody };
+        let request = ExecuteRequest {
+            code: code.to_owned(),
+            timeout,
+            max_output_chars: 10_000_000,
+            asking: Asking::Nobody,
+            rules: None,
+            recorder: Default::default(),
+        };
         self.sessions.execute(&Principal::local(), &self.id, request, cancel).await
     }
 

@@ -104,7 +104,7 @@ impl CodeExecuter {
     }
 
     async fn start(&self, visit: Visit<'_>, dependencies: Vec<String>) -> Result<CallToolResult, String> {
-        let name = self.free_name(visit).await;
+        let name = self.free_name(visit).await.map_err(refusal)?;
         visit.run(&name, String::new(), START_TIME, MOST_OUTPUT).await.map_err(refusal)?;
         if !dependencies.is_empty() {
             let installed = visit.server.install_to_end(visit.owner, &name, dependencies, visit.context).await;
@@ -119,7 +119,7 @@ impl CodeExecuter {
     }
 
     async fn execute(&self, visit: Visit<'_>, code: &str) -> Result<CallToolResult, String> {
-        let session = self.current(visit).await.ok_or(NO_SERVICE)?;
+        let session = self.current(visit).await.map_err(refusal)?.ok_or(NO_SERVICE)?;
         match code.trim() {
             "clear" => {
                 visit.server.shared.sessions.reset(visit.owner, &session).await.map_err(refusal)?;
@@ -142,7 +142,7 @@ impl CodeExecuter {
 
     async fn stop(&self, visit: Visit<'_>, name: &SessionId, delete: bool) -> Result<CallToolResult, String> {
         let sessions = &visit.server.shared.sessions;
-        let is_there = self.all(visit).await.iter().any(|service| service.id == *name);
+        let is_there = self.all(visit).await.map_err(refusal)?.iter().any(|service| service.id == *name);
         let is_stopped = self.is_stopped(visit.owner, name);
         if !is_there || (is_stopped && !delete) {
             return Err(NOT_RUNNING.to_owned());
@@ -164,7 +164,7 @@ impl CodeExecuter {
     }
 
     async fn reuse(&self, visit: Visit<'_>, name: &SessionId) -> Result<CallToolResult, String> {
-        let services = self.all(visit).await;
+        let services = self.all(visit).await.map_err(refusal)?;
         let service = services.iter().find(|service| service.id == *name).ok_or(NOT_RUNNING)?;
         if service.ended.is_some() {
             visit.server.shared.sessions.reset(visit.owner, name).await.map_err(refusal)?;
@@ -177,31 +177,31 @@ impl CodeExecuter {
     }
 
     /// Returns the service that calls mean: the one that was started or reused last. A new server asks the sessions which is youngest.
-    async fn current(&self, visit: Visit<'_>) -> Option<SessionId> {
-        let services = self.all(visit).await;
+    async fn current(&self, visit: Visit<'_>) -> Result<Option<SessionId>, Refused> {
+        let services = self.all(visit).await?;
         let remembered = self.services().get(visit.owner).and_then(|services| services.current.clone());
         if let Some(current) = remembered.filter(|current| services.iter().any(|service| service.id == *current)) {
-            return Some(current);
+            return Ok(Some(current));
         }
         let running = services.into_iter().filter(|service| !self.is_stopped(visit.owner, &service.id));
-        running.min_by_key(|service| service.age).map(|service| service.id)
+        Ok(running.min_by_key(|service| service.age).map(|service| service.id))
     }
 
-    async fn all(&self, visit: Visit<'_>) -> Vec<SessionInfo> {
-        let sessions = visit.server.shared.sessions.list(visit.owner).await;
-        sessions.into_iter().filter(|session| session.id.as_str().starts_with(PREFIX)).collect()
+    async fn all(&self, visit: Visit<'_>) -> Result<Vec<SessionInfo>, Refused> {
+        let sessions = visit.server.shared.sessions.list(visit.owner).await?;
+        Ok(sessions.into_iter().filter(|session| session.id.as_str().starts_with(PREFIX)).collect())
     }
 
     /// Returns the time as a name, or with a number behind it when two services are started within a second.
-    async fn free_name(&self, visit: Visit<'_>) -> SessionId {
-        let taken: HashSet<String> = self.all(visit).await.iter().map(|service| service.id.to_string()).collect();
+    async fn free_name(&self, visit: Visit<'_>) -> Result<SessionId, Refused> {
+        let taken: HashSet<String> = self.all(visit).await?.iter().map(|service| service.id.to_string()).collect();
         let now = DateTime::<Utc>::from(SystemTime::now()).format("%Y%m%d%H%M%S");
         let names = (1..).map(|number| match number {
             1 => format!("{PREFIX}{now}"),
             number => format!("{PREFIX}{now}-{number}"),
         });
         let free = names.into_iter().find(|name| !taken.contains(name)).expect("there are more numbers than services");
-        free.parse().expect("letters, digits and dashes are a name")
+        Ok(free.parse().expect("letters, digits and dashes are a name"))
     }
 
     fn is_stopped(&self, owner: &Principal, name: &SessionId) -> bool {

@@ -35,7 +35,7 @@ use super::asking::Way;
 use super::toolbox::{Toolbox, Visit};
 use super::tools::Catalogue;
 use super::wire;
-use crate::session::{ExecuteRequest, InsidePath, Outcome, Refused, SessionId};
+use crate::session::{ExecuteRequest, InsidePath, Outcome, RecorderId, Refused, SessionId};
 
 pub use modules::Modules;
 
@@ -135,7 +135,8 @@ impl Visit<'_> {
         max_output_chars: usize,
     ) -> Result<Outcome, Refused> {
         let asking = Way::of(self.context).asking_meanwhile();
-        let request = ExecuteRequest { code, timeout, max_output_chars, asking };
+        let request =
+            ExecuteRequest { code, timeout, max_output_chars, asking, rules: None, recorder: RecorderId::default() };
         self.server.run_to_end(self.owner, session, request, self.context).await
     }
 

@@ -131,7 +131,7 @@ impl PythonDocker {
                 report.text.trim_end()
             )));
         };
-        if !server.shared.sessions.list(owner).await.iter().any(|known| known.id == session) {
+        if !server.shared.sessions.list(owner).await.map_err(not_installed)?.iter().any(|known| known.id == session) {
             let why = format!("Error installing package: Session {session} not found; execute-persistent makes one");
             return Err(Failure(why));
         }

@@ -327,7 +327,6 @@ impl Driver {
     /// Takes what came of a copy for a later undo.
     pub(super) fn copy_made(&mut self, sandbox: Box<dyn Sandbox>, copy: Result<CheckpointId, CheckpointError>) {
         self.sandbox = Some(sandbox);
-        self.narrow();
         let is_made = copy.is_ok();
         self.made(Product::Copy(copy), is_made);
     }
@@ -335,7 +334,6 @@ impl Driver {
     /// Takes what came of a copy for forks.
     pub(super) fn forks_made(&mut self, sandbox: Box<dyn Sandbox>, forks: Result<Vec<Fork>, String>) {
         self.sandbox = Some(sandbox);
-        self.narrow();
         let are_made = forks.is_ok();
         self.made(Product::Forks(forks), are_made);
     }
