@@ -9,14 +9,13 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
-use sha2::{Digest, Sha256};
 use tracing::{error, info};
 
 use super::cli::KeeperCommand;
-use super::{House, Warmth, approvals, asked_to_end, house, print, set_up_servers};
+use super::{House, Warmth, approvals, asked_to_end, house, kept_settings, print, set_up_servers};
 use crate::config::{HandOver, Settings};
 use crate::keeper::{self, Client, KeeperName, KeeperSettings, Kept, Post, Status, StopAnswer, Terms};
-use crate::session::{Refused, SessionAccess};
+use crate::session::{LimitSetup, Refused, SessionAccess};
 
 /// A configuration file with all its environments has a few kilobytes.
 const LARGEST_HAND_OVER: u64 = 16 << 20;
@@ -52,6 +51,7 @@ impl Home {
         }
         let attached = keeper::attach(&keeper_settings(settings, name)?).await;
         let home = Home::Kept(attached.context("sessions cannot be kept; --keep-sessions off does without")?);
+        home.set_up_limits(settings).await.context("the sessions that are kept cannot have these quotas")?;
         home.set_up_approvals(settings).await.context(
             "the sessions that are kept cannot have these approvals; `cellblock keeper stop` ends them, and the present settings hold from then on",
         )?;
@@ -74,6 +74,12 @@ impl Home {
     /// anybody is served.
     pub(super) async fn set_up_approvals(&self, settings: &Settings) -> Result<(), Refused> {
         self.sessions().set_up_approvals(approvals::setup(settings)).await
+    }
+
+    /// Tells the sessions how much callers may use, and how many cells run at once.
+    pub(super) async fn set_up_limits(&self, settings: &Settings) -> Result<(), Refused> {
+        let setup = LimitSetup { quotas: (&settings.quotas).into(), max_running: settings.max_running };
+        self.sessions().set_up_limits(setup).await
     }
 
     /// Uses these settings for the next keeper, should this one end; the servers of the operator change at once.
@@ -107,32 +113,9 @@ pub(super) fn keeper_settings(settings: &Settings, name: &str) -> anyhow::Result
         program: std::env::current_exe().context("could not find this program")?,
         arguments: vec!["keeper".to_owned(), "hold".to_owned()],
         hand_over: rmp_serde::to_vec_named(&settings.hand_over).context("the settings cannot be handed over")?,
-        digest: digest(settings),
+        digest: kept_settings::digests(settings),
         files_outlive_sessions: settings.workspace.is_some(),
     })
-}
-
-/// Names everything in the settings that sessions depend on. What only a front needs is left out, so that it can change without them.
-fn digest(settings: &Settings) -> String {
-    let mut hash = Sha256::new();
-    let Settings { workspace, environment, mounts, limits, max_sessions, idle_timeout, pool, undo, .. } = settings;
-    hash.update(format!("{workspace:?} {environment:?} {:?} {mounts:?}", settings.environment_spec()));
-    hash.update(format!("{limits:?} {max_sessions} {idle_timeout:?} {pool} {undo:?} {}", settings.explore_parallel));
-    hash.update(format!("{:?} {:?} {:?}", settings.packages, settings.allow_missing, settings.data_dir));
-    hash.update(format!(
-        "{:?} {:?} {:?}",
-        settings.network.rules,
-        settings.network.limits,
-        settings.approvals.sandboxes()
-    ));
-    for (name, value) in settings.variables.iter() {
-        hash.update(format!("{name:?}={value:?}"));
-    }
-    for secret in &settings.network.secrets {
-        hash.update(format!("{secret:?}"));
-        secret.compare(|value| hash.update(value));
-    }
-    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// What a keeper gets from the server that starts it.
@@ -182,7 +165,7 @@ async fn hold(settings: &Settings, listener: UnixListener) -> anyhow::Result<Exi
     set_up_servers(Arc::new(house.sessions.clone()), settings);
     info!("this process keeps sessions");
     let kept: Arc<dyn Kept> = Arc::new(house.sessions.clone());
-    let terms = Terms { settings: digest(settings), build: env!("CARGO_PKG_VERSION").to_owned() };
+    let terms = Terms { settings: kept_settings::digests(settings), build: env!("CARGO_PKG_VERSION").to_owned() };
     keeper::keep(post, kept, terms, asked_to_end()).await;
     house.shut_down().await;
     Ok(ExitCode::SUCCESS)
@@ -250,33 +233,7 @@ async fn stop(settings: &Settings, name: &KeeperName, now: bool) -> anyhow::Resu
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::approval;
-    use crate::config::Variables;
     use crate::config::tests_support::settings_below;
-
-    #[test]
-    fn the_digest_changes_with_what_sessions_depend_on_and_with_nothing_else() {
-        let settings = settings_below(std::path::Path::new("/base"));
-        let differs = |change: &dyn Fn(&mut Settings)| {
-            let mut other = settings.clone();
-            change(&mut other);
-            digest(&other) != digest(&settings)
-        };
-        assert!(differs(&|settings| settings.limits.memory += 1));
-        assert!(differs(&|settings| settings.max_sessions += 1));
-        let variables = |value: &str| {
-            let mut variables = Variables::default();
-            variables.set("TOKEN".to_owned(), value.to_owned());
-            variables
-        };
-        assert!(differs(&|settings| settings.variables = variables("one")));
-        let defaults = approval::Defaults { shell: approval::Effect::Ask, ..approval::Defaults::default() };
-        assert!(differs(&|settings| settings.approvals.policy = approval::Policy::new(defaults)));
-        let defaults = approval::Defaults { tools: approval::Effect::Ask, ..approval::Defaults::default() };
-        assert!(!differs(&|settings| settings.approvals.policy = approval::Policy::new(defaults)));
-        assert!(!differs(&|settings| settings.log_filter = Some("debug".to_owned())));
-        assert!(!differs(&|settings| settings.timeout = std::time::Duration::from_secs(7)));
-    }
 
     #[test]
     fn what_is_handed_over_is_not_printed() {

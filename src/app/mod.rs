@@ -13,6 +13,7 @@ mod env_command;
 mod image_command;
 mod ipybox_commands;
 mod keeper;
+mod kept_settings;
 mod key_command;
 mod network;
 mod packages;

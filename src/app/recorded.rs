@@ -29,8 +29,8 @@ use crate::session::tools::{CallEnd, NotedCall, ToolReason};
 use crate::session::{
     ApprovalSetup, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed, ExecutionEnded,
     ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest,
-    InsidePath, Load, News, Principal, RecordEnding, Refused, ResetReport, Ruling, SessionAccess, SessionId,
-    SessionInfo, Slice, Status, UndoReport, UploadPart, Uploaded, Which, Word,
+    InsidePath, LimitSetup, Load, News, Principal, RecordEnding, Refused, ResetReport, Ruling, SessionAccess,
+    SessionId, SessionInfo, Slice, Status, UndoReport, UploadPart, Uploaded, Which, Word,
 };
 use crate::telemetry::{self, Metrics};
 
@@ -439,6 +439,10 @@ impl SessionAccess for Recorded {
 
     async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
         self.sessions.set_up_servers(setup).await
+    }
+
+    async fn set_up_limits(&self, setup: LimitSetup) -> Result<(), Refused> {
+        self.sessions.set_up_limits(setup).await
     }
 
     async fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused> {

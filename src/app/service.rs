@@ -140,7 +140,7 @@ impl Desk<'_> {
         Ok(Reception { routes: routes.router(), tls })
     }
 
-    /// Takes over what can change while the server runs: who may call, names, origins, certificates, other MCP servers and approvals. Settings that make no sense
+    /// Takes over what can change while the server runs: who may call, names, origins, certificates, other MCP servers, approvals and quotas. Settings that make no sense
     /// change nothing.
     async fn read_again(
         &self,
@@ -165,6 +165,10 @@ impl Desk<'_> {
                     Ok(()) => changed.push("approvals"),
                     Err(refused) => warn!(error = %refused, "the approvals were not read again; the old ones hold"),
                 }
+                match self.home.set_up_limits(&settings).await {
+                    Ok(()) => changed.extend(["quotas", "max_running"]),
+                    Err(refused) => warn!(error = %refused, "the quotas were not read again; the old ones hold"),
+                }
                 if needs_restart(before, &settings) {
                     warn!(
                         "other settings changed too; they hold after a restart of the server, those of sessions after \"cellblock keeper stop\""
@@ -187,6 +191,8 @@ fn needs_restart(before: &Settings, now: &Settings) -> bool {
         rest.service.allowed_origins.clear();
         rest.service.tls = None;
         rest.upstreams = Default::default();
+        rest.quotas = before.quotas.clone();
+        rest.max_running = before.max_running;
         // Sandboxes that are there were made without doors, or for programs that start freely.
         let sandboxes = rest.approvals.sandboxes();
         rest.approvals = before.approvals.clone();

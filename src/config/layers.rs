@@ -239,7 +239,7 @@ impl Key {
         Key::TABLE.iter().map(|row| row.2).filter(|flag| !flag.is_empty())
     }
 
-    fn names() -> impl Iterator<Item = &'static str> {
+    pub(crate) fn names() -> impl Iterator<Item = &'static str> {
         Key::TABLE.iter().map(|row| row.1)
     }
 }

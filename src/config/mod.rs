@@ -123,7 +123,7 @@ pub struct Settings {
     /// What these settings were made of, for another process that needs the same.
     pub hand_over: HandOver,
     /// Files that hold secrets. `load` has made sure that no sandbox is shown one.
-    secret_files: Vec<PathBuf>,
+    pub(crate) secret_files: Vec<PathBuf>,
 }
 
 impl Settings {

@@ -50,6 +50,7 @@ pub(super) async fn carry_out(
         Call::RegisterServer { owner, request } => written(number, &sessions.register_server(&owner, request).await),
         Call::SetUpServers { setup } => written(number, &sessions.set_up_servers(setup).await),
         Call::SetUpApprovals { setup } => written(number, &sessions.set_up_approvals(setup).await),
+        Call::SetUpLimits { setup } => written(number, &sessions.set_up_limits(setup).await),
         Call::UnregisterServer { owner, name } => written(number, &sessions.unregister_server(&owner, &name).await),
         Call::Servers { owner } => written(number, &sessions.servers(&owner).await),
         Call::WriteFile { owner, id, path, overwrite } => {

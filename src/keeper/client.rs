@@ -25,9 +25,9 @@ use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
 use crate::session::{
     ApprovalSetup, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId,
-    ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, Load, News, Principal,
-    RecordEnding, Refused, ResetReport, SessionAccess, SessionId, SessionInfo, Slice, UndoReport, UploadPart, Uploaded,
-    Which, Word,
+    ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, LimitSetup, Load, News,
+    Principal, RecordEnding, Refused, ResetReport, SessionAccess, SessionId, SessionInfo, Slice, UndoReport,
+    UploadPart, Uploaded, Which, Word,
 };
 
 /// The first wait after a keeper could not be started. Each further failure doubles it.
@@ -421,6 +421,10 @@ impl SessionAccess for Client {
 
     async fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused> {
         self.ask_plainly(None, Call::SetUpApprovals { setup }).await
+    }
+
+    async fn set_up_limits(&self, setup: LimitSetup) -> Result<(), Refused> {
+        self.ask_plainly(None, Call::SetUpLimits { setup }).await
     }
 
     async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {

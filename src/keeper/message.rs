@@ -12,7 +12,7 @@ use crate::session::install::Leave;
 use crate::session::servers::{ServerRequest, ServerSetup};
 use crate::session::{
     ApprovalSetup, Decision, ExecuteRequest, ExecutionEnded, ExecutionHandle, ExecutionId, ExploreRequest, ForkRequest,
-    InsidePath, Principal, Refused, Resident, SessionId, UploadPart, Which,
+    InsidePath, LimitSetup, Principal, Refused, Resident, SessionId, UploadPart, Which,
 };
 
 /// Counts changes that an older peer would not understand.
@@ -145,6 +145,7 @@ pub(super) enum Call {
     RegisterServer { owner: Principal, request: ServerRequest },
     SetUpServers { setup: ServerSetup },
     SetUpApprovals { setup: ApprovalSetup },
+    SetUpLimits { setup: LimitSetup },
     UnregisterServer { owner: Principal, name: String },
     Servers { owner: Principal },
     WriteFile { owner: Principal, id: SessionId, path: InsidePath, overwrite: bool },
@@ -177,6 +178,7 @@ impl Call {
             Call::RegisterServer { .. } => "register_server",
             Call::SetUpServers { .. } => "set_up_servers",
             Call::SetUpApprovals { .. } => "set_up_approvals",
+            Call::SetUpLimits { .. } => "set_up_limits",
             Call::UnregisterServer { .. } => "unregister_server",
             Call::Servers { .. } => "servers",
             Call::WriteFile { .. } => "write_file",

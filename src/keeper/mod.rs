@@ -41,7 +41,7 @@ pub use client::Client;
 pub use message::{PROTOCOL, Status, StopAnswer};
 pub use post::{KeeperName, NameError, NotHandedOver, Post, keepers_in};
 pub use serve::{Ended, Terms, apologise, keep};
-pub use start::{AttachError, ask_status, ask_to_stop, attach};
+pub use start::{AttachError, ask_status, ask_to_stop, attach, different_settings};
 
 use crate::session::{Ledger, Resident, SessionAccess, Sessions};
 
@@ -55,7 +55,7 @@ pub struct KeeperSettings {
     pub arguments: Vec<String>,
     /// What the keeper reads from its standard input. It may hold secrets, so it is in no argument, file or log.
     pub hand_over: Vec<u8>,
-    /// Names the settings that matter to a keeper. Another digest means other settings.
+    /// The settings that matter to a keeper, a line for each: its name, `=`, and a digest.
     pub digest: String,
     /// Files of sessions outlive them, because the working folder is the operator's.
     pub files_outlive_sessions: bool,

@@ -1,5 +1,6 @@
 //! Finds the keeper of a server, or starts one.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::process::Stdio;
@@ -127,15 +128,28 @@ async fn find(place: &Place, settings: &KeeperSettings) -> Result<Option<(UnixSt
         let (name, theirs, protocol) = (settings.name.clone(), welcome.build, welcome.protocol);
         return Err(AttachError::Protocol { name, theirs, protocol });
     }
-    if welcome.settings != settings.digest {
+    let different = different_settings(&welcome.settings, &settings.digest);
+    if !different.is_empty() {
         warn!(
             keeper = settings.name.as_str(),
-            "sessions are kept with earlier settings; `cellblock keeper stop {}` ends them, and the present settings hold from then on",
+            settings = different.join("; "),
+            "sessions are kept with earlier values of these settings; `cellblock keeper stop {}` ends them, and the present values hold from then on",
             settings.name
         );
     }
     info!(keeper = settings.name.as_str(), process = welcome.process, sessions = welcome.residents.len(), "attached");
     Ok(Some((stream, welcome)))
+}
+
+/// Names the settings that differ. Each side has a line for each setting: its name, `=`, and a digest.
+pub fn different_settings(theirs: &str, ours: &str) -> Vec<String> {
+    let lines = |text: &str| -> BTreeMap<String, String> {
+        let line = |line: &str| line.split_once('=').map(|(name, digest)| (name.to_owned(), digest.to_owned()));
+        text.lines().filter_map(line).collect()
+    };
+    let (theirs, ours) = (lines(theirs), lines(ours));
+    let names: BTreeSet<&String> = theirs.keys().chain(ours.keys()).collect();
+    names.into_iter().filter(|name| theirs.get(*name) != ours.get(*name)).cloned().collect()
 }
 
 fn hello(settings: String, purpose: Purpose) -> Hello {

@@ -31,8 +31,8 @@ use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetu
 use crate::session::{
     ApprovalSetup, AskId, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed,
     ExecutionEnded, ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange,
-    ForkNames, ForkReport, ForkRequest, InsidePath, Ledger, Load, News, Outcome, Output, Principal, RecordEnding,
-    RecorderId, Refused, ResetReport, Resident, Ruling, SessionAccess, SessionId, SessionInfo, Slice,
+    ForkNames, ForkReport, ForkRequest, InsidePath, Ledger, LimitSetup, Load, News, Outcome, Output, Principal, Quotas,
+    RecordEnding, RecorderId, Refused, ResetReport, Resident, Ruling, SessionAccess, SessionId, SessionInfo, Slice,
     Status as CellStatus, UndoReport, UploadPart, Uploaded, Variant, Which,
 };
 
@@ -433,6 +433,10 @@ impl SessionAccess for Puppet {
         Err(Refused::UndoOff { id: id.clone() })
     }
 
+    async fn set_up_limits(&self, setup: LimitSetup) -> Result<(), Refused> {
+        if setup.max_running == 3 { Ok(()) } else { Err(Refused::ShuttingDown) }
+    }
+
     fn record_endings(&self, _: bool, _: RecordEnding) {
         unreachable!("a keeper's sessions report to its ledger")
     }
@@ -744,6 +748,9 @@ async fn every_kind_of_answer_comes_back() {
     let servers = [("notes".to_owned(), json!({"command": "x"}))].into();
     client.set_up_servers(ServerSetup { servers, ..ServerSetup::default() }).await.unwrap();
     client.set_up_approvals(approval_setup()).await.unwrap();
+    let quotas = Quotas { cells_per_minute: Some(7), ..Quotas::default() };
+    client.set_up_limits(LimitSetup { quotas, max_running: 3 }).await.unwrap();
+    assert!(client.set_up_limits(LimitSetup { quotas, max_running: 4 }).await.is_err()); // control
     let other = ApprovalSetup { book: None, ..approval_setup() };
     assert!(matches!(client.set_up_approvals(other).await, Err(Refused::Approvals { .. })));
     assert_eq!(client.servers(&owner).await.unwrap(), [server_report("notes")]);

@@ -24,9 +24,9 @@ use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetu
 use crate::session::{
     ApprovalSetup, Asking, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle,
     ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, FilesCarried, ForkNames, ForkReport,
-    ForkRequest, InsidePath, Load, News, Outcome, Output, Part, RecordEnding, Refused, ResetReport, SessionId,
-    SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded,
-    VariantReport, Which,
+    ForkRequest, InsidePath, LimitSetup, Load, News, Outcome, Output, Part, RecordEnding, Refused, ResetReport,
+    SessionId, SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart,
+    Uploaded, VariantReport, Which,
 };
 
 mod approvals;
@@ -310,6 +310,10 @@ impl SessionAccess for FakeSessions {
 
     async fn uploaded(&self, _owner: &Principal, _id: &SessionId, _path: &InsidePath) -> Option<u64> {
         None
+    }
+
+    async fn set_up_limits(&self, _setup: LimitSetup) -> Result<(), Refused> {
+        Ok(())
     }
 
     fn record_endings(&self, _takes_over: bool, _record: RecordEnding) {}

@@ -18,8 +18,8 @@ use super::servers::{ServerReport, ServerRequest, ServerSetup};
 use super::{
     ApprovalSetup, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionEnded,
     ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest,
-    InsidePath, Principal, RecordEnding, RecorderId, Refused, ResetReport, SessionId, SessionInfo, Sessions,
-    UndoReport, UploadPart, Uploaded, Which, Word,
+    InsidePath, LimitSetup, Principal, RecordEnding, RecorderId, Refused, ResetReport, SessionId, SessionInfo,
+    Sessions, UndoReport, UploadPart, Uploaded, Which, Word,
 };
 use crate::sandbox::Preparation;
 
@@ -178,6 +178,9 @@ pub trait SessionAccess: Send + Sync {
 
     /// Takes over other approvals, which hold at once for what is asked from then on.
     async fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused>;
+
+    /// Takes over other limits of callers, which hold at once.
+    async fn set_up_limits(&self, setup: LimitSetup) -> Result<(), Refused>;
 
     /// Tells how busy the whole house is. Names nobody.
     async fn load(&self) -> Load;
@@ -357,6 +360,11 @@ impl SessionAccess for Sessions {
 
     async fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused> {
         Sessions::set_up_approvals(self, setup)
+    }
+
+    async fn set_up_limits(&self, setup: LimitSetup) -> Result<(), Refused> {
+        Sessions::set_up_limits(self, setup);
+        Ok(())
     }
 
     async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {

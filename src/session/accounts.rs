@@ -27,7 +27,7 @@ const FRESH_FOR: Duration = Duration::from_secs(1);
 const MANY_ACCOUNTS: usize = 1000;
 
 /// What one principal may use. `None` is no limit.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quotas {
     /// Sessions that exist at once.
     pub sessions: Option<usize>,
@@ -41,6 +41,14 @@ pub struct Quotas {
     pub starts_per_minute: Option<u32>,
     /// Bytes of files in sessions' own folders, of kept outputs and of unfinished uploads. Above it, no session or file is added.
     pub stored: Option<u64>,
+}
+
+/// The limits of callers that a server hands to sessions that exist already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LimitSetup {
+    pub quotas: Quotas,
+    /// Cells that run at once in the whole server; zero is no limit.
+    pub max_running: usize,
 }
 
 impl Default for Quotas {
@@ -100,7 +108,7 @@ pub struct Usage {
 
 /// The accounts of all principals.
 pub(super) struct Accounts {
-    quotas: Quotas,
+    quotas: Mutex<Quotas>,
     epoch: Instant,
     accounts: Mutex<HashMap<Principal, Account>>,
 }
@@ -124,7 +132,19 @@ struct Reading {
 
 impl Accounts {
     pub(super) fn new(quotas: Quotas) -> Accounts {
-        Accounts { quotas, epoch: Instant::now(), accounts: Mutex::default() }
+        Accounts { quotas: Mutex::new(quotas), epoch: Instant::now(), accounts: Mutex::default() }
+    }
+
+    /// Uses other quotas from now on. What was used before counts against them.
+    pub(super) fn set_quotas(&self, quotas: Quotas) {
+        *self.quotas.lock().expect("nothing panics while it holds the quotas") = quotas;
+        for account in self.accounts().values_mut() {
+            account.processor_time.set_width(quotas.processor_window);
+        }
+    }
+
+    fn quotas(&self) -> Quotas {
+        *self.quotas.lock().expect("nothing panics while it holds the quotas")
     }
 
     /// Counts a sandbox against its owner from now on, until the guard is dropped.
@@ -137,7 +157,7 @@ impl Accounts {
 
     /// Reads the gauges of an owner, if a quota needs it and the last reading is old.
     pub(super) fn refresh(&self, owner: &Principal) {
-        let Quotas { memory, processor_time, stored, .. } = &self.quotas;
+        let Quotas { memory, processor_time, stored, .. } = &self.quotas();
         if memory.is_some() || processor_time.is_some() || stored.is_some() {
             self.read(owner);
         }
@@ -195,7 +215,7 @@ impl Accounts {
 
     /// Returns how many more bytes an owner may store.
     pub(super) fn room_to_store(&self, owner: &Principal, kept: u64) -> u64 {
-        let Some(limit) = self.quotas.stored else { return u64::MAX };
+        let Some(limit) = self.quotas().stored else { return u64::MAX };
         self.with(owner, |account, _| limit.saturating_sub(account.stored() + kept))
     }
 
@@ -213,12 +233,12 @@ impl Accounts {
     }
 
     fn may_start(&self, account: &mut Account, at: Duration, terms: &Starts) -> Result<(), Refused> {
-        if let Some(limit) = self.quotas.sessions
+        if let Some(limit) = self.quotas().sessions
             && terms.live + terms.lasting > limit
         {
             return Err(refused(Quota::Sessions, limit as u64, terms.live as u64, None));
         }
-        if let Some(limit) = self.quotas.starts_per_minute {
+        if let Some(limit) = self.quotas().starts_per_minute {
             let room = account.starts.room(at, terms.sandboxes as u64, u64::from(limit));
             room.map_err(|full| full.refused(Quota::StartsPerMinute))?;
         }
@@ -230,12 +250,12 @@ impl Accounts {
     fn may_run(&self, account: &mut Account, at: Duration, cells: u64) -> Result<(), Refused> {
         self.may_use_processor(account, at)?;
         self.may_use_memory(account)?;
-        let Some(limit) = self.quotas.cells_per_minute else { return Ok(()) };
+        let Some(limit) = self.quotas().cells_per_minute else { return Ok(()) };
         account.cells.room(at, cells, u64::from(limit)).map_err(|full| full.refused(Quota::CellsPerMinute))
     }
 
     fn may_use_processor(&self, account: &mut Account, at: Duration) -> Result<(), Refused> {
-        let Some(limit) = self.quotas.processor_time else { return Ok(()) };
+        let Some(limit) = self.quotas().processor_time else { return Ok(()) };
         let room = account.processor_time.room(at, 1, micros(limit));
         room.map_err(|full| {
             let used = Duration::from_micros(full.used).as_secs();
@@ -244,7 +264,7 @@ impl Accounts {
     }
 
     fn may_use_memory(&self, account: &Account) -> Result<(), Refused> {
-        match self.quotas.memory {
+        match self.quotas().memory {
             Some(limit) if account.memory() >= limit => Err(refused(Quota::Memory, limit, account.memory(), None)),
             _ => Ok(()),
         }
@@ -252,7 +272,7 @@ impl Accounts {
 
     fn may_store(&self, account: &Account, kept: u64, more: u64) -> Result<(), Refused> {
         let used = account.stored() + kept;
-        match self.quotas.stored {
+        match self.quotas().stored {
             Some(limit) if used.saturating_add(more) > limit => Err(refused(Quota::Stored, limit, used, None)),
             _ => Ok(()),
         }
@@ -260,7 +280,7 @@ impl Accounts {
 
     /// Does something with an account, and the time since the first one.
     fn with<T>(&self, owner: &Principal, act: impl FnOnce(&mut Account, Duration) -> T) -> T {
-        let at = self.epoch.elapsed();
+        let (at, processor_window) = (self.epoch.elapsed(), self.quotas().processor_window);
         let mut accounts = self.accounts();
         if accounts.len() >= MANY_ACCOUNTS && !accounts.contains_key(owner) {
             accounts.retain(|_, account| account.counts_something(at));
@@ -268,7 +288,7 @@ impl Accounts {
         let account = accounts.entry(owner.clone()).or_insert_with(|| Account {
             cells: Window::new(MINUTE),
             starts: Window::new(MINUTE),
-            processor_time: Window::new(self.quotas.processor_window),
+            processor_time: Window::new(processor_window),
             gauges: HashMap::new(),
             read: None,
         });
@@ -359,6 +379,15 @@ impl Full {
 impl Window {
     fn new(width: Duration) -> Window {
         Window { width, slots: VecDeque::new() }
+    }
+
+    /// Changes how far back it looks. What was counted stays where it was in time.
+    fn set_width(&mut self, width: Duration) {
+        let slot_width = self.slot_width();
+        self.width = width;
+        for (number, amount) in std::mem::take(&mut self.slots) {
+            self.add(slot_width.saturating_mul(u32::try_from(number).unwrap_or(u32::MAX)), amount);
+        }
     }
 
     fn slot_width(&self) -> Duration {
@@ -512,5 +541,30 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_window_that_becomes_wider_or_narrower_keeps_what_was_counted_in_it() {
+        let minutes = |count: u64| Duration::from_secs(60 * count);
+        let mut window = Window::new(minutes(60));
+        window.add(minutes(100), 5);
+        window.add(minutes(130), 7);
+        window.set_width(minutes(600));
+        assert_eq!(window.sum(minutes(131)), 12);
+        window.set_width(minutes(20));
+        assert_eq!(window.sum(minutes(131)), 7);
+    }
+
+    #[test]
+    fn quotas_that_change_hold_at_once_and_what_was_used_before_counts() {
+        let accounts = Accounts::new(Quotas::default());
+        let ann = Principal("ann".to_owned());
+        for _ in 0..5 {
+            accounts.count_cells(&ann, 1).unwrap();
+        }
+        accounts.set_quotas(Quotas { cells_per_minute: Some(5), ..Quotas::default() });
+        assert!(matches!(accounts.count_cells(&ann, 1), Err(Refused::Quota { .. })));
+        accounts.set_quotas(Quotas::default());
+        accounts.count_cells(&ann, 1).unwrap();
     }
 }

@@ -26,8 +26,8 @@ use super::turns::Turns;
 use super::uploads::{UploadPart, Uploaded, Uploads};
 use super::{
     CheckpointInfo, ExecutionId, FileList, FileRange, ForkNames, ForkReport, ForkRequest, FullOutput, InsidePath,
-    Ledger, Load, MOST_FORKS, Principal, Refused, ResetReport, Resident, SessionId, SessionInfo, SessionSettings, Undo,
-    UndoReport, Usage, Which, WorkFolder,
+    Ledger, LimitSetup, Load, MOST_FORKS, Principal, Refused, ResetReport, Resident, SessionId, SessionInfo,
+    SessionSettings, Undo, UndoReport, Usage, Which, WorkFolder,
 };
 use crate::sandbox::{Backend, LaunchError, Preparation, Rules};
 
@@ -113,7 +113,7 @@ struct Tombstone {
 
 impl Sessions {
     pub fn new(backend: Arc<dyn Backend>, settings: SessionSettings) -> Sessions {
-        let accounts = Arc::new(Accounts::new(settings.quotas.clone()));
+        let accounts = Arc::new(Accounts::new(settings.quotas));
         let next_number = Arc::new(AtomicU64::new(1));
         let turns = Turns::new(settings.max_running);
         let (table, uploads, outputs) = (Mutex::default(), Arc::default(), Arc::default());
@@ -121,6 +121,12 @@ impl Sessions {
         let house =
             House { backend, settings, table, population, next_number, accounts, turns, uploads, outputs, ledger };
         Sessions { house: Arc::new(house) }
+    }
+
+    /// Uses other limits of callers from now on.
+    pub fn set_up_limits(&self, setup: LimitSetup) {
+        self.house.accounts.set_quotas(setup.quotas);
+        self.house.turns.set_places(setup.max_running);
     }
 
     /// Follows the work that must be done once before the first session. Requests wait for it.

@@ -72,7 +72,7 @@ use serde::{Deserialize, Serialize};
 use crate::runner_client::Trouble;
 use crate::sandbox::{LaunchError, Rules};
 pub use access::{Load, News, SessionAccess, Slice};
-pub use accounts::{Quota, Quotas, Usage};
+pub use accounts::{LimitSetup, Quota, Quotas, Usage};
 pub use approvals::{ApprovalSetup, Approvals, AskId, Asked, Asking, Decided, DecidedBy, Decision, InForce, Ruling};
 pub use branch::*;
 pub use hidden::Hidden;

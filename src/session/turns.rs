@@ -59,6 +59,17 @@ impl Turns {
         Turns(Arc::new(Mutex::new(Hall { line, next_ticket: 0, waiting: HashMap::new(), usual: Duration::ZERO })))
     }
 
+    /// Changes how many cells run at once. Those that run go on; with fewer places, the next ones wait until so many have ended.
+    pub(super) fn set_places(&self, places: usize) {
+        let mut hall = self.hall();
+        for next in hall.line.set_places(if places == 0 { usize::MAX } else { places }) {
+            if let Some(call) = hall.waiting.remove(&next) {
+                // One that has gone meanwhile gives the place back when it is dropped.
+                let _ = call.send(());
+            }
+        }
+    }
+
     /// Asks for a place.
     pub(super) fn ask(&self, owner: &Principal) -> Result<Turn, Crowded> {
         let mut hall = self.hall();
@@ -183,9 +194,21 @@ impl Line {
         }
     }
 
-    /// Gives a place back. Returns the ticket that gets it, if somebody waits.
+    /// Changes the number of places. Returns the tickets that get one of the new ones.
+    fn set_places(&mut self, places: usize) -> Vec<u64> {
+        self.places = places;
+        let mut called = Vec::new();
+        while self.running < self.places && self.waiting > 0 {
+            self.running += 1;
+            called.extend(self.free());
+        }
+        called
+    }
+
+    /// Gives a place back. Returns the ticket that gets it, if somebody waits and there are not fewer places than before.
     fn free(&mut self) -> Option<u64> {
-        let Some(owner) = self.order.pop_front() else {
+        let next = if self.running <= self.places { self.order.pop_front() } else { None };
+        let Some(owner) = next else {
             self.running -= 1;
             return None;
         };
@@ -239,6 +262,20 @@ mod tests {
         line.leave(&principal(1), 1);
         line.leave(&principal(1), 1);
         assert_eq!((line.free(), line.free(), line.running), (Some(2), None, 0));
+    }
+
+    #[test]
+    fn more_places_are_given_out_at_once_and_fewer_as_cells_end() {
+        let mut line = Line::new(1);
+        assert!(line.arrive(&principal(0), 0));
+        for ticket in 1..=4 {
+            assert!(!line.arrive(&principal(1), ticket));
+        }
+        assert_eq!(line.set_places(3), [1, 2]);
+        assert_eq!((line.running, line.waiting), (3, 2));
+        assert!(line.set_places(1).is_empty());
+        assert_eq!([line.free(), line.free()], [None, None], "three ran, and only one may");
+        assert_eq!((line.free(), line.running), (Some(3), 1));
     }
 
     #[tokio::test(start_paused = true)]
