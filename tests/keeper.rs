@@ -277,3 +277,119 @@ fn the_command_of_a_keeper_is_not_for_people() {
     assert_eq!(code, Some(2));
     assert!(errors.contains("the server itself"), "{errors}");
 }
+
+#[test]
+fn cells_sent_without_waiting_run_in_the_order_in_which_they_were_sent_with_a_keeper() {
+    let scene = Scene::new();
+    let server = scene.server();
+    run(&server, "a", "order = []");
+    let cell = |number: u32| {
+        let code = format!("order.append({number})");
+        // Rules belong to their cell and cost it nothing of its place.
+        match number % 2 {
+            0 => json!({"session_id": "a", "code": code}),
+            _ => json!({"session_id": "a", "code": code, "allowed_domains": []}),
+        }
+    };
+    let sent: Vec<_> = (0..200).map(|number| server.begin("execute_ipython_cell", cell(number))).collect();
+    // Those beyond what may wait are refused.
+    let ran = sent.iter().filter(|pending| !pending.result().is_error()).count();
+    assert!(ran >= 64, "{ran}");
+    assert_eq!(run(&server, "a", "order == sorted(order) or order"), "True");
+    assert_eq!(run(&server, "a", "len(order)"), ran.to_string());
+}
+
+fn signal(process: u32, signal: Signal) {
+    rustix::process::kill_process(Pid::from_raw(process as i32).unwrap(), signal).unwrap();
+}
+
+#[test]
+fn a_keeper_that_hangs_is_noticed_and_everything_goes_on_when_it_recovers() {
+    let scene = Scene::new();
+    let server = scene.server();
+    run(&server, "a", "x = 41");
+    let keeper = scene.process();
+    signal(keeper, Signal::STOP);
+    let begun = Instant::now();
+    let cell = server.begin("execute_ipython_cell", json!({"code": "x += 1", "session_id": "a"}));
+    let list = server.call("list_sessions", json!({}));
+    assert!(list.is_error() && list.text().contains("does not answer"), "{}", list.text());
+    let cell = cell.result();
+    assert!(cell.is_error() && cell.text().contains("Whether this was carried out is not known"), "{}", cell.text());
+    assert!(begun.elapsed() < Duration::from_secs(52), "{:?}", begun.elapsed());
+    signal(keeper, Signal::CONT);
+    let deadline = Instant::now() + PATIENCE;
+    while server.call("list_sessions", json!({})).is_error() {
+        assert!(Instant::now() < deadline, "it does not recover");
+    }
+    let told = server.call("check_execution", json!({"session_id": "a", "wait": 10}));
+    assert!(!told.is_error(), "{}", told.text());
+    assert_eq!(run(&server, "a", "x"), "42", "what was sent before has run");
+}
+
+/// The executions in a log: the digest of their code, and their status.
+fn executions(log: &Path) -> Vec<(String, String)> {
+    let text = fs::read_to_string(log).unwrap();
+    let records = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let word = |value: &Value| value.as_str().unwrap().to_owned();
+    records
+        .filter(|record| record["kind"] == "execution")
+        .map(|record| (word(&record["details"]["code"]), word(&record["details"]["status"])))
+        .collect()
+}
+
+#[test]
+fn an_execution_that_ended_without_a_server_is_recorded_once_by_the_next_one() {
+    let scene = Scene::new();
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("audit.jsonl");
+    let audited = || scene.server_with(&["--audit-file", log.to_str().unwrap()]);
+    let first = audited();
+    run(&first, "a", "before = 1");
+    scene.begin_long_cell(&first, "a", "'nobody collects this'");
+    kill(first.process_id());
+    first.ended();
+    scene.release();
+    let long = "open('begun', 'w').close()\nopen('go').read()\n'nobody collects this'";
+    let ok = |code: &str| (cellblock::audit::Digest::of(code), "ok".to_owned());
+    let expected = [ok("before = 1"), ok(long), ok("after = 1")];
+    let expected = expected.map(|(digest, status)| (serde_json::to_value(digest).unwrap(), status));
+    for _ in 0..2 {
+        let server = audited();
+        if executions(&log).len() < 3 {
+            run(&server, "a", "after = 1");
+        }
+        let deadline = Instant::now() + PATIENCE;
+        while executions(&log).len() < 3 {
+            assert!(Instant::now() < deadline, "not all were recorded: {:?}", executions(&log));
+        }
+        server.close_input();
+        assert!(server.ended().success());
+        let recorded: Vec<_> = executions(&log).into_iter().map(|(code, status)| (json!(code), status)).collect();
+        assert_eq!(recorded, expected);
+    }
+    let (code, printed, errors) = finished(program().args(["audit", "verify"]).arg(&log));
+    assert_eq!(code, Some(0), "{printed}{errors}");
+}
+
+#[test]
+fn a_server_names_the_settings_that_its_keeper_has_differently_and_its_quotas_hold_at_once() {
+    let scene = Scene::new();
+    let first = scene.server();
+    run(&first, "a", "1");
+    first.close_input();
+    assert!(first.ended().success());
+    let mut command = scene.command(&["--memory", "777MiB"]);
+    command.env("CELLBLOCK_QUOTA_SESSIONS", "1").env("CELLBLOCK_PACKAGE_INDEX", "https://index.test/simple");
+    let second = Server::spawn(&mut command, Era::Initialize);
+    second.greet();
+    let refused = second.call("execute_ipython_cell", json!({"code": "1", "session_id": "b"}));
+    assert!(refused.is_error() && refused.text().contains("session"), "{}", refused.text());
+    assert_eq!(run(&second, "a", "2"), "2"); // control
+    let log = second.finish();
+    let warning = log.lines().find(|line| line.contains("earlier values of these settings")).expect(&log);
+    assert!(warning.contains("memory") && warning.contains("package_index"), "{warning}");
+    assert!(!warning.contains("quota"), "{warning}");
+    let third = scene.server();
+    assert_eq!(run(&third, "b", "3"), "3", "a quota that is lifted refuses nothing");
+}

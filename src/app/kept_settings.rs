@@ -10,6 +10,7 @@ use crate::config::{Approvals, BackendChoice, Containers, Network, PackageIndex,
 use crate::sandbox::SandboxLimits;
 
 /// Settings that only servers need. They change without the sessions.
+#[cfg(test)]
 const SERVER_ONLY: &[&str] = &[
     "allowed_dirs",
     "timeout",
@@ -40,6 +41,7 @@ const SERVER_ONLY: &[&str] = &[
 ];
 
 /// Settings that a server hands to its keeper when it connects. They hold at once.
+#[cfg(test)]
 const HANDED_OVER: &[&str] = &[
     "max_running",
     "quota_sessions",

@@ -3,15 +3,16 @@
 //! A frame is written at once by whoever sends it, when nothing waits before it and the kernel has room. Otherwise it is queued for a task that writes what waits, in
 //! the order in which it was sent. So the usual call costs no switch to another task, and nobody blocks:
 //!
-//! 1. `waiting` counts frames that are queued or being written by the task, and changes only under its lock.
-//! 2. Only where it is zero a frame is written directly, under the same lock. So there is one writer at a time, and no frame overtakes another.
+//! 1. `waiting` knows which frames are queued or being written by the task, and changes only under its lock.
+//! 2. Only where there are none a frame is written directly, under the same lock. So there is one writer at a time, and no frame overtakes another.
 //! 3. What the kernel did not take of a frame is queued under that lock, before any other frame can be.
 
+use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use tokio::net::unix::OwnedWriteHalf;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError, mpsc};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, TryAcquireError};
 
 use super::frame::Written;
 
@@ -24,10 +25,29 @@ const MOST_AT_ONCE: usize = 64;
 #[derive(Clone)]
 pub(super) struct Outgoing {
     socket: Arc<OwnedWriteHalf>,
-    queue: mpsc::UnboundedSender<Queued>,
     /// Places for frames that wait.
     room: Arc<Semaphore>,
-    waiting: Arc<Mutex<usize>>,
+    waiting: Arc<Mutex<Waiting>>,
+    /// Something waits, or nobody can send any more.
+    news: Arc<Wake>,
+}
+
+#[derive(Default)]
+struct Waiting {
+    queue: VecDeque<Queued>,
+    /// Frames that the task is writing.
+    under_way: usize,
+    is_gone: bool,
+}
+
+/// Wakes the task when something waits, and when the last sender is gone.
+#[derive(Default)]
+struct Wake(Arc<Notify>);
+
+impl Drop for Wake {
+    fn drop(&mut self) {
+        self.0.notify_one();
+    }
 }
 
 /// A place for a frame that waits. It is free again when the frame has been written.
@@ -54,18 +74,24 @@ pub(super) enum NotSent {
 /// Writes what is queued.
 pub(super) struct Writer {
     socket: Arc<OwnedWriteHalf>,
-    queue: mpsc::UnboundedReceiver<Queued>,
     room: Arc<Semaphore>,
-    waiting: Arc<Mutex<usize>>,
+    waiting: Arc<Mutex<Waiting>>,
+    notify: Arc<Notify>,
+    senders: Weak<Wake>,
 }
 
 /// Makes the way out of a connection, and what must run for it.
 pub(super) fn outgoing(socket: OwnedWriteHalf) -> (Outgoing, Writer) {
-    let (sender, queue) = mpsc::unbounded_channel();
-    let (socket, waiting) = (Arc::new(socket), Arc::<Mutex<usize>>::default());
-    let room = Arc::new(Semaphore::new(MOST_FRAMES));
-    let writer = Writer { socket: Arc::clone(&socket), queue, room: room.clone(), waiting: Arc::clone(&waiting) };
-    (Outgoing { socket, queue: sender, room, waiting }, writer)
+    let (socket, waiting) = (Arc::new(socket), Arc::<Mutex<Waiting>>::default());
+    let (room, news) = (Arc::new(Semaphore::new(MOST_FRAMES)), Arc::<Wake>::default());
+    let writer = Writer {
+        socket: Arc::clone(&socket),
+        room: room.clone(),
+        waiting: Arc::clone(&waiting),
+        notify: Arc::clone(&news.0),
+        senders: Arc::downgrade(&news),
+    };
+    (Outgoing { socket, room, waiting, news }, writer)
 }
 
 impl Outgoing {
@@ -97,7 +123,10 @@ impl Outgoing {
 
     pub(super) fn put(&self, mut frame: Written, place: Option<Place>) -> Result<(), Gone> {
         let mut waiting = locked(&self.waiting);
-        if *waiting == 0 {
+        if waiting.is_gone {
+            return Err(Gone);
+        }
+        if waiting.queue.is_empty() && waiting.under_way == 0 {
             match self.socket.try_write(&frame) {
                 Ok(size) if size == frame.len() => return Ok(()),
                 Ok(size) => drop(frame.drain(..size)),
@@ -105,24 +134,35 @@ impl Outgoing {
                 Err(_) => {}
             }
         }
-        self.queue.send(Queued { frame, _place: place }).map_err(|_| Gone)?;
-        *waiting += 1;
+        waiting.queue.push_back(Queued { frame, _place: place });
+        drop(waiting);
+        self.news.0.notify_one();
         Ok(())
     }
 }
 
 impl Writer {
     /// Writes until nobody can send any more or the other side is gone.
-    pub(super) async fn run(mut self) -> io::Result<()> {
-        let mut batch = Vec::with_capacity(MOST_AT_ONCE);
-        while self.queue.recv_many(&mut batch, MOST_AT_ONCE).await > 0 {
+    pub(super) async fn run(self) -> io::Result<()> {
+        loop {
+            // Asked before the queue is looked at: what is sent after that wakes this task again.
+            let can_end = self.senders.strong_count() == 0;
+            let batch: Vec<Queued> = {
+                let mut waiting = locked(&self.waiting);
+                let size = waiting.queue.len().min(MOST_AT_ONCE);
+                waiting.under_way = size;
+                waiting.queue.drain(..size).collect()
+            };
             for queued in &batch {
                 self.write(&queued.frame).await?;
             }
-            *locked(&self.waiting) -= batch.len();
-            batch.clear();
+            locked(&self.waiting).under_way = 0;
+            match (batch.is_empty(), can_end) {
+                (true, true) => return Ok(()),
+                (true, false) => self.notify.notified().await,
+                (false, _) => {}
+            }
         }
-        Ok(())
     }
 
     async fn write(&self, mut rest: &[u8]) -> io::Result<()> {
@@ -141,11 +181,14 @@ impl Drop for Writer {
     fn drop(&mut self) {
         // Whoever waits for a place must hear that there will be none.
         self.room.close();
+        let mut waiting = locked(&self.waiting);
+        waiting.is_gone = true;
+        waiting.queue.clear();
     }
 }
 
-fn locked(waiting: &Mutex<usize>) -> MutexGuard<'_, usize> {
-    waiting.lock().expect("nothing panics while it holds the count")
+fn locked(waiting: &Mutex<Waiting>) -> MutexGuard<'_, Waiting> {
+    waiting.lock().expect("nothing panics while it holds the queue")
 }
 
 #[cfg(test)]

@@ -155,7 +155,15 @@ fn a_session_reaches_no_more_than_each_fork_that_shares_its_container_may() {
             assert_eq!(each.ok(&to_other).await, "HTTP/1.1 200 OK\n"); // control
         }
         let narrow = listed(&[rules[0].clone(), rules[2].clone()]);
-        backend.sessions.narrow(&Principal::local(), &fork.id, narrow).await.unwrap();
+        let request = ExecuteRequest {
+            code: String::new(),
+            timeout: Duration::from_secs(60),
+            max_output_chars: 1000,
+            asking: Asking::Nobody,
+            rules: Some(narrow),
+            recorder: Default::default(),
+        };
+        backend.sessions.execute(&Principal::local(), &fork.id, request, CancellationToken::new()).await.unwrap();
         for each in [&session, &fork] {
             assert_eq!(each.ok(&to_one).await, "HTTP/1.1 200 OK\n");
             assert_eq!(each.ok(&to_other).await, "gaierror\n");

@@ -408,6 +408,20 @@ fn an_operator_can_choose_to_go_on_without_records() {
 }
 
 #[test]
+fn new_work_is_refused_while_records_fail_unless_the_operator_goes_on_without_them() {
+    for (failure, must_refuse) in [(OnFailure::Refuse, true), (OnFailure::Continue, false)] {
+        let place = Place::new();
+        let (book, faults) = faulty(&place, AuditSettings { failure, ..AuditSettings::default() });
+        let audit = super::super::Audit::over(book, Vec::new());
+        assert_eq!(audit.refuses(), None);
+        faults.full.store(true, Ordering::SeqCst);
+        audit.note(call("s1"));
+        assert!(audit.failing().is_some());
+        assert_eq!(audit.refuses().is_some(), must_refuse);
+    }
+}
+
+#[test]
 fn after_a_disk_lost_what_it_was_given_nothing_is_accepted_any_more() {
     let place = Place::new();
     let (book, faults) = faulty(&place, AuditSettings::default());
