@@ -191,7 +191,7 @@ fn needs_restart(before: &Settings, now: &Settings) -> bool {
         rest.service.allowed_origins.clear();
         rest.service.tls = None;
         rest.upstreams = Default::default();
-        rest.quotas = before.quotas.clone();
+        rest.quotas = before.quotas;
         rest.max_running = before.max_running;
         // Sandboxes that are there were made without doors, or for programs that start freely.
         let sandboxes = rest.approvals.sandboxes();

@@ -311,8 +311,11 @@ async fn next(heard: &mut watch::Receiver<String>, expected: &str) {
     assert_eq!(heard.borrow_and_update().as_str(), expected);
 }
 
-/// Has sessions report executions that end: the code's digest, the session, the status.
-fn recorded(setting: &Setting) -> Arc<Mutex<Vec<([u8; 32], String, Word)>>> {
+/// The digest of the code, the session and the status of each execution that was recorded.
+type Records = Arc<Mutex<Vec<([u8; 32], String, Word)>>>;
+
+/// Has sessions report executions that end.
+fn recorded(setting: &Setting) -> Records {
     let all = Arc::<Mutex<Vec<_>>>::default();
     let noted = Arc::clone(&all);
     let record = move |ended: &ExecutionEnded| {

@@ -318,7 +318,7 @@ fn cells_sent_without_waiting_run_in_the_order_in_which_they_were_sent() {
     let session = server.session();
     session.text("order = []");
     // Rules belong to their cell and cost it nothing of its place.
-    let rules = |number: u32| if number % 2 == 0 { json!({}) } else { json!({"allowed_domains": []}) };
+    let rules = |number: u32| if number.is_multiple_of(2) { json!({}) } else { json!({"allowed_domains": []}) };
     let sent: Vec<_> =
         (0..200).map(|number| session.begin(&format!("order.append({number})"), rules(number))).collect();
     // Those beyond what may wait are refused.
