@@ -182,7 +182,8 @@ fn before_its_first_cell_a_session_is_locked_down_as_the_host_sees_it() {
     });
 }
 
-/// Sessions are three pid namespaces deep, their family with its twins two, the warden and the zygote one.
+/// Sessions are three pid namespaces deep, their family with its twins two, the warden and the
+/// zygote one.
 fn is_session(process: &HostProcess) -> bool {
     process.depth == native::own_depth() + 3
 }

@@ -5,12 +5,13 @@
 //! cargo bench --bench hostile -- frame png    the inputs whose names contain one of these words
 //! ```
 //!
-//! Each input meets a server of its own (`service`), on which a neighbour, another caller, runs `print(1)` again and
-//! again: first alone, then while the input (`inputs`) is sent. Printed are the peak of the server's memory over its
-//! memory when idle, what of that is left afterwards, its processor time, and the neighbour's slowest cell beside the
-//! slowest one before.
+//! Each input meets a server of its own (`service`), on which a neighbour, another caller, runs
+//! `print(1)` again and again: first alone, then while the input (`inputs`) is sent. Printed are
+//! the peak of the server's memory over its memory when idle, what of that is left afterwards, its
+//! processor time, and the neighbour's slowest cell beside the slowest one before.
 //!
-//! Nothing is asserted: a missed target is printed as such. Machines differ, and a busy one misses everything.
+//! Nothing is asserted: a missed target is printed as such. Machines differ, and a busy one misses
+//! everything.
 
 mod inputs;
 mod service;

@@ -72,7 +72,8 @@ impl Service {
         let config = folder.path().join("config.yaml");
         fs::write(&config, lines)?;
         let mut command = cellblock("serve");
-        // One process holds everything that the server is, so that there is one figure for its memory.
+        // One process holds everything that the server is, so that there is one figure for its
+        // memory.
         command
             .args(["--listen", "127.0.0.1:0", "--keep-sessions", "off", "--environment", "minimal", "--config"])
             .arg(&config);

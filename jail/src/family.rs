@@ -1,12 +1,14 @@
-//! A family: one session and everything that was forked from it, behind a user namespace of its own.
+//! A family: one session and everything that was forked from it, behind a user namespace of its
+//! own.
 //!
-//! A copy of a session is a copy of its memory, so a process that holds that memory has to enter the sandbox of the
-//! copy. It must not hold a right that the session does not have. Therefore each family has a user namespace, a child
-//! of the warden's, and
+//! A copy of a session is a copy of its memory, so a process that holds that memory has to enter
+//! the sandbox of the copy. It must not hold a right that the session does not have. Therefore each
+//! family has a user namespace, a child of the warden's, and
 //!
-//! - it owns the namespaces of all sandboxes of the family, so that rights in it suffice to enter them;
-//! - the first copy of the zygote enters it before a byte of a user is in its memory. Twins, checkpoints and
-//!   interpreters all descend from that copy and never get out again;
+//! - it owns the namespaces of all sandboxes of the family, so that rights in it suffice to enter
+//!   them;
+//! - the first copy of the zygote enters it before a byte of a user is in its memory. Twins,
+//!   checkpoints and interpreters all descend from that copy and never get out again;
 //! - one uid is mapped into it, on a server that runs as root one that no other family has;
 //! - its processes are in a pid namespace of its own, so that they see and signal nobody else.
 //!
@@ -17,8 +19,9 @@
 //!   │◄──────── "made" + pidfd ───────────────────────────────────────────────────────│
 //! ```
 //!
-//! `cb-family` holds no memory of a user. Nobody in the family can open it: it is not dumpable, and its memory belongs
-//! to the host's user namespace. When it ends, the kernel ends everything in the family.
+//! `cb-family` holds no memory of a user. Nobody in the family can open it: it is not dumpable, and
+//! its memory belongs to the host's user namespace. When it ends, the kernel ends everything in the
+//! family.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -135,7 +138,8 @@ fn map(first: Pid, id: u32) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((open("user")?, open("pid")?))
 }
 
-/// Arranges the mounts of the family, which still takes the warden's rights, and makes its first process. Never returns.
+/// Arranges the mounts of the family, which still takes the warden's rights, and makes its first
+/// process. Never returns.
 fn make(setup: &Setup, mounts: &OperatorMounts, warden: &OwnedFd, gate: &OwnedFd, held: OwnedFd) -> ! {
     let arranged = root::remove_warden_proc().and_then(|()| match mounts {
         OperatorMounts::Given(trees) => root::stand_mounts(trees),
@@ -202,7 +206,8 @@ fn make_init(setup: &Setup, apart: bool, slot: Slot, descriptors: Vec<OwnedFd>) 
             doors: descriptors.collect(),
             mounts: if apart { Vec::new() } else { setup.mounts.clone() },
             scratch: setup.scratch,
-            // Below the least limit that kernels have, with room for some processes until the next sandbox's numbers.
+            // Below the least limit that kernels have, with room for some processes until the next
+            // sandbox's numbers.
             first_process: 16 + slot.0 % 1024 * 16,
             private_work_folder: apart || !setup.mounts.iter().any(|mount| mount.inside == Path::new(root::WORK)),
             network: setup.doors.clone(),

@@ -44,7 +44,8 @@ pub(crate) enum Word {
     Opened {
         doors: Vec<Door>,
     },
-    /// Carries the namespaces that interpreters join, in the order of `JOINED`, and the landlock rules unless a test left them out.
+    /// Carries the namespaces that interpreters join, in the order of `JOINED`, and the landlock
+    /// rules unless a test left them out.
     Ready,
     Swept {
         number: u32,
@@ -77,8 +78,8 @@ pub(crate) struct Start {
     pub(crate) leave_out: Vec<LeftOut>,
 }
 
-/// The namespaces an interpreter joins: the pid namespace for its children, then the others, the user namespace last. It makes a cgroup namespace of its
-/// own.
+/// The namespaces an interpreter joins: the pid namespace for its children, then the others, the
+/// user namespace last. It makes a cgroup namespace of its own.
 pub(crate) const JOINED: [&str; 6] = ["pid", "mnt", "net", "ipc", "uts", "user"];
 
 /// Runs init; never returns.
@@ -133,7 +134,8 @@ fn build(start: &mut Start) -> Result<(), InitError> {
     }
     step("check the network", network::leads_nowhere(start.network.as_ref()))?;
 
-    // The /proc of the family's root shows no process. A handle on it stays for two settings of the kernel; the new one is put over it.
+    // The /proc of the family's root shows no process. A handle on it stays for two settings of the
+    // kernel; the new one is put over it.
     let outer_proc = step(
         "open the outer /proc",
         rustix::fs::open("/proc", OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()),

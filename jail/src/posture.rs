@@ -92,8 +92,8 @@ impl Posture {
         })
     }
 
-    /// Returns the first fact that is wrong. `host` is the posture of the server itself, `warm` that of the warm interpreter, `home` are the
-    /// namespaces of its sandbox.
+    /// Returns the first fact that is wrong. `host` is the posture of the server itself, `warm`
+    /// that of the warm interpreter, `home` are the namespaces of its sandbox.
     pub fn fault(&self, expected: &Expected, host: &Posture, warm: &Posture, home: &[PathBuf]) -> Option<Fault> {
         if let Some(uid) = self.uids.iter().find(|uid| **uid != expected.host_uid || **uid == 0) {
             return Some(Fault::User(*uid, expected.host_uid));

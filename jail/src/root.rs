@@ -181,17 +181,20 @@ fn is_folder(mount: &OwnedFd) -> io::Result<bool> {
     Ok(rustix::fs::FileType::from_raw_mode(found.st_mode).is_dir())
 }
 
-/// Where mounts of the operator stand in the root of the warden or of a family until a sandbox takes its copy.
+/// Where mounts of the operator stand in the root of the warden or of a family until a sandbox
+/// takes its copy.
 const STANDING: &str = "/var/mounts";
 
 fn standing_place(index: usize) -> PathBuf {
     Path::new(STANDING).join(index.to_string())
 }
 
-/// Puts the operator's mounts, as the guardian opened them for a family, to where its sandboxes find them.
+/// Puts the operator's mounts, as the guardian opened them for a family, to where its sandboxes
+/// find them.
 ///
-/// They stand in a mount namespace of the warden's, so that the kernel locks them and their attributes in every copy: a process with all rights
-/// in the family could otherwise make a read-only mount writable.
+/// They stand in a mount namespace of the warden's, so that the kernel locks them and their
+/// attributes in every copy: a process with all rights in the family could otherwise make a
+/// read-only mount writable.
 pub(crate) fn stand_mounts(trees: &[Tree]) -> Result<(), RootError> {
     if trees.is_empty() {
         return Ok(());
@@ -352,8 +355,9 @@ pub(crate) fn become_root(trees: &[Tree], standing: &[Tree], leave_out: &[LeftOu
     for (index, tree) in standing.iter().enumerate() {
         tree.attach_at(place, &standing_place(index))?;
     }
-    // The warden needs its own /proc. Families take it out of their copy and find below it one without processes: the kernel lets a user
-    // namespace mount /proc only where a whole one is visible.
+    // The warden needs its own /proc. Families take it out of their copy and find below it one
+    // without processes: the kernel lets a user namespace mount /proc only where a whole one is
+    // visible.
     let no_proc = |cause: io::Error| RootError::new("could not mount /proc", cause);
     attach(&empty_process_file_system().map_err(no_proc)?, "/tmp/proc").map_err(failed)?;
     attach(&process_file_system().map_err(no_proc)?, "/tmp/proc").map_err(failed)?;

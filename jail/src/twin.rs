@@ -1,10 +1,12 @@
 //! Twins: stopped processes from which interpreters are made.
 //!
-//! A twin has the memory of an interpreter and all rights in the user namespace of its family (`family`), no others. It is always stopped under
-//! the warden's hand and never runs an instruction that its memory could have prepared for it, because that memory belongs to a user's code. There are
-//! three kinds, and they are all alike:
+//! A twin has the memory of an interpreter and all rights in the user namespace of its family
+//! (`family`), no others. It is always stopped under the warden's hand and never runs an
+//! instruction that its memory could have prepared for it, because that memory belongs to a user's
+//! code. There are three kinds, and they are all alike:
 //!
-//! - the zygote, warm and parked at the moment from which all fresh sessions go on. It has the warden's rights and holds nothing of a user;
+//! - the zygote, warm and parked at the moment from which all fresh sessions go on. It has the
+//!   warden's rights and holds nothing of a user;
 //! - the twin of a live interpreter, which shares its memory and its table of descriptors. A copy of this twin is a copy of the interpreter;
 //! - a checkpoint: such a copy, kept.
 //!
@@ -37,7 +39,8 @@ use crate::wire::{self, Programs, ResourceLimit};
 
 /// Where an interpreter finds its end of the channel.
 pub const CHANNEL: u64 = 1000;
-/// Where a process on its way into a sandbox has its landlock rules, and the user namespace that it enters last.
+/// Where a process on its way into a sandbox has its landlock rules, and the user namespace that it
+/// enters last.
 const RULES: u64 = 1001;
 const USER_NAMESPACE: u64 = 1002;
 /// Where a twin has the pid namespace that it comes back to.
@@ -332,9 +335,9 @@ impl Twin {
     /// Unregisters the restartable sequences of the zygote, while its memory is still ours. Copies
     /// inherit that.
     ///
-    /// Whenever a registered process returns to user mode after it was switched out, the kernel reads
-    /// in its memory where it shall continue. The memory of a twin belongs to a user's code, so a
-    /// registered twin would run whatever that code chose.
+    /// Whenever a registered process returns to user mode after it was switched out, the kernel
+    /// reads in its memory where it shall continue. The memory of a twin belongs to a user's code,
+    /// so a registered twin would run whatever that code chose.
     fn unregister_rseq(&self, watch: &Watch<'_>) -> io::Result<()> {
         let area = match sys::restartable_sequences(self.pid) {
             Ok(area) => area,
@@ -487,13 +490,14 @@ impl Twin {
         entered.map(|()| child)
     }
 
-    /// Gives the twin a table of descriptors of its own, with nothing in it but the two ends of a socket, in which those of its new interpreter
-    /// wait. The twin has no way to take them from the warden, and must not have one.
+    /// Gives the twin a table of descriptors of its own, with nothing in it but the two ends of a
+    /// socket, in which those of its new interpreter wait. The twin has no way to take them from
+    /// the warden, and must not have one.
     fn take_descriptors(&self, watch: &Watch<'_>, scratch: u64, way: &Way<'_>) -> io::Result<()> {
         let mut data = Data { base: scratch + DATA, bytes: Vec::new() };
         let mut program = Program::default();
-        // Nothing of the session's own descriptors may come along, and nothing of them may be in the way.
-        // The table of a checkpoint is still that of its session.
+        // Nothing of the session's own descriptors may come along, and nothing of them may be in
+        // the way. The table of a checkpoint is still that of its session.
         let unshare = Argument::Value(libc::CLOSE_RANGE_UNSHARE.into());
         program.call("close_range", libc::SYS_close_range, &[0.into(), u64::from(u32::MAX).into(), unshare]);
         let name = data.put(b"cb-twin\0");
@@ -533,8 +537,9 @@ impl Twin {
         sys::block_signals(child, self.moment.blocked)
     }
 
-    /// The program of the twin itself: it receives the descriptors of the new interpreter, enters its family, the control group and the namespaces of the
-    /// sandbox, closes all other descriptors, and makes the process, which shares its memory.
+    /// The program of the twin itself: it receives the descriptors of the new interpreter, enters
+    /// its family, the control group and the namespaces of the sandbox, closes all other
+    /// descriptors, and makes the process, which shares its memory.
     fn leave_program(&self, data: &mut Data, entry: &Entry, way: &Way<'_>) -> Program {
         let mut program = Program::without(&entry.skipped_steps);
         let descriptors = way.descriptors().len();
@@ -597,7 +602,8 @@ impl Twin {
         program
     }
 
-    /// The program of the new process: into the user namespace of the session, and out of every right.
+    /// The program of the new process: into the user namespace of the session, and out of every
+    /// right.
     fn enter_program(&self, data: &mut Data, entry: &Entry, way: &Way<'_>) -> Program {
         let mut program = Program::without(&entry.skipped_steps);
         let name = data.put(b"python\0");
@@ -652,8 +658,8 @@ impl Twin {
         program
     }
 
-    /// Lets the twin run what its memory holds, if that memory asks for it with this word at this place.
-    /// Returns whether it was let go.
+    /// Lets the twin run what its memory holds, if that memory asks for it with this word at this
+    /// place. Returns whether it was let go.
     #[cfg(feature = "hand-over-twins")]
     pub(crate) fn hand_over(&self) -> bool {
         const PLACE: u64 = 0x7e00_0000_0000;
@@ -675,7 +681,8 @@ impl Twin {
 
 const CAPABILITY_VERSION_3: u32 = 0x2008_0522;
 
-/// Lets a process run its program, which begins at this address, until it has made another process. Returns that one.
+/// Lets a process run its program, which begins at this address, until it has made another process.
+/// Returns that one.
 fn run_to_process(watch: &Watch<'_>, process: Pid, begin: u64, program: &Assembled) -> io::Result<Pid> {
     require_no_rseq(process)?;
     sys::resume(process, Resume::Freely, 0)?;
@@ -988,7 +995,8 @@ mod tests {
         let arguments = [area.address, area.size.into(), 0, area.signature.into(), 0, 0];
         parked.twin.call(&parked.watch(), libc::SYS_rseq, arguments).unwrap();
         assert!(parked.run(&Program::default()).unwrap_err().to_string().contains("restartable sequences"));
-        // Control: registered, its memory steers it, so that it no longer makes the call it is asked for.
+        // Control: registered, its memory steers it, so that it no longer makes the call it is
+        // asked for.
         arm_rseq(&parked);
         assert!(parked.twin.call(&parked.watch(), libc::SYS_getpid, [0; 6]).is_err());
     }

@@ -3,8 +3,9 @@
 //! It is one loop over commands from the server, words of the zygote and of the inits of sandboxes, and the ends of interpreters. It decides nothing by
 //! itself; it carries out commands and reports what happened. In its user namespace it is root, on the host it is nobody.
 //!
-//! Each sandbox belongs to a family (`family`), which the first of them makes and the last of them ends. What is sent to the server carries the slot, so
-//! that the server can have several on the way.
+//! Each sandbox belongs to a family (`family`), which the first of them makes and the last of them
+//! ends. What is sent to the server carries the slot, so that the server can have several on the
+//! way.
 //!
 //! The warden holds every twin (`twin`). An interpreter that is to be copied is watched on its way to its branch point, stop by stop, between everything
 //! else: what it does is up to a user's code, and nobody waits for it here.
@@ -36,8 +37,8 @@ const SCORE_OF_LIVE: &str = "500";
 const SCORE_OF_NEWEST: &str = "0";
 const SCORE_OF_OLDER: &str = "1000";
 
-/// Descriptors that no new sandbox may take: interpreters, programs and the zygote need some for a moment, and a
-/// warden without any could do nothing for the sandboxes that exist.
+/// Descriptors that no new sandbox may take: interpreters, programs and the zygote need some for a
+/// moment, and a warden without any could do nothing for the sandboxes that exist.
 const RESERVED_DESCRIPTORS: u64 = 64;
 
 /// What the warden is started with.
@@ -198,7 +199,8 @@ fn become_warden_root(setup: &Setup) -> io::Result<()> {
     }
     rustix::thread::set_thread_res_gid(gid, gid, gid)?;
     rustix::thread::set_thread_res_uid(uid, uid, uid)?;
-    // The change of user made this process, and everything forked from it, unreadable; but it must write the id maps of families.
+    // The change of user made this process, and everything forked from it, unreadable; but it must
+    // write the id maps of families.
     rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?;
     Ok(())
 }
@@ -287,7 +289,8 @@ impl Warden {
         }
     }
 
-    /// Tells about one sandbox with descriptors. When they cannot be sent, that one sandbox has failed.
+    /// Tells about one sandbox with descriptors. When they cannot be sent, that one sandbox has
+    /// failed.
     fn tell_or_fail(&self, slot: Slot, event: &Event, descriptors: &[&OwnedFd]) -> io::Result<()> {
         match self.tell(event, descriptors) {
             Ok(()) => Ok(()),
@@ -473,7 +476,8 @@ impl Warden {
         };
         let spawned = twin.spawn(&Watch { changes: &self.children }, &self.entry, &way);
         let spawned = spawned.and_then(|pid| {
-            // From here on it holds the memory of a session, and must hold no right outside the family.
+            // From here on it holds the memory of a session, and must hold no right outside the
+            // family.
             require_family(twin.pid, family)?;
             Ok(pid)
         });
@@ -537,7 +541,8 @@ impl Warden {
         rustix::process::pidfd_open(process, PidfdFlags::empty()).map_err(|error| ErrandError::Make(error.into()))
     }
 
-    /// Returns a twin with memory of its own that is what `from` is, in the pid namespace of a family.
+    /// Returns a twin with memory of its own that is what `from` is, in the pid namespace of a
+    /// family.
     fn twin_from(&mut self, from: Origin, family: FamilyId) -> Result<Twin, ForkError> {
         let watch = Watch { changes: &self.children };
         let copied = match from {
@@ -556,8 +561,9 @@ impl Warden {
             }
         };
         copied.map_err(|error| {
-            // The kernel refused a call, so the origin made exactly the calls that it was to make and stands
-            // still after them. It can be copied again when there is room for another process.
+            // The kernel refused a call, so the origin made exactly the calls that it was to make
+            // and stands still after them. It can be copied again when there is room for another
+            // process.
             if error.raw_os_error() != Some(libc::EAGAIN) && !StepError::is_cause_of(&error) {
                 self.end_origin(from);
             }
@@ -661,12 +667,13 @@ impl Warden {
         }
     }
 
-    /// An interpreter has ended. Its parent is its twin, which never waits for it, so the kernel still knows how it ended. With the twin gone, the first
-    /// process of the family collects it.
+    /// An interpreter has ended. Its parent is its twin, which never waits for it, so the kernel
+    /// still knows how it ended. With the twin gone, the first process of the family collects it.
     fn interpreter_ended(&mut self, slot: Slot) -> io::Result<()> {
         let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
         let Some(live) = sandbox.interpreter.take() else { return Ok(()) };
-        // One that was collected already went with its twin, which the kernel kills when memory runs out.
+        // One that was collected already went with its twin, which the kernel kills when memory
+        // runs out.
         let status = exit_status(live.pid).unwrap_or(libc::SIGKILL);
         if let Some(twin) = &live.twin {
             end_twin(&mut self.ending, slot, twin);
@@ -690,8 +697,9 @@ impl Warden {
     /// Ends what could not be copied: it may be running what its memory holds.
     fn end_origin(&mut self, origin: Origin) {
         match origin {
-            // Its end is told now and not when it is collected, so that the server knows of it before it hears of
-            // the fork that failed, and waits for the next one. A server that is gone is noticed by the loop.
+            // Its end is told now and not when it is collected, so that the server knows of it
+            // before it hears of the fork that failed, and waits for the next one. A server that is
+            // gone is noticed by the loop.
             Origin::Zygote => {
                 if let Some(zygote) = self.zygotes.iter_mut().rev().find(|zygote| zygote.twin.is_some()) {
                     let _ = rustix::process::kill_process(zygote.pid, Signal::KILL);
@@ -872,8 +880,9 @@ impl Warden {
             } else if let Some(id) = self.family_of(pid) {
                 self.family_ended(id)?;
             } else if let Some(slot) = self.slot_where(|live| live.twin.as_ref().is_some_and(|twin| twin.pid == pid)) {
-                // Where the kernel took the twin for its memory, it took the interpreter too, whose end is told by itself. An
-                // interpreter whose twin alone was killed goes on, and cannot be copied any more.
+                // Where the kernel took the twin for its memory, it took the interpreter too, whose
+                // end is told by itself. An interpreter whose twin alone was killed goes on, and
+                // cannot be copied any more.
                 if let Some(live) = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut()) {
                     live.twin = None;
                 }

@@ -27,7 +27,8 @@ const MOST_DESCRIPTORS: usize = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Slot(pub u32);
 
-/// The number of a family: a session and everything that was forked from it. It also chooses their host uid.
+/// The number of a family: a session and everything that was forked from it. It also chooses their
+/// host uid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct FamilyId(pub u32);
 
@@ -155,8 +156,9 @@ pub const ERRAND_BROKEN: u8 = b'b';
 pub enum Command {
     /// Starts a warm interpreter in place of the present one, if any.
     Warm,
-    /// Makes an empty sandbox up to the point where its init waits. The first sandbox of a family makes the family. A family that is `apart` has none
-    /// of the operator's mounts, and so working folders of its own.
+    /// Makes an empty sandbox up to the point where its init waits. The first sandbox of a family
+    /// makes the family. A family that is `apart` has none of the operator's mounts, and so working
+    /// folders of its own.
     Prepare { slot: Slot, family: FamilyId, apart: bool },
     /// Lets the init go on; by now the server has put it into its cgroup.
     Proceed { slot: Slot },

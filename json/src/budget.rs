@@ -1,7 +1,7 @@
 //! The budget: depth and memory of a text, counted from its bytes.
 //!
-//! The scan tells strings from structure and nothing else. It accepts texts that are no JSON; the decoder refuses
-//! those later, and up to the error it has seen the same tokens as the scan.
+//! The scan tells strings from structure and nothing else. It accepts texts that are no JSON; the
+//! decoder refuses those later, and up to the error it has seen the same tokens as the scan.
 
 use memchr::memchr2;
 
@@ -24,8 +24,8 @@ const STRING: usize = 32;
 pub struct Budget {
     /// Objects and lists inside one another, at most `MAX_DEPTH`.
     pub depth: usize,
-    /// Bytes of memory for objects, lists, members and elements. The bytes of strings come on top: there are
-    /// never more of them than the text has.
+    /// Bytes of memory for objects, lists, members and elements. The bytes of strings come on top:
+    /// there are never more of them than the text has.
     pub memory: usize,
 }
 
@@ -39,7 +39,8 @@ pub enum Excess {
 }
 
 impl Budget {
-    /// Returns the memory that the structure of `text` takes once it is decoded, or what there is too much of.
+    /// Returns the memory that the structure of `text` takes once it is decoded, or what there is
+    /// too much of.
     pub fn check(&self, text: &[u8]) -> Result<usize, Excess> {
         let (mut depth, mut memory) = (0_usize, 0_usize);
         let mut at = 0;
@@ -99,7 +100,8 @@ mod tests {
         match value {
             Value::Array(items) => items.capacity() * size_of::<Value>() + items.iter().map(memory).sum::<usize>(),
             Value::Object(members) => {
-                // Each node but the root is at least 5/11 full, and inner nodes hold 12 more pointers.
+                // Each node but the root is at least 5/11 full, and inner nodes hold 12 more
+                // pointers.
                 let nodes = members.len().div_ceil(5);
                 nodes * node + nodes / 6 * 12 * size_of::<usize>() + members.values().map(memory).sum::<usize>()
             }

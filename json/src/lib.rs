@@ -5,9 +5,10 @@
 //!     peek      members of a message of which only the beginning has arrived
 //!     worker    decoding of large texts away from the async workers, a few at a time
 //!
-//! A limit on bytes alone does not bound memory: `{"":0},` is seven bytes on the wire and some 650 in memory.
-//! So every text is first scanned for its structure (`Budget::check`). The scan allocates nothing, and its
-//! result holds for whatever decodes the text afterwards: our own types, `serde_json::Value`, or a library.
+//! A limit on bytes alone does not bound memory: `{"":0},` is seven bytes on the wire and some 650
+//! in memory. So every text is first scanned for its structure (`Budget::check`). The scan
+//! allocates nothing, and its result holds for whatever decodes the text afterwards: our own types,
+//! `serde_json::Value`, or a library.
 //!
 //! A leaf: it knows no protocol. It never panics, whatever the bytes are.
 

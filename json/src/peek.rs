@@ -15,11 +15,13 @@ pub struct Peeked {
     pub name: Option<String>,
 }
 
-/// Looks for the method and the name in the beginning of a message. Allocates nothing but these two.
+/// Looks for the method and the name in the beginning of a message. Allocates nothing but these
+/// two.
 pub fn peek(beginning: &[u8]) -> Peeked {
     let mut found = Peeked::default();
     let mut reader = serde_json::Deserializer::from_slice(beginning);
-    // A text that breaks off is an error, and so is one that is no JSON. What was found before stays.
+    // A text that breaks off is an error, and so is one that is no JSON. What was found before
+    // stays.
     let _ = Members { found: &mut found, inside: Inside::Message }.deserialize(&mut reader);
     found
 }

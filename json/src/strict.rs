@@ -22,8 +22,8 @@ pub fn read<T: DeserializeOwned>(text: &[u8], budget: Budget) -> Result<T, ReadE
     Ok(serde_json::from_slice(text)?)
 }
 
-/// Decodes a text within a budget, and refuses an object that has the same key twice: another reader of the same
-/// text might believe the other one.
+/// Decodes a text within a budget, and refuses an object that has the same key twice: another
+/// reader of the same text might believe the other one.
 pub fn read_strict(text: &[u8], budget: Budget) -> Result<Value, ReadError> {
     budget.check(text)?;
     let mut reader = serde_json::Deserializer::from_slice(text);

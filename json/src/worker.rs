@@ -1,7 +1,8 @@
 //! Decoding of large texts away from the async workers.
 //!
-//! A worker that decodes 32 MiB answers nobody meanwhile. So large texts are decoded on threads for blocking work,
-//! and only `AT_ONCE` of them at a time: callers who send many wait for each other, not everybody else for them.
+//! A worker that decodes 32 MiB answers nobody meanwhile. So large texts are decoded on threads for
+//! blocking work, and only `AT_ONCE` of them at a time: callers who send many wait for each other,
+//! not everybody else for them.
 
 use std::future;
 use std::pin::Pin;
@@ -21,7 +22,8 @@ const AT_ONCE: usize = 2;
 
 static TURNS: Semaphore = Semaphore::const_new(AT_ONCE);
 
-/// A text that is being decoded. It may be kept and polled again after other work, so that order is kept.
+/// A text that is being decoded. It may be kept and polled again after other work, so that order is
+/// kept.
 pub type Decoding<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// Tells whether a text is decoded within a millisecond or so.
@@ -29,7 +31,8 @@ pub fn is_small(text: &[u8]) -> bool {
     text.len() <= SMALL && Budget { depth: MAX_DEPTH, memory: SMALL_STRUCTURE }.check(text).is_ok()
 }
 
-/// Decodes a text: a small one at once, a large one on another thread. Dropping it gives the result up.
+/// Decodes a text: a small one at once, a large one on another thread. Dropping it gives the result
+/// up.
 pub fn decoding<I, T>(is_small: bool, input: I, decode: impl FnOnce(I) -> T + Send + 'static) -> Decoding<T>
 where
     I: Send + 'static,
@@ -52,7 +55,8 @@ where
     })
 }
 
-/// Decodes a large text here and now, for callers that cannot wait. Other tasks of this worker go on elsewhere.
+/// Decodes a large text here and now, for callers that cannot wait. Other tasks of this worker go
+/// on elsewhere.
 pub fn decode_now<T>(decode: impl FnOnce() -> T) -> T {
     match Handle::try_current().map(|handle| handle.runtime_flavor()) {
         Ok(RuntimeFlavor::MultiThread) => task::block_in_place(decode),

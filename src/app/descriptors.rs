@@ -1,18 +1,18 @@
 //! How many files may be open at once, and how many sessions that is enough for.
 //!
-//! The native backend needs descriptors in two processes, this one and the warden, which has the same
-//! limit. With too few of them sessions would fail one by one and late, so the limit is looked at when
-//! the program starts.
+//! The native backend needs descriptors in two processes, this one and the warden, which has the
+//! same limit. With too few of them sessions would fail one by one and late, so the limit is looked
+//! at when the program starts.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// The least with which a session starts: an interpreter finds its channel and the namespaces that it
-/// enters at numbers from 1,000 on (`jail::twin`).
+/// The least with which a session starts: an interpreter finds its channel and the namespaces that
+/// it enters at numbers from 1,000 on (`jail::twin`).
 const LEAST: u64 = 1_024;
 /// What a server and its warden need beside their sessions, with the reserve of the warden.
 const OWN: u64 = 184;
-/// What one session takes in the warden: its namespaces, its rules, its sockets and processes. In the
-/// server it takes fewer.
+/// What one session takes in the warden: its namespaces, its rules, its sockets and processes. In
+/// the server it takes fewer.
 const PER_SESSION: u64 = 10;
 
 /// Raises the limit of this process as far as it may, and returns it.
@@ -34,7 +34,8 @@ pub(super) fn check(limit: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns how many sessions there may be, with a warning when that is less than what was asked for.
+/// Returns how many sessions there may be, with a warning when that is less than what was asked
+/// for.
 pub(super) fn sessions_within(limit: u64, wanted: usize) -> usize {
     let fitting = usize::try_from(limit.saturating_sub(OWN) / PER_SESSION).unwrap_or(usize::MAX);
     if fitting < wanted {

@@ -1,8 +1,10 @@
-//! Which settings sessions depend on, so that a server can tell by name what its keeper was started with differently.
+//! Which settings sessions depend on, so that a server can tell by name what its keeper was started
+//! with differently.
 //!
-//! Every setting belongs to exactly one of three kinds: a keeper's sessions depend on it (`described`), a server hands it to the keeper
-//! whenever it connects (`HANDED_OVER`), or only servers need it (`SERVER_ONLY`). A new field of `Settings` does not compile until it is
-//! placed here, and a test goes through the names of all settings.
+//! Every setting belongs to exactly one of three kinds: a keeper's sessions depend on it
+//! (`described`), a server hands it to the keeper whenever it connects (`HANDED_OVER`), or only
+//! servers need it (`SERVER_ONLY`). A new field of `Settings` does not compile until it is placed
+//! here, and a test goes through the names of all settings.
 
 use sha2::{Digest, Sha256};
 
@@ -61,7 +63,8 @@ const HANDED_OVER: &[&str] = &[
     "mcp_allowed_hosts",
 ];
 
-/// Settings that sessions depend on: their names, and what they say. Several names stand together where they have one meaning.
+/// Settings that sessions depend on: their names, and what they say. Several names stand together
+/// where they have one meaning.
 fn described(settings: &Settings) -> Vec<(&'static str, String)> {
     // Without `..`: whoever adds a setting decides here what it is.
     let Settings {
@@ -165,7 +168,8 @@ fn described(settings: &Settings) -> Vec<(&'static str, String)> {
     all
 }
 
-/// Returns what a keeper's settings are compared by: one line for each, with its name and a digest of what it says.
+/// Returns what a keeper's settings are compared by: one line for each, with its name and a digest
+/// of what it says.
 pub(super) fn digests(settings: &Settings) -> String {
     let line = |(name, says): (&str, String)| format!("{name}={}\n", &hex(Sha256::new().chain_update(says))[..32]);
     described(settings).into_iter().map(line).collect()

@@ -3,8 +3,9 @@
 //! It stands between the front and the sessions, so that nothing reaches a session by another way, whichever tool, route or task asked for
 //! it. When the audit log cannot be written and the operator has not allowed to go on without, no new work is begun.
 //!
-//! Calls are recorded when they are answered, executions when they end: the process that holds the sessions reports each end, whether
-//! or not its result is ever collected, and again if a server died before it had recorded one.
+//! Calls are recorded when they are answered, executions when they end: the process that holds the
+//! sessions reports each end, whether or not its result is ever collected, and again if a server
+//! died before it had recorded one.
 //!
 //! Records hold digests of code and contents, never the things themselves.
 
@@ -34,7 +35,8 @@ use crate::session::{
 };
 use crate::telemetry::{self, Metrics};
 
-/// Executions whose names are remembered as recorded. Only those whose confirmation was lost are reported again: the last few.
+/// Executions whose names are remembered as recorded. Only those whose confirmation was lost are
+/// reported again: the last few.
 const RECENT_EXECUTIONS: usize = 1_000;
 /// Sessions that are remembered as having been seen. Those beyond are seen again for the first time.
 const MOST_SEEN: usize = 10_000;
@@ -67,7 +69,8 @@ type Key = (Principal, SessionId);
 #[derive(Default)]
 struct Seen {
     sessions: HashSet<Key>,
-    /// Names of executions that were recorded, the newest last. One that is reported again is not recorded again.
+    /// Names of executions that were recorded, the newest last. One that is reported again is not
+    /// recorded again.
     executions: VecDeque<String>,
 }
 
@@ -76,8 +79,15 @@ impl Recorded {
         let executions = audit.recent_executions().into();
         let seen = Arc::new(Mutex::new(Seen { executions, ..Seen::default() }));
         let recorder = Recorder { audit, metrics, seen };
-        let recording = recorder.clone();
-        sessions.record_endings(recorder.audit.is_on(), Arc::new(move |ended| recording.executed(ended)));
+        let (audit, metrics, seen) = (recorder.audit.downgrade(), recorder.metrics.clone(), Arc::clone(&recorder.seen));
+        // The sessions may outlive this value by a moment, and must not keep the log from being
+        // closed.
+        let record = move |ended: &ExecutionEnded| {
+            if let Some(audit) = audit.upgrade() {
+                Recorder { audit, metrics: metrics.clone(), seen: Arc::clone(&seen) }.executed(ended);
+            }
+        };
+        sessions.record_endings(recorder.audit.is_on(), Arc::new(record));
         Recorded { sessions, recorder }
     }
 }

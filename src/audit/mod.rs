@@ -26,8 +26,8 @@ pub mod verify;
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use book::Book;
@@ -114,6 +114,10 @@ const TICK: Duration = Duration::from_secs(1);
 #[derive(Clone)]
 pub struct Audit(Option<Arc<Open>>);
 
+/// An audit log for whoever must not keep it open.
+#[derive(Clone)]
+pub struct WeakAudit(Option<Weak<Open>>);
+
 struct Open {
     book: Book,
     recent_executions: Vec<String>,
@@ -179,17 +183,23 @@ impl Audit {
         let _ = self.record(event);
     }
 
+    pub fn downgrade(&self) -> WeakAudit {
+        WeakAudit(self.0.as_ref().map(Arc::downgrade))
+    }
+
     /// Tells whether events are recorded at all.
     pub fn is_on(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Returns why new work must not begin: records cannot be written, and the operator has not allowed to go on without.
+    /// Returns why new work must not begin: records cannot be written, and the operator has not
+    /// allowed to go on without.
     pub fn refuses(&self) -> Option<String> {
         self.0.as_ref().filter(|open| open.book.on_failure() == OnFailure::Refuse).and_then(|_| self.failing())
     }
 
-    /// Returns the names of the executions that were the last to be recorded when the log was opened.
+    /// Returns the names of the executions that were the last to be recorded when the log was
+    /// opened.
     pub fn recent_executions(&self) -> Vec<String> {
         self.0.as_ref().map(|open| open.recent_executions.clone()).unwrap_or_default()
     }
@@ -202,6 +212,16 @@ impl Audit {
     /// Returns the number and hash of the last record.
     pub fn head(&self) -> Option<Head> {
         self.0.as_ref().map(|open| open.book.head())
+    }
+}
+
+impl WeakAudit {
+    /// Returns the log unless it was closed.
+    pub fn upgrade(&self) -> Option<Audit> {
+        match &self.0 {
+            None => Some(Audit::off()),
+            Some(open) => open.upgrade().map(|open| Audit(Some(open))),
+        }
     }
 }
 

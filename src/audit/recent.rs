@@ -1,7 +1,8 @@
 //! The names of the executions that were recorded last, read from the end of a log.
 //!
-//! A server that dies right after it has recorded an execution could not tell the process that holds the sessions. That process reports
-//! the execution to the next server, which finds it here and does not record it a second time.
+//! A server that dies right after it has recorded an execution could not tell the process that
+//! holds the sessions. That process reports the execution to the next server, which finds it here
+//! and does not record it a second time.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -11,7 +12,8 @@ use serde::Deserialize;
 
 use super::sink::newest_archive;
 
-/// Bytes of a log that are read. Confirmations are sent at once, so those that were lost belong to the last few records.
+/// Bytes of a log that are read. Confirmations are sent at once, so those that were lost belong to
+/// the last few records.
 const END: u64 = 1 << 20;
 
 #[derive(Deserialize)]

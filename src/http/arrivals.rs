@@ -1,16 +1,18 @@
 //! The order in which requests of one connection have arrived.
 //!
-//! Requests of an HTTP/2 connection are answered in tasks of their own, and tasks begin in any order. The connection itself sees their
-//! heads in order, so it gives each request an `Arrival`; whoever cares for the order waits until the requests before are that far too.
-//! A request whose body is slow does not hold up others for long: the order is that of complete requests.
+//! Requests of an HTTP/2 connection are answered in tasks of their own, and tasks begin in any
+//! order. The connection itself sees their heads in order, so it gives each request an `Arrival`;
+//! whoever cares for the order waits until the requests before are that far too. A request whose
+//! body is slow does not hold up others for long: the order is that of complete requests.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::oneshot;
 
-/// How long a request that is complete waits for those before it on its connection. Their bodies usually came in the same packet and
-/// only their tasks are late; one that is longer under way is not complete.
+/// How long a request that is complete waits for those before it on its connection. Their bodies
+/// usually came in the same packet and only their tasks are late; one that is longer under way is
+/// not complete.
 const LATE: Duration = Duration::from_millis(50);
 
 /// Numbers the requests of one connection.
@@ -28,7 +30,8 @@ impl Arrivals {
     }
 }
 
-/// A request's place among those of its connection. It is over when it is dropped, whether it was used or not.
+/// A request's place among those of its connection. It is over when it is dropped, whether it was
+/// used or not.
 #[derive(Clone)]
 pub(crate) struct Arrival(Arc<Mutex<Option<Place>>>);
 

@@ -44,7 +44,8 @@ pub struct Client {
 struct Shared {
     settings: Mutex<Arc<KeeperSettings>>,
     link: Mutex<Option<Arc<Link>>>,
-    /// Held by whoever connects, and by every call until it is sent: calls are sent in the order in which they came.
+    /// Held by whoever connects, and by every call until it is sent: calls are sent in the order in
+    /// which they came.
     connecting: tokio::sync::Mutex<Attempts>,
     listeners: Listeners,
     seen: Mutex<Seen>,
@@ -120,7 +121,8 @@ impl Client {
         link.is_silent().then(|| "the process that keeps the sessions does not answer".to_owned())
     }
 
-    /// Returns the connection, making a new one if the keeper is gone. Later calls wait until the second value is dropped.
+    /// Returns the connection, making a new one if the keeper is gone. Later calls wait until the
+    /// second value is dropped.
     async fn link(&self) -> Result<(Arc<Link>, tokio::sync::MutexGuard<'_, Attempts>), Refused> {
         let mut attempts = self.shared.connecting.lock().await;
         if let Some(link) = self.shared.open_link() {

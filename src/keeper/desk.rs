@@ -1,7 +1,8 @@
 //! The keeper's side of one front's connection: many requests at once, each with its own task.
 //!
-//! A request takes its first step in the reader, before the next frame is read. With that step it is in the queue of its session, so
-//! requests reach a session in the order in which they were sent.
+//! A request takes its first step in the reader, before the next frame is read. With that step it
+//! is in the queue of its session, so requests reach a session in the order in which they were
+//! sent.
 //!
 //! A request ends with its answer, or when the front forgets it or is gone; then its future is dropped, which for code means that it goes on. Only `Cancel` interrupts.
 //! The reader never waits for a request, so a slow one holds nobody up.
@@ -245,7 +246,8 @@ impl Desk {
     }
 }
 
-/// Lets a request take its first step here and now. Whoever goes on with it polls it again, so no wake-up is lost.
+/// Lets a request take its first step here and now. Whoever goes on with it polls it again, so no
+/// wake-up is lost.
 fn first_step(work: Pin<&mut impl Future<Output = ()>>) -> Poll<()> {
     // Constrained, the step might end before the request is in its session's queue.
     pin!(tokio::task::unconstrained(work)).poll(&mut Context::from_waker(Waker::noop()))

@@ -2,8 +2,9 @@
 //!
 //! A call that is dropped is forgotten at the other side too, which for code means that it goes on. When the connection ends, every call that waits learns that its answer is lost.
 //!
-//! Calls are sent in the order in which they begin. A heartbeat tells a keeper that hangs from one that is busy: it answers beats in its
-//! reader, whatever its sessions do. While it misses beats, calls are answered without it; when it answers again, the connection goes on.
+//! Calls are sent in the order in which they begin. A heartbeat tells a keeper that hangs from one
+//! that is busy: it answers beats in its reader, whatever its sessions do. While it misses beats,
+//! calls are answered without it; when it answers again, the connection goes on.
 
 use std::collections::HashMap;
 use std::io;
@@ -32,10 +33,12 @@ const READ_AT_ONCE: usize = 64 * 1024;
 
 /// Time between two beats.
 const BEAT: Duration = Duration::from_millis(500);
-/// A keeper that has missed so many beats in a row does not answer. It answers a beat with one small write, so that it takes more than
-/// a busy machine to miss ten seconds of them. A front that was itself stopped counts one.
+/// A keeper that has missed so many beats in a row does not answer. It answers a beat with one
+/// small write, so that it takes more than a busy machine to miss ten seconds of them. A front that
+/// was itself stopped counts one.
 const MAX_MISSED: u32 = 20;
-/// A call that should have been answered this long ago is given up earlier, after so many missed beats.
+/// A call that should have been answered this long ago is given up earlier, after so many missed
+/// beats.
 const OVERDUE: Duration = Duration::from_secs(1);
 const MAX_MISSED_OVERDUE: u32 = 2;
 
@@ -449,8 +452,8 @@ pub(super) struct Asked {
 }
 
 impl Asked {
-    /// Waits for the answer. A cancelled token is passed on, and the answer is awaited all the same. A keeper that is well answers
-    /// within `wait`.
+    /// Waits for the answer. A cancelled token is passed on, and the answer is awaited all the
+    /// same. A keeper that is well answers within `wait`.
     pub(super) async fn answered<T: DeserializeOwned>(
         mut self,
         cancel: Option<CancellationToken>,

@@ -98,7 +98,8 @@ pub(super) enum FromFront {
     Forget,
     /// Is the keeper there? It answers with a beat.
     Beat,
-    /// The front records executions that end. With `takes_over`, also those that fronts have left that are gone.
+    /// The front records executions that end. With `takes_over`, also those that fronts have left
+    /// that are gone.
     Records {
         takes_over: bool,
     },

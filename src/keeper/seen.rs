@@ -1,15 +1,17 @@
 //! Which sessions a front has seen, so that those of a keeper that died are answered for by name and never replaced in silence.
 //!
-//! Each owner's are kept apart: whatever one caller does, what is known of another's sessions stays. Sessions that live are kept
-//! without a bound of this room, because the keeper bounds them; those that ended unnoticed are found by comparing with the keeper's
-//! list when an owner's have become many. Those of keepers that died are bounded, and the oldest are forgotten first.
+//! Each owner's are kept apart: whatever one caller does, what is known of another's sessions
+//! stays. Sessions that live are kept without a bound of this room, because the keeper bounds them;
+//! those that ended unnoticed are found by comparing with the keeper's list when an owner's have
+//! become many. Those of keepers that died are bounded, and the oldest are forgotten first.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::hash::Hash;
 
 use crate::session::{ExecutionHandle, Principal, SessionId};
 
-/// Lost sessions of one owner that are remembered, and executions. A lost one beyond that looks unknown.
+/// Lost sessions of one owner that are remembered, and executions. A lost one beyond that looks
+/// unknown.
 const MAX_PER_OWNER: usize = 1_000;
 /// Sessions of one owner that are taken to live before the keeper is asked which of them do.
 const MAX_UNCHECKED: usize = 1_000;
@@ -58,13 +60,15 @@ impl Seen {
         self.of(owner).present.insert(id.clone(), now);
     }
 
-    /// Tells whether an owner's sessions are so many that the keeper should be asked which of them exist, and what the time is.
+    /// Tells whether an owner's sessions are so many that the keeper should be asked which of them
+    /// exist, and what the time is.
     pub(super) fn must_check(&self, owner: &Principal) -> Option<Noted> {
         let of = self.owners.get(owner)?;
         (of.present.len() > of.unchecked).then_some(Noted(self.clock))
     }
 
-    /// Forgets the sessions of an owner that the keeper does not know, as far as they were noted until `asked`.
+    /// Forgets the sessions of an owner that the keeper does not know, as far as they were noted
+    /// until `asked`.
     pub(super) fn check(&mut self, owner: &Principal, known: &HashSet<&SessionId>, asked: Noted) {
         let of = self.of(owner);
         of.present.retain(|id, noted| *noted > asked.0 || known.contains(id));

@@ -141,7 +141,8 @@ async fn find(place: &Place, settings: &KeeperSettings) -> Result<Option<(UnixSt
     Ok(Some((stream, welcome)))
 }
 
-/// Names the settings that differ. Each side has a line for each setting: its name, `=`, and a digest.
+/// Names the settings that differ. Each side has a line for each setting: its name, `=`, and a
+/// digest.
 pub fn different_settings(theirs: &str, ours: &str) -> Vec<String> {
     let lines = |text: &str| -> BTreeMap<String, String> {
         let line = |line: &str| line.split_once('=').map(|(name, digest)| (name.to_owned(), digest.to_owned()));

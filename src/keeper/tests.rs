@@ -1173,9 +1173,11 @@ async fn calls_reach_the_sessions_in_the_order_in_which_they_were_sent() {
     for code in codes.clone() {
         let client = client.clone();
         let mut call = Box::pin(async move { execute(&client, "a", &code).await });
-        // With its first step a call is sent.
-        assert!(call.as_mut().poll(&mut context).is_pending());
-        calls.push(call);
+        // With its first step a call is sent. Its answer may be there at once.
+        match call.as_mut().poll(&mut context) {
+            std::task::Poll::Ready(answer) => drop(answer.unwrap()),
+            std::task::Poll::Pending => calls.push(call),
+        }
     }
     for call in calls {
         call.await.unwrap();
@@ -1218,7 +1220,8 @@ async fn executions_that_end_are_recorded_by_their_front_and_later_by_the_next_o
     let ledger = &scene.puppet.ledger;
     ledger.enter(RecorderId(1), ending("one"));
     recorded.wait_for(|all| *all == [("one".to_owned(), false)]).await.unwrap();
-    // An answer that is sent after the end is heard after it: the call knows that its execution is recorded.
+    // An answer that is sent after the end is heard after it: the call knows that its execution is
+    // recorded.
     assert_eq!(note(execute(&client, "a", "hello").await.unwrap()), "hello");
     drop(client);
     let second = scene.client().await;

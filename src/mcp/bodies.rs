@@ -1,8 +1,9 @@
 //! Bytes of message bodies under way, shared fairly among callers.
 //!
-//! A request takes its bytes before it reads them and gives them back when it was answered. One caller may hold half
-//! as much as is left for everybody else: alone a third of all, with others less. A little is every caller's own: however
-//! many bodies others leave unfinished, there is room for a caller's small messages.
+//! A request takes its bytes before it reads them and gives them back when it was answered. One
+//! caller may hold half as much as is left for everybody else: alone a third of all, with others
+//! less. A little is every caller's own: however many bodies others leave unfinished, there is room
+//! for a caller's small messages.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;

@@ -4,8 +4,9 @@
 //! request of a known caller → body (bounded, read strictly) → scope → owner of the connection → rmcp → answer or stream
 //! ```
 //!
-//! A body costs its caller's share of the bytes under way before it is read. After its first 64 KiB the scope is checked if they say what the message is
-//! about, and a caller who may only look sends no more than that.
+//! A body costs its caller's share of the bytes under way before it is read. After its first 64 KiB
+//! the scope is checked if they say what the message is about, and a caller who may only look sends
+//! no more than that.
 //!
 //! Since 2026-07-28 every request stands alone, and whoever closes its stream cancels it. Older clients open a connection with
 //! `initialize` and name it in each request; a stream that breaks cancels nothing, and what was missed is sent again on a new one. The
@@ -47,7 +48,8 @@ use crate::http::routes::forbidden;
 /// Bytes in one body: room for the largest cell, and for nothing much larger. Files have routes of their own.
 pub const LARGEST_BODY: usize = 8 * 1024 * 1024;
 
-/// Bytes of a message that runs nothing. Also the bytes after which a longer one is looked at for the first time.
+/// Bytes of a message that runs nothing. Also the bytes after which a longer one is looked at for
+/// the first time.
 const SMALL_BODY: usize = 64 * 1024;
 
 /// Bytes of all bodies under way; one caller may have a third of them.
@@ -210,8 +212,8 @@ impl<H: Handler> Endpoint<H> {
         Ok(Admitted { request: Request::from_parts(parts, Body::from(body)), opens, bytes: Some(bytes) })
     }
 
-    /// Reads a body. What is left of one that is refused is thrown away while the answer is on its way: a client that still writes would not
-    /// see an answer on a connection that was closed.
+    /// Reads a body. What is left of one that is refused is thrown away while the answer is on its
+    /// way: a client that still writes would not see an answer on a connection that was closed.
     async fn whole(&self, mut body: Body, caller: &Caller) -> Result<(Bytes, BodyBytes), Response<Body>> {
         let read = self.gather(&mut body, caller).await;
         if read.is_err() {
@@ -253,15 +255,16 @@ impl<H: Handler> Endpoint<H> {
         Ok((whole.into(), bytes))
     }
 
-    /// Returns what a message needs of which only the beginning is known, if that says enough. It is looked at again when all of it is there.
+    /// Returns what a message needs of which only the beginning is known, if that says enough. It
+    /// is looked at again when all of it is there.
     fn scope_of_beginning(&self, beginning: &[u8]) -> Option<Scope> {
         let cellblock_json::Peeked { method, name } = cellblock_json::peek(beginning);
         let message = json!({"jsonrpc": "2.0", "id": 0, "method": method?, "params": {"name": name?}}).to_string();
         (self.scope_of)(&read_message(message.as_bytes()).ok()??)
     }
 
-    /// Gives a call its turn at the session that it names, in the order in which requests were complete. A call that names none means
-    /// a new session, or the only one that its tool knows.
+    /// Gives a call its turn at the session that it names, in the order in which requests were
+    /// complete. A call that names none means a new session, or the only one that its tool knows.
     async fn turn(&self, parts: &Parts, caller: &Caller, message: &ClientJsonRpcMessage) -> Option<Turn> {
         let JsonRpcMessage::Request(request) = message else { return None };
         let ClientRequest::CallToolRequest(call) = &request.request else { return None };
@@ -356,7 +359,8 @@ fn crowded(by: Crowded) -> Response<Body> {
     (status, [(header::RETRY_AFTER, "1")], text).into_response()
 }
 
-/// Ends a stream when the proof of identity that opened it stops being good, and gives the bytes of its request back with it.
+/// Ends a stream when the proof of identity that opened it stops being good, and gives the bytes of
+/// its request back with it.
 fn until<B>(body: B, expires: Option<SystemTime>, bytes: Option<BodyBytes>) -> Body
 where
     B: HttpBody<Data = Bytes> + Send + 'static,

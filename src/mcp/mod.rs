@@ -245,7 +245,8 @@ impl Server {
         }
     }
 
-    /// Answers everybody who waits for code: it goes on, and the next server knows of it; or it ends with this server.
+    /// Answers everybody who waits for code: it goes on, and the next server knows of it; or it
+    /// ends with this server.
     pub fn drain(&self) {
         self.shared.draining.cancel();
     }

@@ -65,7 +65,8 @@ pub(super) enum Extent {
 const SOON: Duration = Duration::from_secs(1);
 
 impl Turn {
-    /// For a call that may mean another session than the next one does: it holds up nobody for longer than its first step.
+    /// For a call that may mean another session than the next one does: it holds up nobody for
+    /// longer than its first step.
     pub(super) fn brief(self) -> Turn {
         Turn { is_brief: true, ..self }
     }

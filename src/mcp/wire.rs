@@ -9,8 +9,8 @@ use serde_json::{Map, Value, json};
 
 use super::has_wrong_params;
 
-/// What a message may hold. Long texts are code; no tool takes long lists. The library decodes each message once
-/// more, so this bounds what it does too.
+/// What a message may hold. Long texts are code; no tool takes long lists. The library decodes each
+/// message once more, so this bounds what it does too.
 pub(super) const MESSAGE: Budget = Budget { depth: 64, memory: 4 * 1024 * 1024 };
 
 /// Where a request that stands alone says which revision of the protocol it speaks.

@@ -34,7 +34,8 @@ const MOST_KINDS: usize = 32;
 const MOST_LOSSES: usize = 50;
 /// Bytes kept of each of them, and of the reason why files were left alone.
 const LONGEST_LOSS: usize = 200;
-/// What a header may hold. The lists that a runner makes are short; only arguments of tools may be long.
+/// What a header may hold. The lists that a runner makes are short; only arguments of tools may be
+/// long.
 const HEADER: Budget = Budget { depth: MAX_DEPTH, memory: 16 * 1024 * 1024 };
 
 /// One thing the runner says. Any of it may be a lie.
@@ -489,7 +490,8 @@ fn parse_header(bytes: &[u8]) -> Result<Header, FrameError> {
         return Err(wrong("not an object"));
     }
     if let Err(excess) = HEADER.check(bytes) {
-        // Arguments that are too deep or too many are the user's values and no breach of the protocol.
+        // Arguments that are too deep or too many are the user's values and no breach of the
+        // protocol.
         let cut: Result<Header, _> = serde_json::from_slice(&without_lone_surrogates(&without_insides(bytes)));
         return match cut {
             Ok(header) if header.what == "call_tool" => Ok(Header { cut: Some(excess), ..header }),
@@ -511,7 +513,8 @@ fn parse_header(bytes: &[u8]) -> Result<Header, FrameError> {
     Err(FrameError::Header { why: format!("not readable at byte {}", first.column()) })
 }
 
-/// Empties every list and object inside of a header. Whatever says what kind of frame it is lies outside of them.
+/// Empties every list and object inside of a header. Whatever says what kind of frame it is lies
+/// outside of them.
 fn without_insides(bytes: &[u8]) -> Vec<u8> {
     let (mut depth, mut in_string, mut is_escaped) = (0_usize, false, false);
     let mut kept = Vec::new();
@@ -813,7 +816,8 @@ mod tests {
         }
         let header = json!({"type": "value", "id": 1, "data": {"application/json": many.repeat(10)}}).to_string();
         assert!(matches!(claimed(header), Ok((Claim::Value { .. }, None))), "the control: as text it is no structure");
-        // Arguments are the user's. They are refused alone, also with half a surrogate pair beside them.
+        // Arguments are the user's. They are refused alone, also with half a surrogate pair beside
+        // them.
         let header = format!(
             r#"{{"type":"ask","id":1,"ask":2,"what":"call_tool","arguments":{{"a":{many}}},"tool":"\ud800","seq":3}}"#
         );

@@ -8,8 +8,8 @@
 //!
 //! `next` may be dropped at any await: what was read stays in the connection.
 //!
-//! Nothing from inside holds a worker of the runtime: a large header is decoded elsewhere while everything behind it waits, and after `MAX_READ` bytes other tasks
-//! have their turn.
+//! Nothing from inside holds a worker of the runtime: a large header is decoded elsewhere while
+//! everything behind it waits, and after `MAX_READ` bytes other tasks have their turn.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSliceMut};
@@ -37,7 +37,8 @@ use super::merge::{Merger, Need, Pipe};
 const VERSION: u32 = 2;
 /// One read. As large as a pipe usually is, so that a full pipe is emptied by one call.
 const CHUNK: usize = 64 * 1024;
-/// Bytes that are read before other tasks have their turn, whatever comes of them. Markers alone are no event.
+/// Bytes that are read before other tasks have their turn, whatever comes of them. Markers alone
+/// are no event.
 const MAX_READ: usize = 1024 * 1024;
 /// What each frame counts for beside its bytes.
 const FRAME_COST: usize = 1024;
@@ -96,7 +97,8 @@ pub struct Connection {
     pipes: [Option<PipeEnd>; 2],
     retired: VecDeque<PipeEnd>,
     merger: Merger,
-    /// A frame with a large header, and the claim that is being made of it. Nothing else is read meanwhile, so that order is kept.
+    /// A frame with a large header, and the claim that is being made of it. Nothing else is read
+    /// meanwhile, so that order is kept.
     decoding: Option<(Frame, Decoding<Read>)>,
     /// Bytes that may be read before other tasks have their turn.
     left: usize,
@@ -464,7 +466,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Reads a pipe without waiting and returns how much there was. After the end of the interpreter there is only what may still be read.
+    /// Reads a pipe without waiting and returns how much there was. After the end of the
+    /// interpreter there is only what may still be read.
     fn read_pipe_now(&mut self, pipe: Pipe) -> usize {
         if matches!(self.ending, Ending::LastWords { left } if left[pipe as usize] == 0) {
             return 0;
@@ -963,7 +966,8 @@ mod tests {
             inside.say(large_value(1)).await;
             drop(inside);
         };
-        // The frame has arrived whole, and its decoding has begun and not ended: this runtime has one thread, and it is not free in between.
+        // The frame has arrived whole, and its decoding has begun and not ended: this runtime has
+        // one thread, and it is not free in between.
         let hears = std::future::poll_fn(|context| match connection.poll_next(context) {
             Poll::Ready(event) => panic!("{event:?} came too early"),
             Poll::Pending if connection.decoding.is_some() => Poll::Ready(()),

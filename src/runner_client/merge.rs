@@ -65,8 +65,8 @@ struct Lane {
     stop: Option<Stop>,
     /// Bytes fed since the present search began.
     searched: usize,
-    /// A search came to its end without the marker. No other begins until a marker has found its twin again: whoever writes markers without twins is not
-    /// searched for at every one of them.
+    /// A search came to its end without the marker. No other begins until a marker has found its
+    /// twin again: whoever writes markers without twins is not searched for at every one of them.
     given_up: bool,
     dry: bool,
 }
@@ -528,7 +528,8 @@ mod tests {
         assert_eq!(merger.need(), None);
     }
 
-    /// Feeds markers that contradict each other for as long as the merger asks for more of a pipe, and returns how many bytes that were.
+    /// Feeds markers that contradict each other for as long as the merger asks for more of a pipe,
+    /// and returns how many bytes that were.
     fn fed_with_contradictions(merger: &mut Merger, most: usize) -> usize {
         let flood = [1, 5].map(|seq| marker(seq, b'P').repeat(65536 / MARKER));
         let mut fed = 0;

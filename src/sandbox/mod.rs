@@ -103,7 +103,8 @@ pub trait Sandbox: Send + Sync {
     /// Tells whether the checkpoint is still there; the kernel ends the oldest ones when memory runs out.
     fn has(&self, checkpoint: CheckpointId) -> bool;
 
-    /// Tells whether the sandbox was ended from outside, and its files and checkpoints with it. `restart` puts another one in its place.
+    /// Tells whether the sandbox was ended from outside, and its files and checkpoints with it.
+    /// `restart` puts another one in its place.
     fn is_gone(&self) -> bool {
         false
     }

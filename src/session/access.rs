@@ -159,10 +159,11 @@ pub trait SessionAccess: Send + Sync {
     /// Returns how many bytes of an unfinished upload have arrived, or nothing when there is none.
     async fn uploaded(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64>;
 
-    /// Has `record` called for each execution that ends, before its caller is told, and whether or not its outcome is ever collected.
+    /// Has `record` called for each execution that ends, before its caller is told, and whether or
+    /// not its outcome is ever collected.
     ///
-    /// With `takes_over`, also for those that a server submitted which is gone. Each is handed out once, or again under the same
-    /// name when a connection broke just then.
+    /// With `takes_over`, also for those that a server submitted which is gone. Each is handed out
+    /// once, or again under the same name when a connection broke just then.
     fn record_endings(&self, takes_over: bool, record: RecordEnding);
 
     /// Connects to another MCP server and makes its tools known to the owner's sessions.

@@ -259,7 +259,8 @@ impl Shared {
 /// Whose session it is, as far as that counts.
 pub(super) struct Customer {
     pub(super) owner: Principal,
-    /// The session under whose name its executions are recorded. For a variant that is the session that it is a copy of.
+    /// The session under whose name its executions are recorded. For a variant that is the session
+    /// that it is a copy of.
     pub(super) session: SessionId,
     pub(super) accounts: Arc<Accounts>,
     pub(super) turns: Turns,
@@ -1093,7 +1094,8 @@ impl Driver {
         }
     }
 
-    /// Changes what can be reached, from the cell on that is about to start. Refuses what is beyond what the operator allows.
+    /// Changes what can be reached, from the cell on that is about to start. Refuses what is beyond
+    /// what the operator allows.
     fn narrow(&mut self, rules: Rules) -> Result<(), Refused> {
         let (Some(sandbox), Some(ceiling)) = (&self.sandbox, &self.ceiling) else {
             return Err(Refused::Launch(LaunchError::Start { why: "its sandbox is gone".to_owned() }));

@@ -1,12 +1,15 @@
 //! The ledger: executions that have ended and are not recorded yet.
 //!
-//! The driver enters each execution when it ends, before the caller is told. The recorder that the execution belongs to (the audit
-//! log of the server that submitted it) is handed the entry and confirms it. While that recorder is away the entry waits: for its
-//! return under another id, or for any recorder that takes over what others have left. An entry leaves the ledger when it is confirmed,
-//! so an execution is recorded whether or not its result was ever collected, and also when its session is closed.
+//! The driver enters each execution when it ends, before the caller is told. The recorder that the
+//! execution belongs to (the audit log of the server that submitted it) is handed the entry and
+//! confirms it. While that recorder is away the entry waits: for its return under another id, or
+//! for any recorder that takes over what others have left. An entry leaves the ledger when it is
+//! confirmed, so an execution is recorded whether or not its result was ever collected, and also
+//! when its session is closed.
 //!
-//! A confirmation can be lost with the connection that carried it. The entry is then handed out again under the same name, and the
-//! recorder, which knows the names of what it has written, skips it.
+//! A confirmation can be lost with the connection that carried it. The entry is then handed out
+//! again under the same name, and the recorder, which knows the names of what it has written, skips
+//! it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -19,11 +22,12 @@ use super::tools::ToolCalls;
 use super::{Principal, Ruling, SessionId, Word};
 use crate::sandbox::Blocked;
 
-/// Entries that wait for a recorder. Only executions that outlive their server wait, so more than this means that no server with an
-/// audit log comes back; then the oldest are dropped.
+/// Entries that wait for a recorder. Only executions that outlive their server wait, so more than
+/// this means that no server with an audit log comes back; then the oldest are dropped.
 const MAX_UNRECORDED: usize = 10_000;
 
-/// One execution that has ended, as a record of it needs it. It holds a digest of the code, never the code.
+/// One execution that has ended, as a record of it needs it. It holds a digest of the code, never
+/// the code.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ExecutionEnded {
     /// Differs from every other execution's, also of other processes.
@@ -108,7 +112,8 @@ impl Ledger {
         format!("{}-{execution}", self.name)
     }
 
-    /// Enters an execution that has ended. Its recorder, if it is attached, has been called when this returns.
+    /// Enters an execution that has ended. Its recorder, if it is attached, has been called when
+    /// this returns.
     pub(crate) fn enter(&self, submitted_by: RecorderId, ended: ExecutionEnded) {
         let handed = {
             let mut lists = self.lists();
@@ -124,7 +129,8 @@ impl Ledger {
         call(handed);
     }
 
-    /// Attaches a recorder. It is handed what it submits; with `takes_over`, also what recorders have left that are gone.
+    /// Attaches a recorder. It is handed what it submits; with `takes_over`, also what recorders
+    /// have left that are gone.
     pub(crate) fn attach(self: &Arc<Ledger>, id: RecorderId, takes_over: bool, hand_over: HandOver) -> Attached {
         let handed = {
             let mut lists = self.lists();
@@ -160,9 +166,11 @@ impl Drop for Attached {
 }
 
 impl Lists {
-    /// Assigns every entry that nobody has to a recorder, as far as there is one. Returns what to call, in the order of the entries.
+    /// Assigns every entry that nobody has to a recorder, as far as there is one. Returns what to
+    /// call, in the order of the entries.
     fn hand_out(&mut self) -> Vec<(HandOver, u64, ExecutionEnded)> {
-        // The newest one: if several take over, a server that has just started replaces one that is about to end.
+        // The newest one: if several take over, a server that has just started replaces one that is
+        // about to end.
         let successor = self.recorders.iter().filter(|(_, recorder)| recorder.takes_over).max_by_key(|(id, _)| **id);
         let successor = successor.map(|(id, recorder)| (*id, recorder.clone()));
         let mut handed = Vec::new();

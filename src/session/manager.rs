@@ -35,7 +35,8 @@ use crate::sandbox::{Backend, LaunchError, Preparation, Rules};
 const MOST_TOMBSTONES: usize = 1000;
 /// How long an ended session is remembered, unless there are too many. An agent that comes back the next day begins anew anyway.
 const TOMBSTONE_AGE: Duration = Duration::from_secs(24 * 3600);
-/// Sessions of one owner that did not come to life whose executions can still be asked about. They hold nothing but the reason.
+/// Sessions of one owner that did not come to life whose executions can still be asked about. They
+/// hold nothing but the reason.
 const MOST_UNBORN: usize = 100;
 /// Idle sessions named when there are too many.
 const IDLE_NAMED: usize = 3;

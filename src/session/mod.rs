@@ -280,7 +280,8 @@ pub struct ExecuteRequest {
     /// Whether a person can be asked what the code may do.
     #[serde(default)]
     pub asking: Asking,
-    /// What the session may reach from this cell on, within what the operator allows. Applied when the cell starts.
+    /// What the session may reach from this cell on, within what the operator allows. Applied when
+    /// the cell starts.
     #[serde(default, with = "serial::optional_rules")]
     pub rules: Option<Rules>,
     /// Who records how it ended.

@@ -13,7 +13,8 @@ const SOURCE_SHOWN: usize = 4000;
 /// Bytes of a page that are looked at for text. A page is the last resort, and much of a long one is style and script.
 const HTML_READ: usize = 1024 * 1024;
 
-/// What data and figures may hold to be looked into; this takes some milliseconds. Of larger ones the source is shown.
+/// What data and figures may hold to be looked into; this takes some milliseconds. Of larger ones
+/// the source is shown.
 const LOOKED_INTO: Budget = Budget { depth: MAX_DEPTH, memory: 4 * 1024 * 1024 };
 
 /// What is shown of a bundle.

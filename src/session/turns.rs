@@ -59,7 +59,8 @@ impl Turns {
         Turns(Arc::new(Mutex::new(Hall { line, next_ticket: 0, waiting: HashMap::new(), usual: Duration::ZERO })))
     }
 
-    /// Changes how many cells run at once. Those that run go on; with fewer places, the next ones wait until so many have ended.
+    /// Changes how many cells run at once. Those that run go on; with fewer places, the next ones
+    /// wait until so many have ended.
     pub(super) fn set_places(&self, places: usize) {
         let mut hall = self.hall();
         for next in hall.line.set_places(if places == 0 { usize::MAX } else { places }) {
@@ -205,7 +206,8 @@ impl Line {
         called
     }
 
-    /// Gives a place back. Returns the ticket that gets it, if somebody waits and there are not fewer places than before.
+    /// Gives a place back. Returns the ticket that gets it, if somebody waits and there are not
+    /// fewer places than before.
     fn free(&mut self) -> Option<u64> {
         let next = if self.running <= self.places { self.order.pop_front() } else { None };
         let Some(owner) = next else {

@@ -1,8 +1,9 @@
 //! A session that has its twin gets nothing beyond its family.
 //!
-//! Twins never run what their memory holds. Should a session find a way around that, the twin must not be worth
-//! anything: it has rights in the user namespace of its own family and nowhere else. The program is built for these
-//! tests so that it gives a session its twin (`twin.py`), and the session does with it what it likes.
+//! Twins never run what their memory holds. Should a session find a way around that, the twin must
+//! not be worth anything: it has rights in the user namespace of its own family and nowhere else.
+//! The program is built for these tests so that it gives a session its twin (`twin.py`), and the
+//! session does with it what it likes.
 
 use serde_json::json;
 
@@ -12,7 +13,8 @@ use crate::support::skipped;
 
 const DRIVER: &str = include_str!("twin.py");
 
-/// What the session with this name can do by its twin, with a neighbour that holds a secret and must not notice.
+/// What the session with this name can do by its twin, with a neighbour that holds a secret and
+/// must not notice.
 fn attack(server: &Server, hostile: &Session<'_>) {
     let neighbour = server.session();
     neighbour.text("open('secret.txt', 'w').write('the-secret-of-another'); x = 'alive'");
@@ -22,7 +24,8 @@ fn attack(server: &Server, hostile: &Session<'_>) {
     // Copying the session lets the twin go. With undo, that has happened after the last cell.
     hostile.call("fork_session", json!({"names": [format!("{}-copy", hostile.id)]}));
 
-    // Control: it is the twin that makes these calls, not this interpreter, and it has rights that this one lacks.
+    // Control: it is the twin that makes these calls, not this interpreter, and it has rights that
+    // this one lacks.
     let names = "print(twin(102), twin(39) != os.getpid(), read('/work/own.txt'))";
     assert_eq!(hostile.text(names).trim(), "1000 True my-own");
     // Control: it can make a call that changes namespaces; a session cannot.
@@ -51,7 +54,8 @@ print(all(isinstance(read(f'/proc/1/{name}'), int) for name in ('environ', 'mem'
 ";
     assert_eq!(hostile.text(first).trim(), "True True 0\nTrue");
 
-    // No other user can be had, no namespace above, no tracing, no kernel interface that sessions do not have.
+    // No other user can be had, no namespace above, no tracing, no kernel interface that sessions
+    // do not have.
     let more = "
 print([twin(117, user, user, user) for user in (0, 1, 999, 1001, 65534, 1900000000, 1900000002)])
 print([twin(272, flag) for flag in (0x10000000, 0x20000, 0x40000000, 0x20000000)])

@@ -1,10 +1,10 @@
 //! Faults: what callers see when something below a server ends, hangs or runs out, what recovers by
 //! itself, and what is left behind.
 //!
-//! Each row of a table names a fault, what the caller is told, what works afterwards without a restart
-//! of the server, and then checks that nothing is left when the server ends: no process, no control
-//! group, no entry in the runtime folder. `signals` kills and stops processes, `resources` takes
-//! descriptors, processes and disk space away. `processes` finds the processes of a server.
+//! Each row of a table names a fault, what the caller is told, what works afterwards without a
+//! restart of the server, and then checks that nothing is left when the server ends: no process, no
+//! control group, no entry in the runtime folder. `signals` kills and stops processes, `resources`
+//! takes descriptors, processes and disk space away. `processes` finds the processes of a server.
 
 mod processes;
 mod resources;
@@ -107,7 +107,8 @@ impl Scene {
         assert!(!self.call("close_session", name).is_error());
     }
 
-    /// Ends the server and checks that nothing of it is left. Returns its log, unless a keeper shares it.
+    /// Ends the server and checks that nothing of it is left. Returns its log, unless a keeper
+    /// shares it.
     #[track_caller]
     fn finish(mut self) -> String {
         let holder = self.holder;

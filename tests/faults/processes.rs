@@ -130,7 +130,8 @@ pub(super) fn one(server: u32, role: Role) -> Process {
     })
 }
 
-/// The interpreter that has this process id inside. Sandboxes of one server count from different numbers.
+/// The interpreter that has this process id inside. Sandboxes of one server count from different
+/// numbers.
 pub(super) fn inside(server: u32, number: u32) -> Process {
     let mut all = below(server).into_values().filter(|process| process.role == Role::Interpreter);
     all.find(|process| process.numbers.last() == Some(&number)).expect("there is such an interpreter")

@@ -1,4 +1,5 @@
-//! Processes that are killed or stopped, one at a time, while nothing runs and in the middle of a cell.
+//! Processes that are killed or stopped, one at a time, while nothing runs and in the middle of a
+//! cell.
 
 use rustix::process::Signal;
 use serde_json::json;
@@ -108,7 +109,8 @@ fn check(row: &Row, home: Home) {
         pending
     });
     if (row.role, row.signal, row.moment) == (Role::Interpreter, Signal::STOP, Moment::Idle) {
-        // While the state after the last cell is being copied, the warden holds it and takes the signal away.
+        // While the state after the last cell is being copied, the warden holds it and takes the
+        // signal away.
         wait_for("a stopped interpreter", || {
             target.send(Signal::STOP);
             (target.state() == Some('T')).then_some(())
@@ -145,7 +147,8 @@ fn check(row: &Row, home: Home) {
     }
 }
 
-/// The interpreter that runs the cells of the victim. It says which one it is by its process id inside.
+/// The interpreter that runs the cells of the victim. It says which one it is by its process id
+/// inside.
 fn victim_interpreter(scene: &Scene) -> processes::Process {
     let inside = scene.text("victim", "os.getpid()");
     processes::inside(scene.holder, inside.trim().parse().expect("a process id"))
@@ -164,7 +167,8 @@ fn check_fate(scene: &Scene, session: &str, fate: Fate, moment: Moment) {
             }
             let undone = scene.call("undo", session);
             if undone.is_error() {
-                // The fault came before the state after the last cell was copied, and the answer says which ones are kept.
+                // The fault came before the state after the last cell was copied, and the answer
+                // says which ones are kept.
                 assert!(undone.text().contains("These numbers of cells can"), "{}", undone.text());
                 assert!(!scene.call("reset", session).is_error());
                 assert_eq!(scene.text(session, "open('kept').read()"), "'kept'");

@@ -20,7 +20,8 @@ const TOO_MANY_VALUES: ErrorCode = ErrorCode(-31_952);
 /// The code of an error of our own, in place of an answer that cannot be read.
 const UNREADABLE: ErrorCode = ErrorCode(-31_951);
 
-/// What a message may hold, besides its bytes. rmcp tries several types on what it reads itself, and keeps copies meanwhile.
+/// What a message may hold, besides its bytes. rmcp tries several types on what it reads itself,
+/// and keeps copies meanwhile.
 const MESSAGE: Budget = Budget { depth: MAX_DEPTH, memory: 24 * 1024 * 1024 };
 
 /// Notifications that somebody here reads.
@@ -39,7 +40,8 @@ pub(crate) fn reading(bytes: impl AsRef<[u8]> + Send + 'static) -> Decoding<Opti
 
 /// Reads a message. `None` if it is none, or nobody here has a use for it.
 ///
-/// An answer that is no JSON, nested deeper than 127 levels, or would take too much memory, becomes an error: whoever waits for it would wait in vain.
+/// An answer that is no JSON, nested deeper than 127 levels, or would take too much memory, becomes
+/// an error: whoever waits for it would wait in vain.
 pub(crate) fn read(bytes: &[u8]) -> Option<Message> {
     if let Some(refused) = excess(bytes) {
         return refused;
@@ -69,7 +71,8 @@ pub(crate) fn read(bytes: &[u8]) -> Option<Message> {
     Some(JsonRpcMessage::error(ErrorData::new(ErrorCode(code), message, data), id))
 }
 
-/// Returns what stands for an answer that is nested too deeply or holds too many values, if it is and does.
+/// Returns what stands for an answer that is nested too deeply or holds too many values, if it is
+/// and does.
 pub(crate) fn excess(bytes: &[u8]) -> Option<Option<Message>> {
     match MESSAGE.check(bytes) {
         Ok(_) => None,

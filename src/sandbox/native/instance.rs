@@ -3,8 +3,9 @@
 //! Each server holds a lock on a file of its own in the runtime folder; the file lists its control groups. A file whose lock is free belongs to
 //! a server that died together with its guardian. The next server to start removes what it lists.
 //!
-//! Control groups that no file lists are removed as well when nobody can need them: they have our name for the process of a server that is gone, belong
-//! to this user, were not touched for a while, and no process is in them or below them. Nothing is ever killed for that.
+//! Control groups that no file lists are removed as well when nobody can need them: they have our
+//! name for the process of a server that is gone, belong to this user, were not touched for a
+//! while, and no process is in them or below them. Nothing is ever killed for that.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
@@ -19,7 +20,8 @@ use tracing::info;
 
 use super::groups;
 
-/// The age from which an empty control group may be an orphan. A server that starts has no process in its groups for a moment.
+/// The age from which an empty control group may be an orphan. A server that starts has no process
+/// in its groups for a moment.
 const ORPHAN_AGE: Duration = Duration::from_secs(60);
 
 /// How many entries this process has made.
@@ -56,7 +58,8 @@ impl Instance {
         Ok(instance)
     }
 
-    /// Makes the control groups, which the guardian will enter. Sweeps those that dead servers left beside them.
+    /// Makes the control groups, which the guardian will enter. Sweeps those that dead servers left
+    /// beside them.
     pub(super) async fn make_cgroups(&mut self, guardian: u32) -> io::Result<()> {
         self.cgroups = groups::make(&self.name, guardian).await;
         let groups = self.tree().map(cgroup::Tree::traces).unwrap_or_default();
@@ -147,7 +150,8 @@ fn is_orphan(group: &Path, entry: &Path) -> bool {
         && is_empty(group)
 }
 
-/// The process that a control group of ours is named after: `cellblock-PROCESS-NUMBER`, also with `-server`.
+/// The process that a control group of ours is named after: `cellblock-PROCESS-NUMBER`, also with
+/// `-server`.
 fn server_of(name: &str) -> Option<u32> {
     let (process, number) = name.trim_end_matches(cgroup::SERVER).strip_prefix("cellblock-")?.split_once('-')?;
     number.parse::<u32>().ok()?;

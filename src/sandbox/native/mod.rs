@@ -6,8 +6,10 @@
 //! starts programs beside them; `pool` keeps some ready. This
 //! file joins them into a backend.
 //!
-//! A jail that ends or hangs (`pulse`) takes its sandboxes along. It is reported, removed, and another one is built; calls wait for that. The same holds for a
-//! preparation that failed and for a warm interpreter that could not be started: they are tried again, at the latest when somebody asks for a session.
+//! A jail that ends or hangs (`pulse`) takes its sandboxes along. It is reported, removed, and
+//! another one is built; calls wait for that. The same holds for a preparation that failed and for
+//! a warm interpreter that could not be started: they are tried again, at the latest when somebody
+//! asks for a session.
 
 mod errand;
 mod groups;
@@ -43,8 +45,8 @@ use super::{Backend, Interpreter, LaunchError, LayerKind, Network, Preparation, 
 /// The working folder inside, for whoever describes a sandbox to a caller.
 pub const WORK_FOLDER: &str = root::WORK;
 
-/// How long any single step of a launch may take. The slowest, a fork, takes milliseconds, and much longer on a busy machine. A
-/// warden that hangs is noticed earlier, by its heartbeat.
+/// How long any single step of a launch may take. The slowest, a fork, takes milliseconds, and much
+/// longer on a busy machine. A warden that hangs is noticed earlier, by its heartbeat.
 const STEP_LIMIT: Duration = Duration::from_secs(30);
 /// How long a warm interpreter may take to import its packages on a slow disk.
 const WARM_LIMIT: Duration = Duration::from_secs(120);
@@ -52,8 +54,8 @@ const WARM_LIMIT: Duration = Duration::from_secs(120);
 const COURTESY: Duration = Duration::from_millis(15);
 /// How long the pool rests after a sandbox could not be made.
 const REST: Duration = Duration::from_secs(1);
-/// The pause before a failed preparation is tried again, at first and at most. Each failure doubles it; a call ends it
-/// early, but never before the shortest one is over.
+/// The pause before a failed preparation is tried again, at first and at most. Each failure doubles
+/// it; a call ends it early, but never before the shortest one is over.
 const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// A jail that lived at least this long is replaced at once.
@@ -141,7 +143,8 @@ impl Pause {
 }
 
 impl NativeBackend {
-    /// Starts to prepare in the background, and returns at once. `environment` does the first part of each attempt and tells its steps on `preparation`.
+    /// Starts to prepare in the background, and returns at once. `environment` does the first part
+    /// of each attempt and tells its steps on `preparation`.
     pub fn start<E, F>(
         settings: NativeSettings,
         preparation: watch::Sender<Preparation>,
@@ -205,7 +208,8 @@ impl Backend for NativeBackend {
 }
 
 impl Inner {
-    /// Builds a jail and serves from it; builds another one whenever that fails or the jail is gone.
+    /// Builds a jail and serves from it; builds another one whenever that fails or the jail is
+    /// gone.
     async fn keep_standing<E, F>(&self, environment: E)
     where
         E: Fn() -> F,
@@ -244,7 +248,8 @@ impl Inner {
         }
     }
 
-    /// Serves from a jail until it is gone, and removes what is left of it. Returns why it is gone, and how long it was ready if it ever was.
+    /// Serves from a jail until it is gone, and removes what is left of it. Returns why it is gone,
+    /// and how long it was ready if it ever was.
     async fn serve(&self, jail: Arc<Jail>) -> (String, Option<Duration>) {
         let ready = OnceLock::new();
         *self.jail.write().expect("no holder of the jail panics") = Some(Arc::clone(&jail));
@@ -263,7 +268,8 @@ impl Inner {
         (why, ready.get().map(Instant::elapsed))
     }
 
-    /// Has Python warmed up, then keeps it warm and the pool full. Returns only when the first part failed.
+    /// Has Python warmed up, then keeps it warm and the pool full. Returns only when the first part
+    /// failed.
     async fn warm_and_keep(&self, jail: &Jail, ready: &OnceLock<Instant>) -> String {
         self.tell("warming up Python");
         // The first sandbox is made while Python imports.

@@ -1,10 +1,10 @@
 //! Tells a process of the jail that hangs from one that is only slow.
 //!
 //! The server looks at a process at regular intervals: which state the kernel shows, how much
-//! processor time it got, and whether it has answered since the last look. A process that was stopped
-//! (SIGSTOP) hangs. So does one that computes for seconds, or sleeps for a minute, without an answer. A
-//! process that wants to run and is not scheduled does not: a busy machine must not end anybody's
-//! session.
+//! processor time it got, and whether it has answered since the last look. A process that was
+//! stopped (SIGSTOP) hangs. So does one that computes for seconds, or sleeps for a minute, without
+//! an answer. A process that wants to run and is not scheduled does not: a busy machine must not
+//! end anybody's session.
 
 use std::fs;
 use std::io;
@@ -17,13 +17,14 @@ use super::warden::host_pid;
 
 /// Time between two looks.
 pub(super) const INTERVAL: Duration = Duration::from_secs(2);
-/// Looks in a row that must find a process stopped. One may be a debugger's, or a whole machine that is
-/// about to go on.
+/// Looks in a row that must find a process stopped. One may be a debugger's, or a whole machine
+/// that is about to go on.
 const STOPPED_LOOKS: u32 = 2;
-/// Processor time without an answer. The longest task of a warden, copying a large memory, takes less.
+/// Processor time without an answer. The longest task of a warden, copying a large memory, takes
+/// less.
 const LONGEST_COMPUTATION: Duration = Duration::from_secs(20);
-/// Looks in a row that must find a silent process asleep. It may wait for a copied process that is not
-/// scheduled, so this is a long time.
+/// Looks in a row that must find a silent process asleep. It may wait for a copied process that is
+/// not scheduled, so this is a long time.
 const ASLEEP_LOOKS: u32 = 30;
 
 /// What one look at a process shows.
@@ -58,8 +59,8 @@ impl Look {
     }
 }
 
-/// Whether a process has exited or is about to: the kernel has begun to end it, and everything in its
-/// pid namespace if it is the first process there.
+/// Whether a process has exited or is about to: the kernel has begun to end it, and everything in
+/// its pid namespace if it is the first process there.
 pub(super) fn is_exiting(process: &OwnedFd) -> bool {
     const PF_EXITING: u64 = 0x4;
     if has_exited(process) {
@@ -89,8 +90,8 @@ pub(super) struct Pulse {
 }
 
 impl Pulse {
-    /// Takes one look into account. Returns why the process is taken for hung, if it is. A process that
-    /// is never asked counts as answering.
+    /// Takes one look into account. Returns why the process is taken for hung, if it is. A process
+    /// that is never asked counts as answering.
     pub(super) fn take(&mut self, look: Look, has_answered: bool) -> Option<&'static str> {
         self.stopped = if look.is_stopped() { self.stopped + 1 } else { 0 };
         if self.stopped >= STOPPED_LOOKS {

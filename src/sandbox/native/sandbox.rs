@@ -69,7 +69,8 @@ pub(super) enum Fresh {
 /// Whose family a new sandbox joins.
 #[derive(Clone, Copy)]
 pub(super) enum Kin<'a> {
-    /// It begins a family. One that is `apart` has none of the operator's mounts, and its code may start programs: it is the server's own.
+    /// It begins a family. One that is `apart` has none of the operator's mounts, and its code may
+    /// start programs: it is the server's own.
     Nobody { apart: bool },
     /// It is for a fork of the session in this one.
     Of(&'a NativeSandbox),
@@ -285,12 +286,14 @@ impl NativeSandbox {
         self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await?;
         let deaths = self.warden.zygote_deaths();
         match self.interpreter_from(Origin::Zygote, false, gate).await {
-            // The warm interpreter has died. The warden has told so first, so the next fork waits for another one.
+            // The warm interpreter has died. The warden has told so first, so the next fork waits
+            // for another one.
             Err(LaunchError::Start { .. }) if self.warden.zygote_deaths() != deaths => {
                 self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await?;
                 self.interpreter_from(Origin::Zygote, false, gate).await
             }
-            // One that was refused would be refused again, and one that was only slow may still come.
+            // One that was refused would be refused again, and one that was only slow may still
+            // come.
             made => made,
         }
     }
@@ -724,8 +727,8 @@ impl Process for NativeProcess {
             let now = self.group.as_ref()?.out_of_memory();
             now.happened_since(self.out_of_memory_before).then_some(self.memory_limit)
         });
-        // The kernel ends an init before it kills the processes of its namespace, so whoever was killed because of that finds it
-        // exiting.
+        // The kernel ends an init before it kills the processes of its namespace, so whoever was
+        // killed because of that finds it exiting.
         match exit {
             Exit::Signal(_) if self.sandbox_ended() => gone,
             Exit::OutOfMemory { limit, .. } if self.sandbox_ended() => {

@@ -268,8 +268,8 @@ impl Warden {
         matches!(&*self.state.jail.borrow(), JailState::Ended(_))
     }
 
-    /// Asks the warden for a sign of life at regular intervals, and looks at its guardian. Returns when one
-    /// of them hangs, with its name and the reason.
+    /// Asks the warden for a sign of life at regular intervals, and looks at its guardian. Returns
+    /// when one of them hangs, with its name and the reason.
     pub(super) async fn hung(&self) -> String {
         let (mut warden_pulse, mut guardian_pulse) = (Pulse::default(), Pulse::default());
         let mut asked = 0;
@@ -287,7 +287,8 @@ impl Warden {
             {
                 return format!("the jail's warden {why}");
             }
-            // A socket without room means that earlier commands wait, and the warden is silent as it is.
+            // A socket without room means that earlier commands wait, and the warden is silent as
+            // it is.
             if has_answered && wire::send(&*self.socket, &Command::Ping { number: asked + 1 }, &[]).is_ok() {
                 asked += 1;
             }
@@ -358,8 +359,8 @@ impl Warden {
         }
     }
 
-    /// Counts a fork and replaces the warm interpreter when it has done enough of them, or is old. Returns
-    /// why there is none to fork from, if there is none.
+    /// Counts a fork and replaces the warm interpreter when it has done enough of them, or is old.
+    /// Returns why there is none to fork from, if there is none.
     pub(super) async fn count_fork(&self, most: u32, oldest: Duration) -> Result<(), LaunchError> {
         let age = self.asked.lock().expect("no holder of the time panics").elapsed();
         if self.forks.fetch_add(1, Ordering::Relaxed) + 1 >= most || age > oldest {
@@ -433,7 +434,8 @@ impl Warden {
                 }
             }
         }
-        // A guardian that was killed has not waited for the warden, in whose namespace all sandboxes are.
+        // A guardian that was killed has not waited for the warden, in whose namespace all
+        // sandboxes are.
         let Some(warden) = self.state.warden.get() else { return };
         let gone = async {
             while !pulse::has_exited(warden) {
@@ -499,7 +501,8 @@ impl State {
         })
     }
 
-    /// Says that there is no warm interpreter and none on its way, unless there is one or the jail has ended.
+    /// Says that there is no warm interpreter and none on its way, unless there is one or the jail
+    /// has ended.
     fn grow_cold(&self, why: &str) {
         self.jail.send_if_modified(|state| {
             let fits = matches!(state, JailState::Starting | JailState::Standing);
