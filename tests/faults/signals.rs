@@ -122,6 +122,10 @@ fn check(row: &Row, home: Home) {
     if ends {
         wait_for("the end of the process", || target.state().is_none().then_some(()));
     }
+    if row.victim == Fate::SandboxEnded {
+        // The kernel ends what was below the process a moment later.
+        wait_for("the end of the interpreter", || interpreter.state().is_none().then_some(()));
+    }
     if let Some(pending) = pending {
         let told = pending.result();
         match row.victim {
