@@ -143,7 +143,7 @@ impl Audit {
     /// that others can write is refused, and so is one that another process writes.
     pub fn open(path: &Path, settings: AuditSettings) -> Result<Audit, AuditError> {
         let (sink, found) = sink::FileSink::open(path)?;
-        // For duplicates only, so that a file which cannot be read twice is no reason not to serve.
+        // Only used to skip duplicates, so the log opens even if it cannot be read again.
         let recent_executions = recent::executions(path).unwrap_or_default();
         let book = Book::new(Box::new(sink), found, settings);
         book.begin().map_err(|unavailable| AuditError::Open { path: path.to_owned(), cause: unavailable.cause })?;

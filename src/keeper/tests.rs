@@ -1284,7 +1284,7 @@ async fn a_keeper_that_hangs_is_noticed_and_is_well_again_when_it_answers() {
         client.execute(&owner(), &id("a"), request("1"), wait, CancellationToken::new(), News::default()).await;
     assert!(matches!(refused, Err(Refused::Unresponsive { sent: true })), "{refused:?}");
     assert!(started.elapsed() <= Duration::from_secs(3), "a call is answered soon after it should have been");
-    assert_eq!(client.trouble(), None, "a few beats are no reason to give up the keeper");
+    assert_eq!(client.trouble(), None, "the keeper is not given up after a few missed beats");
     assert!(matches!(execute(&client, "a", "1").await, Err(Refused::Unresponsive { sent: true })));
     assert!(started.elapsed() <= Duration::from_secs(15));
     assert!(client.trouble().is_some());

@@ -38,15 +38,12 @@ pub(super) struct Look {
 impl Look {
     /// Looks at a process now.
     pub(super) fn at(process: &OwnedFd) -> io::Result<Look> {
-        let stat = fs::read_to_string(format!("/proc/{}/stat", host_pid(process)?))?;
-        Look::parse(&stat).ok_or_else(|| io::ErrorKind::InvalidData.into())
+        Look::parse(&stat_of(process)?).ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
 
     /// Reads a line of the form `pid (name) state … utime stime …`.
     fn parse(stat: &str) -> Option<Look> {
-        // The name may hold anything, also brackets and spaces.
-        let (_, rest) = stat.rsplit_once(')')?;
-        let fields: Vec<&str> = rest.split_whitespace().collect();
+        let fields: Vec<&str> = fields_after_name(stat)?.collect();
         let ticks = |index: usize| fields.get(index)?.parse::<u64>().ok();
         // utime and stime are the fields 14 and 15 of the line, counted in hundredths of a second.
         let processor_time = Duration::from_millis((ticks(11)? + ticks(12)?) * 10);
@@ -59,6 +56,16 @@ impl Look {
     }
 }
 
+/// Reads what the kernel tells about a process in one line: `pid (name) state …`.
+pub(super) fn stat_of(process: &OwnedFd) -> io::Result<String> {
+    fs::read_to_string(format!("/proc/{}/stat", host_pid(process)?))
+}
+
+/// The fields of such a line from the third on. The name may hold anything, also brackets and spaces.
+pub(super) fn fields_after_name(stat: &str) -> Option<impl Iterator<Item = &str>> {
+    stat.rsplit_once(')').map(|(_, fields)| fields.split_whitespace())
+}
+
 /// Whether a process has exited or is about to: the kernel has begun to end it, and everything in
 /// its pid namespace if it is the first process there.
 pub(super) fn is_exiting(process: &OwnedFd) -> bool {
@@ -67,9 +74,9 @@ pub(super) fn is_exiting(process: &OwnedFd) -> bool {
         return true;
     }
     // A server without descriptors cannot look. Then only the end itself counts.
-    let stat = host_pid(process).and_then(|pid| fs::read_to_string(format!("/proc/{pid}/stat")));
+    let stat = stat_of(process);
     // The flags are the ninth field of the line, the seventh after the name.
-    let flags = stat.ok().and_then(|stat| stat.rsplit_once(')')?.1.split_whitespace().nth(6)?.parse::<u64>().ok());
+    let flags = stat.ok().and_then(|stat| fields_after_name(&stat)?.nth(6)?.parse::<u64>().ok());
     flags.is_some_and(|flags| flags & PF_EXITING != 0)
 }
 

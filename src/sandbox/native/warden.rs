@@ -695,11 +695,14 @@ pub(super) fn memory_of(process: &OwnedFd) -> io::Result<MemoryUse> {
 
 /// What the kernel says about the processor time of one process and those of its children that have ended, where no control group counts.
 pub(super) fn processor_time_of(process: &OwnedFd) -> io::Result<Duration> {
-    let stat = fs::read_to_string(format!("/proc/{}/stat", host_pid(process)?))?;
-    // The name of the program may hold anything, also brackets and spaces.
-    let after_name = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
+    let stat = pulse::stat_of(process)?;
     // The 14th to 17th of the line: own and children's time in user and in kernel mode. The name was the second.
-    let ticks = after_name.split_whitespace().skip(11).take(4).filter_map(|number| number.parse::<u64>().ok());
+    let ticks = pulse::fields_after_name(&stat)
+        .into_iter()
+        .flatten()
+        .skip(11)
+        .take(4)
+        .filter_map(|number| number.parse::<u64>().ok());
     // What the kernel shows to programs is counted in hundredths of a second on every machine we run on.
     Ok(Duration::from_millis(ticks.sum::<u64>() * 10))
 }
