@@ -211,6 +211,31 @@ fn limits_are_set(pid: u32) {
 }
 
 #[test]
+fn the_processes_that_make_sandboxes_have_filters_of_their_own() {
+    run(async {
+        let mark = tempfile::Builder::new().prefix("cellblock-mark-").tempdir().unwrap();
+        let backend = Builder::new("minimal").bind(marked(&mark)).start();
+        let session = backend.session();
+        session.ok("1").await;
+        let of_name = |name: &str| {
+            let mut all = native::marked_processes(mark.path()).into_iter();
+            all.find(|process| process.name == name).unwrap_or_else(|| panic!("there is no {name}")).pid
+        };
+        let warden = of_name("cb-warden");
+        let status = fs::read_to_string(format!("/proc/{warden}/status")).unwrap();
+        let guardian = status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap().trim().parse().unwrap();
+        assert_eq!(fs::read_to_string(format!("/proc/{guardian}/comm")).unwrap().trim(), "cb-guardian");
+        let inherited = Posture::read(std::process::id()).unwrap().seccomp_filters;
+        for (pid, own_filters) in [(guardian, 1), (warden, 1), (of_name("cb-family"), 1), (of_name("cb-init"), 2)] {
+            let posture = Posture::read(pid).unwrap();
+            assert!(posture.no_new_privileges, "{posture:?}");
+            assert_eq!((posture.seccomp, posture.seccomp_filters), (2, inherited + own_filters), "{posture:?}");
+        }
+        backend.end().await;
+    });
+}
+
+#[test]
 fn the_warm_interpreter_has_one_thread_known_descriptors_and_nothing_of_the_host() {
     run(async {
         let mark = tempfile::Builder::new().prefix("cellblock-mark-").tempdir().unwrap();
@@ -225,7 +250,7 @@ fn the_warm_interpreter_has_one_thread_known_descriptors_and_nothing_of_the_host
         let posture = Posture::read(zygote.pid).unwrap();
         let own = Posture::read(std::process::id()).unwrap();
         assert!(posture.uids.iter().all(|uid| *uid != 0));
-        assert_eq!((posture.seccomp, posture.seccomp_filters), (2, 1));
+        assert_eq!((posture.seccomp, posture.seccomp_filters), (2, 2));
         for name in NAMESPACES.iter().filter(|name| **name != "cgroup") {
             assert_ne!(posture.namespaces[name], own.namespaces[name], "{name}");
         }

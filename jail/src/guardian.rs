@@ -19,8 +19,8 @@ use serde::{Deserialize, Serialize};
 use crate::identity::Identity;
 use crate::root::{self, RootError, Tree};
 use crate::sys::{self, Forked};
-use crate::wire::{self, Event, FamilyId, Setup};
-use crate::{cgroup, idmap, probe, warden};
+use crate::wire::{self, Event, FamilyId, LeftOut, Setup};
+use crate::{cgroup, idmap, probe, seccomp, warden};
 
 /// The argument that makes the server's binary a guardian.
 pub const ARGUMENT: &str = "--cellblock-jail-guardian";
@@ -67,6 +67,12 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
         return Err(io::Error::other("the set-up came without a socket"));
     }
     let commands = descriptors.remove(0);
+    let filters = seccomp::filters();
+    if !setup.leave_out.contains(&LeftOut::Seccomp)
+        && let Err(error) = seccompiler::apply_filter(&filters.jail)
+    {
+        return report(&commands, &RootError::new("could not load the jail's seccomp filter", io::Error::other(error)));
+    }
     let home = cgroup::home(&setup.cgroups);
     if let Err(error) = cgroup::enter(&descriptors) {
         return report(&commands, &RootError::new("could not enter the control group", error));
@@ -92,6 +98,7 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
                 commands,
                 mounts_from_guardian: is_root.then_some(theirs),
                 trees,
+                filters,
                 setup,
             });
         }

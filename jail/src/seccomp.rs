@@ -1,12 +1,14 @@
-//! Which system calls a sandbox may make.
+//! Which system calls a sandbox may make, and which the processes that make sandboxes.
 //!
-//! The list is data, `seccomp.json`: one line per call, with the arguments it may have and the reason. It is compiled into two filters that add up
+//! The list is data, `seccomp.json`: one line per call, with the arguments it may have and the reason. It is compiled into filters that add up
 //! to an allowlist (the kernel takes the stricter answer):
 //!
+//! - the *jail* filter allows the list and what the jail itself calls. The guardian loads it at its start; warden, families, inits and everything
+//!   below inherit it;
 //! - the *wide* filter allows the list and the calls needed to enter a sandbox. The zygote loads it once and every fork inherits it;
 //! - the *closing* filter refuses the entry calls. A fork loads it as the last step of its lock-down. It is short, because loading is paid per session.
 //!
-//! A third one, the *still* filter, refuses to start programs, with EPERM. An interpreter gets it where programs need somebody's approval; it is one of its own, so
+//! One more, the *still* filter, refuses to start programs, with EPERM. An interpreter gets it where programs need somebody's approval; it is one of its own, so
 //! that the number of filters shows that it is there.
 //!
 //! A refused call answers ENOSYS, so that libraries take their fallback. Calls of another architecture, and x32 calls, end the process:
@@ -45,11 +47,14 @@ pub struct Rules {
     pub x86_64: Vec<Rule>,
     /// Calls a fork makes on its way into the sandbox, and never again.
     pub entry: Vec<Rule>,
+    /// Calls that guardian, warden, families and inits make, and no interpreter.
+    jail: Vec<Rule>,
 }
 
-/// The two filters, ready for the kernel.
+/// The filters, ready for the kernel.
 #[derive(Debug)]
 pub struct Filters {
+    pub(crate) jail: BpfProgram,
     pub(crate) wide: BpfProgram,
     pub(crate) closing: BpfProgram,
     still: BpfProgram,
@@ -74,17 +79,26 @@ fn filters_for(arch: TargetArch) -> Filters {
         allowed.extend(rules.x86_64);
     }
     allowed.extend(rules.entry.iter().cloned());
-    let refuse = json!({ "errno": libc::ENOSYS });
-    let mut wide = compile(&allowed, json!("allow"), refuse, arch);
-    if is_x86_64 {
-        // Jumps are relative, so instructions may be put in front.
-        wide.splice(0..0, refuse_x32());
-    }
+    let wide = allowlist(&allowed, arch);
+    // A call with and one without conditions is one without.
+    let is_free = |call: &Rule| rules.jail.iter().any(|rule| rule.syscall == call.syscall);
+    let of_jail: Vec<Rule> = allowed.iter().filter(|call| !is_free(call)).chain(&rules.jail).cloned().collect();
+    let jail = allowlist(&of_jail, arch);
     let not_permitted = json!({ "errno": libc::EPERM });
     let closing = compile(&rules.entry, not_permitted.clone(), json!("allow"), arch);
     let starting = allowed.iter().filter(|rule| STARTING.contains(&rule.syscall.as_str()));
     let still = compile(&starting.cloned().collect::<Vec<_>>(), not_permitted, json!("allow"), arch);
-    Filters { wide, closing, still }
+    Filters { jail, wide, closing, still }
+}
+
+/// A filter that refuses whatever is not in the list.
+fn allowlist(rules: &[Rule], arch: TargetArch) -> BpfProgram {
+    let mut program = compile(rules, json!("allow"), json!({ "errno": libc::ENOSYS }), arch);
+    if matches!(arch, TargetArch::x86_64) {
+        // Jumps are relative, so instructions may be put in front.
+        program.splice(0..0, refuse_x32());
+    }
+    program
 }
 
 impl Filters {
@@ -137,7 +151,7 @@ mod tests {
     fn the_list_compiles_and_the_closing_filter_is_short() {
         let filters = filters();
         assert!(filters.closing_bytes().len() / 8 < 120, "loading it is paid per session");
-        assert!(filters.wide.len() < 4096, "the kernel's limit for one program");
+        assert!(filters.wide.len().max(filters.jail.len()) < 4096, "the kernel's limit for one program");
     }
 
     #[test]
@@ -155,7 +169,8 @@ mod tests {
     #[test]
     fn the_list_compiles_for_both_architectures() {
         for arch in [TargetArch::x86_64, TargetArch::aarch64] {
-            assert!(filters_for(arch).wide.len() > 200);
+            let filters = filters_for(arch);
+            assert!(filters.wide.len() > 200 && filters.jail.len() > 200);
         }
     }
 
@@ -163,7 +178,7 @@ mod tests {
     fn every_line_has_a_reason_and_no_line_is_there_twice() {
         let rules = rules();
         let mut seen = BTreeSet::new();
-        for rule in rules.common.iter().chain(&rules.x86_64).chain(&rules.entry) {
+        for rule in rules.common.iter().chain(&rules.x86_64).chain(&rules.entry).chain(&rules.jail) {
             assert!(rule.comment.len() > 5, "{} has no reason", rule.syscall);
             assert!(
                 seen.insert((rule.syscall.clone(), json!(rule.args).to_string())),
@@ -250,6 +265,53 @@ mod tests {
         ] {
             assert!(!listed.contains(call), "{call} must not be in the list");
         }
+    }
+
+    #[test]
+    fn calls_that_the_jail_must_never_make_are_not_listed_for_it() {
+        let rules = rules();
+        for call in [
+            "bpf",
+            "perf_event_open",
+            "userfaultfd",
+            "io_uring_setup",
+            "keyctl",
+            "add_key",
+            "request_key",
+            "open_by_handle_at",
+            "init_module",
+            "finit_module",
+            "delete_module",
+            "kexec_load",
+            "kexec_file_load",
+            "swapon",
+            "reboot",
+            "settimeofday",
+            "clock_settime",
+            "syslog",
+            "iopl",
+            "ioperm",
+            "fanotify_init",
+            "modify_ldt",
+            "process_vm_writev",
+            "chroot",
+        ] {
+            assert!(!rules.jail.iter().any(|rule| rule.syscall == call), "{call} must not be in the list");
+        }
+    }
+
+    #[test]
+    fn the_jails_filter_refuses_what_is_not_listed() {
+        use std::os::unix::fs::chroot;
+        // A filter belongs to the thread that loads it.
+        let refused = std::thread::spawn(|| {
+            let before = chroot("").unwrap_err().raw_os_error();
+            seccompiler::apply_filter(&filters().jail).unwrap();
+            let open = std::fs::read("/proc/self/status").is_ok();
+            (before, chroot("").unwrap_err().raw_os_error(), open)
+        });
+        assert_eq!(refused.join().unwrap(), (Some(libc::ENOENT), Some(libc::ENOSYS), true));
+        assert_eq!(chroot("").unwrap_err().raw_os_error(), Some(libc::ENOENT), "control: another thread");
     }
 
     #[test]

@@ -25,7 +25,7 @@ use crate::identity::INSIDE_ID;
 use crate::init::{JOINED, Order, Word as InitWord};
 use crate::program::StepError;
 use crate::root::{self, RootError, Tree};
-use crate::seccomp::{self, Filters};
+use crate::seccomp::Filters;
 use crate::sys::{self, Forked};
 use crate::twin::{Approach, Entry, Moment, Stopped, Twin, Watch, Way};
 use crate::wire::{self, BEGINNING, Command, Event, FamilyId, Generation, LeftOut, Origin, Programs, Setup, Slot};
@@ -49,6 +49,7 @@ pub(crate) struct Start {
     pub(crate) mounts_from_guardian: Option<OwnedFd>,
     /// The read-only mounts, if the guardian could open them already.
     pub(crate) trees: Option<Vec<Tree>>,
+    pub(crate) filters: Filters,
     pub(crate) setup: Setup,
 }
 
@@ -148,13 +149,12 @@ fn run(start: Start) -> Result<(), RootError> {
     root::become_root(&trees, &standing, &start.setup.leave_out)?;
     drop(trees);
     sys::bring_loopback_up().map_err(failed("could not bring up the loopback interface"))?;
-    let filters = seccomp::filters();
     let mut warden = Warden {
-        entry: entry(&start.setup, &filters),
+        entry: entry(&start.setup, &start.filters),
         pid_namespace: std::fs::File::open("/proc/self/ns/pid")
             .map_err(failed("could not open the pid namespace"))?
             .into(),
-        filters,
+        filters: start.filters,
         children: sys::child_signal_descriptor().map_err(failed("could not watch children"))?,
         commands: start.commands,
         mounts_from_guardian: start.mounts_from_guardian,

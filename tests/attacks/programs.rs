@@ -160,7 +160,7 @@ fn every_interpreter_is_seen_to_have_the_filter_before_it_runs() {
     run(async {
         let backend = Builder::new("minimal").refuse_programs().skip_step("refuse programs").start();
         let failure = backend.failure().await.expect("a session that may start programs was started");
-        assert!(failure.contains("it has 2 of 3 seccomp filters"), "{failure}");
+        assert!(failure.contains("it has 3 of 4 seccomp filters"), "{failure}");
         backend.end().await;
         // Control: where programs are free, the step does not exist and nothing is missed.
         let backend = Builder::new("minimal").skip_step("refuse programs").start();
@@ -427,7 +427,7 @@ print(find('sleep'))";
                 }
             };
             let (of_command, of_session) = (Posture::read(command).unwrap(), Posture::read(interpreter).unwrap());
-            assert_eq!((of_command.seccomp_filters, of_session.seccomp_filters), (2, 3));
+            assert_eq!((of_command.seccomp_filters, of_session.seccomp_filters), (3, 4));
             let alike = |mut posture: Posture| {
                 posture.seccomp_filters = 0;
                 // Each makes one of its own, with the same group as its root.
@@ -476,7 +476,7 @@ fn a_command_sees_no_more_than_the_session() {
         for facts in [&mut of_session, &mut of_command] {
             facts["descriptors"] = Value::Null;
             for thread in facts["threads"].as_array_mut().unwrap() {
-                assert!(["2", "3"].contains(&thread["Seccomp_filters"].as_str().unwrap()));
+                assert!(["3", "4"].contains(&thread["Seccomp_filters"].as_str().unwrap()));
                 thread["Seccomp_filters"] = Value::Null;
             }
         }
@@ -552,7 +552,7 @@ fn work_of_the_servers_own_may_start_programs() {
             sessions.map(|process| Posture::read(process.pid).unwrap().seccomp_filters).collect::<Vec<_>>()
         };
         let (mut own, _own) = backend.backend.launch_apart().await.unwrap();
-        assert_eq!(filters(), [2]);
+        assert_eq!(filters(), [3]);
         own.destroy().await;
         // Nobody is asked either, although there is a policy that denies everything.
         let hidden = denying().sessions.hidden(Rules::none()).unwrap();
@@ -560,7 +560,7 @@ fn work_of_the_servers_own_may_start_programs() {
         let outcome = hidden.execute(code, Duration::from_secs(60), 1000).await.unwrap();
         assert_eq!(native::everything(&outcome), "42\nx\n");
         let (mut of_session, _of_session) = backend.backend.launch().await.unwrap();
-        assert_eq!(filters(), [3], "control");
+        assert_eq!(filters(), [4], "control");
         of_session.destroy().await;
         backend.end().await;
     });

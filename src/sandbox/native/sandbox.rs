@@ -44,8 +44,9 @@ use crate::sandbox::{
 const FORKS_PER_ZYGOTE: u32 = 2_000;
 /// Age after which it is replaced for the same reason.
 const AGE_OF_ZYGOTE: Duration = Duration::from_secs(6 * 3600);
-/// Every session has two: the zygote's wide one and its own closing one. The one that refuses programs is a third.
-pub(super) const FILTERS: u32 = 2;
+/// Every session has three: the jail's, the zygote's wide one and its own closing one. The one that
+/// refuses programs is a fourth.
+pub(super) const FILTERS: u32 = 3;
 
 /// How long a session may take to come to its branch point. Its fork handlers run meanwhile, which may be a user's.
 const BRANCH_LIMIT: Duration = Duration::from_secs(3);
