@@ -63,7 +63,7 @@ struct Peers {
 
 type Row = fn(&Peers) -> anyhow::Result<()>;
 
-const ROWS: [(&str, Row); 27] = [
+const ROWS: [(&str, Row); 28] = [
     ("initialize", process_start_to_initialize),
     ("new-session", new_session_to_first_result),
     ("cell", cell_round_trip),
@@ -83,6 +83,7 @@ const ROWS: [(&str, Row); 27] = [
     ("http", service::cells_over_http),
     ("http-token", service::cost_of_a_token),
     ("http-memory", service::memory_of_idle_clients),
+    ("fairness", service::small_cells_beside_busy_sessions),
     ("container-cell", containers::cells_in_a_container),
     ("container-cold", containers::cold_container),
     ("tool-call", tools::call_from_code),

@@ -25,7 +25,7 @@ use tokio::task::JoinSet;
 use crate::http_client::HttpClient;
 use crate::memory::{self, MIB};
 use crate::server::{cellblock, printed};
-use crate::statistics::{Sample, repeat, report};
+use crate::statistics::{Sample, in_milliseconds, repeat, report};
 use crate::{Peers, target};
 
 const CLIENTS: [usize; 3] = [1, 16, 64];
@@ -34,6 +34,8 @@ const LASTING: Duration = Duration::from_secs(5);
 const TOKENS: usize = 200;
 const IDLE_CONNECTIONS: usize = 1_000;
 const IDLE_SESSIONS: usize = 200;
+const BUSY_SESSIONS: usize = 100;
+const SMALL_CELLS: usize = 100;
 
 /// What a FastMCP server must do to take part: nothing, quickly.
 const FASTMCP: &str = "
@@ -126,6 +128,78 @@ pub(crate) fn memory_of_idle_clients(_: &Peers) -> anyhow::Result<()> {
     })
 }
 
+/// What one caller's busy sessions cost another caller, whose small cells change state.
+pub(crate) fn small_cells_beside_busy_sessions(_: &Peers) -> anyhow::Result<()> {
+    println!("\nsmall cells of a caller while another one has {BUSY_SESSIONS} sessions that compute without a pause");
+    let runtime = client_runtime()?;
+    let folder = tempfile::tempdir()?;
+    let [busy, quiet] = ["busy", "quiet"].map(new_key);
+    let (busy, quiet) = (busy?, quiet?);
+    let configuration = folder.path().join("config.yaml");
+    fs::write(&configuration, format!("auth:\n  api_keys:\n{}{}", busy.lines, quiet.lines))?;
+    let mut command = cellblock("serve");
+    command.env("CELLBLOCK_CONFIG", configuration).args(["--max-sessions", "128"]);
+    let service = Service::run(command, "on")?;
+    runtime.block_on(async {
+        let mut client = HttpClient::connect(service.address, Some(&quiet.key)).await?;
+        client.call("execute_ipython_cell", &json!({"code": "n = 0", "session_id": "quiet"})).await?;
+        let alone = small_cells(&mut client, 0).await?;
+        report("alone", &alone, None);
+        let mut floods = JoinSet::new();
+        let all = Arc::new(Barrier::new(BUSY_SESSIONS + 1));
+        for number in 0..BUSY_SESSIONS {
+            floods.spawn(compute(service.address, busy.key.clone(), number, all.clone()));
+        }
+        all.wait().await;
+        let beside = small_cells(&mut client, SMALL_CELLS).await?;
+        floods.abort_all();
+        let wanted = alone.median() * 2 + Duration::from_millis(100);
+        report("beside them", &beside, Some(wanted));
+        let high = in_milliseconds(alone.high() * 2 + Duration::from_millis(100));
+        println!("    twice the p99 alone and 100 ms: {high}");
+        anyhow::Ok(())
+    })
+}
+
+/// Cells that count on from `first`, with a pause after each.
+async fn small_cells(client: &mut HttpClient, first: usize) -> anyhow::Result<Sample> {
+    let mut sample = Sample::default();
+    for number in first + 1..=first + SMALL_CELLS {
+        let call = json!({"code": "n += 1; print(n)", "session_id": "quiet"});
+        let (result, elapsed) = client.call("execute_ipython_cell", &call).await?;
+        ensure!(printed(&result) == Some(number.to_string().as_str()), "unexpected answer: {result}");
+        sample.add(elapsed);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    Ok(sample)
+}
+
+/// Computes in a session of its own until it is stopped.
+async fn compute(address: SocketAddr, key: String, number: usize, all: Arc<Barrier>) -> anyhow::Result<()> {
+    let mut client = HttpClient::connect(address, Some(&key)).await?;
+    let session = format!("busy-{number}");
+    client.call("execute_ipython_cell", &json!({"code": "n = 0", "session_id": session})).await?;
+    all.wait().await;
+    loop {
+        let call = json!({"code": "for _ in range(5_000_000): n += 1", "session_id": session});
+        client.call("execute_ipython_cell", &call).await?;
+    }
+}
+
+/// A key of a caller, and the lines of a configuration that make it known.
+struct Key {
+    key: String,
+    lines: String,
+}
+
+fn new_key(name: &str) -> anyhow::Result<Key> {
+    let output = cellblock("key").args(["new", name]).output()?;
+    let text = String::from_utf8(output.stdout)?;
+    let key = text.lines().find(|line| line.starts_with("cellblock_")).context("no key was shown")?.to_owned();
+    let lines = text.split_once("api_keys:\n").context("nothing was said about the key")?.1.to_owned();
+    Ok(Key { key, lines })
+}
+
 /// Clients cost little, so one thread is enough for all of them.
 fn client_runtime() -> anyhow::Result<Runtime> {
     Ok(Builder::new_current_thread().enable_all().build()?)
@@ -197,15 +271,23 @@ struct Service {
     child: Child,
     keeper: String,
     address: SocketAddr,
+    /// That of development mode; empty in others.
     token: String,
 }
 
 impl Service {
+    /// Starts a service in development mode.
     fn start(keep_sessions: &str, more: &[&str]) -> anyhow::Result<Service> {
+        let mut command = cellblock("serve");
+        command.args(more);
+        Service::run(command, keep_sessions)
+    }
+
+    fn run(mut command: Command, keep_sessions: &str) -> anyhow::Result<Service> {
         // Another keeper of this user is none of our business.
         let keeper = format!("bench-{}-{keep_sessions}", std::process::id());
-        let mut command = cellblock("serve");
-        command.args(["--listen", "127.0.0.1:0", "--keep-sessions", keep_sessions]).args(more);
+        let is_development = !command.get_envs().any(|(name, _)| name == "CELLBLOCK_CONFIG");
+        command.args(["--listen", "127.0.0.1:0", "--keep-sessions", keep_sessions]);
         command.env("CELLBLOCK_KEEPER", &keeper).env("RUST_LOG", "info").stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child = command.spawn().context("could not start a service")?;
         let mut log = BufReader::new(child.stderr.take().context("a service without a log")?).lines();
@@ -215,8 +297,11 @@ impl Service {
                 .find_map(|line| Some(line.split(start).nth(1)?.split(end).next()?.to_owned()))
         };
         let address = value("url=\"http://", &['/']).context("the service does not say where it is")?.parse()?;
-        let file: PathBuf = value("file=", &[' ']).context("the service does not say where its token is")?.into();
-        let token = fs::read_to_string(file)?.trim().to_owned();
+        let mut token = String::new();
+        if is_development {
+            let file: PathBuf = value("file=", &[' ']).context("the service does not say where its token is")?.into();
+            token = fs::read_to_string(file)?.trim().to_owned();
+        }
         // Somebody must read the log, or the service waits for room to write.
         std::thread::spawn(move || log.for_each(drop));
         Ok(Service { child, keeper, address, token })

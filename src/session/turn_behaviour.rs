@@ -44,7 +44,7 @@ fn load(setting: &Setting) -> (usize, usize) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_flood_of_one_principal_delays_another_by_one_place() {
+async fn a_flood_of_one_principal_holds_up_nobody_else() {
     let setting = places(1);
     let begun = Instant::now();
     let mut flood = Vec::new();
@@ -52,14 +52,13 @@ async fn a_flood_of_one_principal_delays_another_by_one_place() {
         flood.push(setting.submit(&owner(), &format!("a{number}"), "sleep 5").await);
     }
     assert_eq!(load(&setting), (1, 4));
-    let (_, ended) = setting.submit(&other(), "b", "sleep 5").await.await.unwrap();
-    // The cell that ran, the first of the flood that waited, and then this one.
-    assert_eq!(ended - begun, 15 * SECOND);
+    let (_, ended) = setting.submit(&other(), "b", "sleep 3").await.await.unwrap();
+    assert_eq!(ended - begun, 3 * SECOND);
     let mut ends = Vec::new();
     for call in flood {
         ends.push((call.await.unwrap().1 - begun).as_secs());
     }
-    assert_eq!(ends, [5, 10, 20, 25, 30]);
+    assert_eq!(ends, [5, 10, 15, 20, 25]);
     assert_eq!(load(&setting), (0, 0));
 }
 

@@ -1,11 +1,15 @@
 //! Whose cell runs next when more are wanted than may run at once.
 //!
-//! Principals take turns: the one whose turn it is starts the first of its waiting cells and goes to the end of the line. So a principal that floods
-//! the server delays the next cell of another one by one place for each principal that waits, however many cells the flood has. A place that is
-//! free never stays free while somebody waits.
+//! Principals take turns. A place that becomes free goes to the waiting principal with the fewest
+//! running cells; among equals, to the one that has waited longest for its turn. A principal that
+//! runs nothing does not wait for others to finish: there are as many places again for the first
+//! cells of principals. So one that floods the server with long cells holds up nobody else.
+//!
+//! A place that is free never stays free while somebody waits.
 //!
 //! `Line` decides and knows no time and no tasks; `Turns` joins it with those who wait.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -129,7 +133,7 @@ impl Drop for Turn {
         if self.came.is_none() {
             hall.usual = (hall.usual * 7 + self.since.elapsed()) / 8;
         }
-        if let Some(next) = hall.line.free()
+        if let Some(next) = hall.line.free(&self.owner)
             && let Some(call) = hall.waiting.remove(&next)
         {
             // One that has gone meanwhile gives the place back when it is dropped.
@@ -152,6 +156,8 @@ impl Hall {
 struct Line {
     places: usize,
     running: usize,
+    /// How many cells each principal runs, for those that run any.
+    running_of: HashMap<Principal, usize>,
     waiting: usize,
     /// Principals that wait, in the order of their turns.
     order: VecDeque<Principal>,
@@ -160,18 +166,39 @@ struct Line {
 
 impl Line {
     fn new(places: usize) -> Line {
-        Line { places, running: 0, waiting: 0, order: VecDeque::new(), tickets: HashMap::new() }
+        Line {
+            places,
+            running: 0,
+            running_of: HashMap::new(),
+            waiting: 0,
+            order: VecDeque::new(),
+            tickets: HashMap::new(),
+        }
     }
 
     fn is_crowded_for(&self, owner: &Principal) -> bool {
         let own = self.tickets.get(owner).map_or(0, VecDeque::len);
-        self.running >= self.places && (self.waiting >= MOST_WAITING || own >= MOST_WAITING_OF_ONE)
+        !self.has_place_for(owner) && (self.waiting >= MOST_WAITING || own >= MOST_WAITING_OF_ONE)
+    }
+
+    fn has_place_for(&self, owner: &Principal) -> bool {
+        let places = if self.runs_of(owner) == 0 { self.places.saturating_mul(2) } else { self.places };
+        self.running < places
+    }
+
+    fn runs_of(&self, owner: &Principal) -> usize {
+        self.running_of.get(owner).copied().unwrap_or(0)
+    }
+
+    fn begin(&mut self, owner: &Principal) {
+        self.running += 1;
+        *self.running_of.entry(owner.clone()).or_default() += 1;
     }
 
     /// Takes a place, or gets in line. Returns whether there was a place.
     fn arrive(&mut self, owner: &Principal, ticket: u64) -> bool {
-        if self.running < self.places {
-            self.running += 1;
+        if self.has_place_for(owner) {
+            self.begin(owner);
             return true;
         }
         let tickets = self.tickets.entry(owner.clone()).or_default();
@@ -198,30 +225,40 @@ impl Line {
     /// Changes the number of places. Returns the tickets that get one of the new ones.
     fn set_places(&mut self, places: usize) -> Vec<u64> {
         self.places = places;
-        let mut called = Vec::new();
-        while self.running < self.places && self.waiting > 0 {
-            self.running += 1;
-            called.extend(self.free());
-        }
-        called
+        std::iter::from_fn(|| self.call_next()).collect()
     }
 
     /// Gives a place back. Returns the ticket that gets it, if somebody waits and there are not
     /// fewer places than before.
-    fn free(&mut self) -> Option<u64> {
-        let next = if self.running <= self.places { self.order.pop_front() } else { None };
-        let Some(owner) = next else {
-            self.running -= 1;
+    fn free(&mut self, owner: &Principal) -> Option<u64> {
+        self.running -= 1;
+        if let Entry::Occupied(mut runs) = self.running_of.entry(owner.clone()) {
+            *runs.get_mut() -= 1;
+            if *runs.get() == 0 {
+                runs.remove();
+            }
+        }
+        self.call_next()
+    }
+
+    /// Calls whoever is next, if there is a place for it.
+    fn call_next(&mut self) -> Option<u64> {
+        // The first of those with the fewest.
+        let next = (0..self.order.len()).min_by_key(|at| self.runs_of(&self.order[*at]))?;
+        if !self.has_place_for(&self.order[next]) {
             return None;
-        };
+        }
+        let owner = self.order.remove(next)?;
         let tickets = self.tickets.get_mut(&owner).expect("whoever is in line has a ticket");
         let ticket = tickets.pop_front().expect("whoever is in line has a ticket");
-        if tickets.is_empty() {
-            self.tickets.remove(&owner);
-        } else {
-            self.order.push_back(owner);
-        }
+        let has_more = !tickets.is_empty();
+        self.begin(&owner);
         self.waiting -= 1;
+        if has_more {
+            self.order.push_back(owner);
+        } else {
+            self.tickets.remove(&owner);
+        }
         Some(ticket)
     }
 }
@@ -239,54 +276,70 @@ mod tests {
     }
 
     #[test]
-    fn principals_take_turns_however_many_cells_one_of_them_wants() {
+    fn a_principal_that_runs_nothing_does_not_wait_for_one_that_floods() {
         let (flood, other, third) = (principal(0), principal(1), principal(2));
         let mut line = Line::new(1);
         assert!(line.arrive(&flood, 0));
-        for ticket in 1..=5 {
-            assert!(!line.arrive(&flood, ticket));
-        }
-        line.arrive(&other, 10);
-        line.arrive(&third, 20);
-        line.arrive(&other, 11);
-        let order = (0..9).map(|_| line.free()).collect::<Vec<_>>();
-        let expected = [1, 10, 20, 2, 11, 3, 4, 5].map(Some);
-        assert_eq!(order[..8], expected);
-        assert_eq!((order[8], line.running, line.waiting), (None, 0, 0));
+        assert!(!line.arrive(&flood, 1) && !line.arrive(&flood, 2));
+        assert!(line.arrive(&other, 10), "as many places again for those that run nothing");
+        assert!(!line.arrive(&other, 11), "a second cell waits");
+        assert!(!line.arrive(&third, 20), "there are twice as many places, and no more");
+        assert_eq!(line.free(&flood), Some(1), "both run nothing now, and the flood waited first");
+        assert_eq!(line.free(&flood), Some(20), "then it is the turn of the third");
+    }
+
+    #[test]
+    fn a_free_place_goes_to_whoever_runs_the_least_then_in_turns() {
+        let (flood, other, third) = (principal(0), principal(1), principal(2));
+        let mut line = Line::new(3);
+        assert!((0..3).all(|ticket| line.arrive(&flood, ticket)));
+        assert!((3..6).all(|ticket| !line.arrive(&flood, ticket)));
+        assert!(line.arrive(&other, 10) && line.arrive(&third, 20));
+        assert!(!line.arrive(&other, 11) && !line.arrive(&third, 21));
+        // Five run on three places, so that two must end first.
+        assert_eq!([line.free(&flood), line.free(&flood)], [None, None]);
+        assert_eq!(line.free(&flood), Some(3), "it runs nothing now");
+        assert_eq!(line.free(&flood), Some(4), "again");
+        assert_eq!(line.free(&third), Some(21), "it runs nothing now");
+        assert_eq!(line.free(&third), Some(11), "one each: the next in turn");
     }
 
     #[test]
     fn who_leaves_the_line_is_not_called() {
         let mut line = Line::new(1);
-        line.arrive(&principal(0), 0);
-        line.arrive(&principal(1), 1);
-        line.arrive(&principal(2), 2);
-        line.leave(&principal(1), 1);
-        line.leave(&principal(1), 1);
-        assert_eq!((line.free(), line.free(), line.running), (Some(2), None, 0));
+        for (owner, ticket) in [(0, 0), (1, 1), (2, 2), (3, 3)] {
+            line.arrive(&principal(owner), ticket);
+        }
+        line.leave(&principal(2), 2);
+        line.leave(&principal(2), 2);
+        assert_eq!(line.free(&principal(0)), Some(3));
+        assert_eq!((line.free(&principal(1)), line.free(&principal(3)), line.running), (None, None, 0));
     }
 
     #[test]
     fn more_places_are_given_out_at_once_and_fewer_as_cells_end() {
+        let (one, other) = (principal(0), principal(1));
         let mut line = Line::new(1);
-        assert!(line.arrive(&principal(0), 0));
+        assert!(line.arrive(&one, 0));
         for ticket in 1..=4 {
-            assert!(!line.arrive(&principal(1), ticket));
+            assert!(!line.arrive(&one, ticket));
         }
         assert_eq!(line.set_places(3), [1, 2]);
         assert_eq!((line.running, line.waiting), (3, 2));
         assert!(line.set_places(1).is_empty());
-        assert_eq!([line.free(), line.free()], [None, None], "three ran, and only one may");
-        assert_eq!((line.free(), line.running), (Some(3), 1));
+        assert!(!line.arrive(&other, 10), "three run, which is more than two");
+        assert_eq!(line.free(&one), None, "three ran, and two are still more than one");
+        assert_eq!(line.free(&one), Some(10), "it runs nothing");
+        assert_eq!((line.free(&one), line.free(&other), line.running), (Some(3), None, 1));
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_place_is_passed_on_and_never_lost() {
         let turns = Turns::new(1);
         let first = turns.ask(&principal(0)).unwrap();
-        let mut second = turns.ask(&principal(1)).unwrap();
-        let third = turns.ask(&principal(2)).unwrap();
-        let mut fourth = turns.ask(&principal(3)).unwrap();
+        let mut second = turns.ask(&principal(0)).unwrap();
+        let third = turns.ask(&principal(0)).unwrap();
+        let mut fourth = turns.ask(&principal(0)).unwrap();
         assert!(first.is_here() && !second.is_here());
         drop(first);
         second.come().await;
@@ -329,7 +382,8 @@ mod tests {
         Arrive(usize),
         /// One of those that wait leaves.
         Leave(usize),
-        Free,
+        /// One of those that run ends.
+        Free(usize),
     }
 
     fn step() -> impl Strategy<Value = Step> {
@@ -338,7 +392,7 @@ mod tests {
             3 => Just(Step::Arrive(0)),
             2 => (0usize..5).prop_map(Step::Arrive),
             1 => (0usize..50).prop_map(Step::Leave),
-            3 => Just(Step::Free),
+            3 => (0usize..50).prop_map(Step::Free),
         ]
     }
 
@@ -347,48 +401,51 @@ mod tests {
         fn nobody_starves_and_no_place_stays_free(steps in prop::collection::vec(step(), 0..400), places in 1usize..6) {
             let mut line = Line::new(places);
             let mut waiting: Vec<(usize, u64)> = Vec::new();
-            let mut running = 0;
-            // For each principal that waits: who was called since it began to wait.
+            let mut running: Vec<usize> = Vec::new();
+            let runs_of = |running: &[usize], owner: usize| running.iter().filter(|known| **known == owner).count();
+            // For each principal that waits and runs nothing: who was called since then.
             let mut called: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
             for (ticket, step) in steps.into_iter().enumerate() {
                 let ticket = ticket as u64;
                 match step {
                     Step::Arrive(owner) => {
                         if line.arrive(&principal(owner), ticket) {
-                            running += 1;
+                            running.push(owner);
                         } else {
                             waiting.push((owner, ticket));
-                            called.entry(owner).or_default();
                         }
                     }
                     Step::Leave(place) if place < waiting.len() => {
                         let (owner, ticket) = waiting.remove(place);
                         line.leave(&principal(owner), ticket);
-                        if waiting.iter().all(|(known, _)| *known != owner) {
-                            called.remove(&owner);
-                        }
                     }
-                    Step::Free if running > 0 => match line.free() {
-                        None => running -= 1,
-                        Some(next) => {
+                    Step::Free(place) if place < running.len() => {
+                        let freed = running.remove(place);
+                        if let Some(next) = line.free(&principal(freed)) {
                             let place = waiting.iter().position(|(_, ticket)| *ticket == next).expect("it waits");
                             let (owner, _) = waiting[place];
                             prop_assert!(waiting[..place].iter().all(|(known, _)| *known != owner), "first come, first served");
+                            let least = waiting.iter().map(|(known, _)| runs_of(&running, *known)).min();
+                            prop_assert_eq!(Some(runs_of(&running, owner)), least, "others run less");
                             waiting.remove(place);
+                            running.push(owner);
                             called.remove(&owner);
                             for others in called.values_mut() {
-                                prop_assert!(!others.contains(&owner), "somebody was called twice while another one waited");
+                                prop_assert!(!others.contains(&owner), "called twice while another one waited and ran nothing");
                                 others.push(owner);
                             }
-                            if waiting.iter().any(|(known, _)| *known == owner) {
-                                called.insert(owner, Vec::new());
-                            }
                         }
-                    },
-                    Step::Leave(_) | Step::Free => {}
+                    }
+                    Step::Leave(_) | Step::Free(_) => {}
                 }
-                prop_assert_eq!((line.running, line.waiting), (running, waiting.len()));
-                prop_assert!(running == places || waiting.is_empty(), "a place is free although somebody waits");
+                let idle = |owner: usize| runs_of(&running, owner) == 0 && waiting.iter().any(|(known, _)| *known == owner);
+                called.retain(|owner, _| idle(*owner));
+                for owner in (0..5).filter(|owner| idle(*owner)) {
+                    called.entry(owner).or_default();
+                }
+                prop_assert_eq!((line.running, line.waiting), (running.len(), waiting.len()));
+                prop_assert!(running.len() >= places || waiting.is_empty(), "a place is free although somebody waits");
+                prop_assert!(called.is_empty() || running.len() >= 2 * places, "somebody without a cell waits");
             }
         }
     }
