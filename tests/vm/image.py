@@ -43,6 +43,12 @@ StandardError=inherit
 WantedBy=multi-user.target
 """
 
+# A machine that cannot boot ends instead of waiting for an administrator.
+EMERGENCY = """\
+[Service]
+ExecStart=/usr/bin/systemctl poweroff --force --force
+"""
+
 
 def find_or_build(suite, program):
     """Returns the folder of an image that was made from the present recipe."""
@@ -85,17 +91,18 @@ def bootstrap(suite, root, program):
         'HOME=/root chroot "$1" /tmp/cellblock env build minimal',
         'cd "$1" && mkdir -p home/u/.local/share && cp -a root/.local/share/cellblock home/u/.local/share/',
         'chroot "$1" chown -R u:u /home/u && rm "$1/tmp/cellblock"',
-        'mkdir "$1/payload" && echo "/dev/vdb /payload ext4 ro 0 0" >>"$1/etc/fstab"',
+        'mkdir "$1/payload" && echo "/dev/vdb /payload ext4 ro,x-systemd.device-timeout=15min 0 0" >>"$1/etc/fstab"',
         'chroot "$1" systemctl enable check.service',
         'chroot "$1" systemctl mask apt-daily.timer apt-daily-upgrade.timer systemd-timesyncd.service',
     ]
     command = ["mmdebstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", f"--essential-hook={initrd}"]
     for left_out in ["doc", "man", "locale"]:
         command.append(f"--dpkgopt=path-exclude=/usr/share/{left_out}/*")
-    with tempfile.NamedTemporaryFile("w", suffix=".service") as service:
-        service.write(SERVICE)
-        service.flush()
-        hooks.insert(0, f'install -m 644 {service.name} "$1/etc/systemd/system/check.service"')
+    with tempfile.TemporaryDirectory() as units:
+        for name, text in [("check.service", SERVICE), ("emergency.service", EMERGENCY)]:
+            unit = Path(units) / name
+            unit.write_text(text)
+            hooks.insert(0, f'install -m 644 {unit} "$1/etc/systemd/system/{name}"')
         command += [f"--customize-hook={hook}" for hook in hooks]
         subprocess.run([*command, suite, str(root), MIRROR], check=True, stderr=subprocess.PIPE, text=True)
 
