@@ -14,9 +14,10 @@ use serde_json::{Value, json};
 const LOOK: Duration = Duration::from_millis(25);
 const QUIET: Duration = Duration::from_micros(500);
 
-/// A command of the binary under test.
+/// A command of the binary under test, or of the one that `CELLBLOCK_BINARY` names.
 pub(crate) fn cellblock(command: &str) -> Command {
-    let mut program = Command::new(env!("CARGO_BIN_EXE_cellblock"));
+    let named = std::env::var_os("CELLBLOCK_BINARY");
+    let mut program = Command::new(named.unwrap_or_else(|| env!("CARGO_BIN_EXE_cellblock").into()));
     program.arg(command);
     program
 }
