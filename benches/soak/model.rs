@@ -118,11 +118,16 @@ impl Statement {
     }
 }
 
-/// Statements with the state after each of them. An interrupted cell leaves one of these states.
+/// The states that an interrupted cell may leave: before, between and after its statements. A file
+/// is emptied before it is written.
 pub(crate) fn states(from: &State, statements: &[Statement]) -> Vec<State> {
     let mut states = vec![from.clone()];
     for statement in statements {
         let mut next = states[states.len() - 1].clone();
+        if let Statement::Write(file, _) = statement {
+            Statement::Write(file, String::new()).apply(&mut next);
+            states.push(next.clone());
+        }
         statement.apply(&mut next);
         states.push(next);
     }

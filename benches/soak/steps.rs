@@ -492,7 +492,7 @@ impl Worker {
         let mut possible = states(&self.sessions[at].1.state, statements);
         let first_line = statements[0].code();
         if ran == Ran::ToSleep {
-            possible.drain(..statements.len());
+            possible.drain(..possible.len() - 1);
         }
         if ran != Ran::Perhaps {
             self.sessions[at].1.begin_cell(&first_line);
