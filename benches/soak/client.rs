@@ -90,21 +90,18 @@ impl Caller {
         tool: &'static str,
         arguments: &Value,
     ) -> Result<Ended, Trouble> {
-        let (mut text, mut checks) = (String::new(), 0);
+        let mut checks = 0;
         let mut result = self.call(tool, arguments).await?;
         loop {
             let content = result["structuredContent"].take();
             let goes_on = matches!(content["status"].as_str(), Some("running" | "waiting"));
             // The outcome of an earlier cell that was given up comes first.
             let is_abandoned = checks > 0 && self.abandoned && content["status"] == "cancelled";
-            if !is_abandoned {
-                text += content["text"].as_str().unwrap_or_default();
-                text.push('\n');
-            }
             if !goes_on && !is_abandoned {
                 if content.is_null() {
                     return wrong("answer", "structured content", &result);
                 }
+                let text = content["text"].as_str().unwrap_or_default().to_owned();
                 return Ok(Ended { text, content });
             }
             self.abandoned &= !is_abandoned;
@@ -128,7 +125,7 @@ impl Caller {
 
 /// How a cell ended.
 pub(crate) struct Ended {
-    /// The text of all answers about it.
+    /// All that it printed, also what earlier answers have told.
     pub(crate) text: String,
     pub(crate) content: Value,
 }
