@@ -1,37 +1,64 @@
-//! The order in which requests of one connection have arrived.
+//! The order in which calls of one connection were sent.
 //!
 //! Requests of an HTTP/2 connection are answered in tasks of their own, and tasks begin in any
 //! order. The connection itself sees their heads in order, so it gives each request an `Arrival`;
-//! whoever cares for the order waits until the requests before are that far too. A request whose
-//! body is slow does not hold up others for long: the order is that of complete requests.
+//! whoever cares for the order waits until the bodies of the requests before have been read.
+//!
+//! A slow body holds up only later requests of the same caller for the same session, because their
+//! heads say so (`lane`). That wait ends with the body or with its request, so it needs no limit of
+//! its own.
 
+use std::collections::HashMap;
+use std::hash::{BuildHasher, Hash, Hasher, RandomState};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
+use axum::http::{HeaderMap, Method, Request};
 use tokio::sync::oneshot;
 
-/// How long a request that is complete waits for those before it on its connection. Their bodies
-/// usually came in the same packet and only their tasks are late; one that is longer under way is
-/// not complete.
-const LATE: Duration = Duration::from_millis(50);
+/// Headers by which the caller, the connection of an older client, and the session are told apart.
+const LANE_HEADERS: [&str; 3] = ["authorization", "mcp-session-id", "mcp-param-session-id"];
+
+/// Lanes remembered before those without a request under way are forgotten.
+const MOST_REMEMBERED: usize = 256;
 
 /// Numbers the requests of one connection.
 #[derive(Default)]
 pub(super) struct Arrivals {
-    last: Mutex<Option<oneshot::Receiver<()>>>,
+    /// The end of the last request in each lane.
+    last: Mutex<HashMap<u64, oneshot::Receiver<()>>>,
+    hasher: RandomState,
 }
 
 impl Arrivals {
-    /// Notes that the head of a request has arrived.
-    pub(super) fn next(&self) -> Arrival {
+    /// Notes that the head of a request has arrived. Only messages have an order.
+    pub(super) fn next<B>(&self, request: &Request<B>) -> Option<Arrival> {
+        (request.method() == Method::POST).then(|| self.in_lane(self.lane(request.uri().path(), request.headers())))
+    }
+
+    fn in_lane(&self, lane: u64) -> Arrival {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.len() >= MOST_REMEMBERED {
+            last.retain(|_, end| end.try_recv() == Err(oneshot::error::TryRecvError::Empty));
+        }
         let (over, end) = oneshot::channel();
-        let before = self.last.lock().unwrap_or_else(PoisonError::into_inner).replace(end);
+        let before = last.insert(lane, end);
         Arrival(Arc::new(Mutex::new(Some(Place { before, over }))))
+    }
+
+    /// What requests have in common whose order matters. Two lanes with the same number would only
+    /// wait for each other.
+    fn lane(&self, path: &str, headers: &HeaderMap) -> u64 {
+        let mut hasher = self.hasher.build_hasher();
+        path.hash(&mut hasher);
+        for name in LANE_HEADERS {
+            headers.get(name).hash(&mut hasher);
+        }
+        hasher.finish()
     }
 }
 
-/// A request's place among those of its connection. It is over when it is dropped, whether it was
-/// used or not.
+/// A request's place among those of its lane. It is over when it is dropped, whether it was used or
+/// not.
 #[derive(Clone)]
 pub(crate) struct Arrival(Arc<Mutex<Option<Place>>>);
 
@@ -42,13 +69,13 @@ struct Place {
 }
 
 impl Arrival {
-    /// Does `work` after that of the requests before, unless one of those is late.
-    pub(crate) async fn in_order<T>(&self, work: impl FnOnce() -> T) -> T {
+    /// Does `work` after that of the requests before.
+    pub(crate) async fn in_order<T>(self, work: impl FnOnce() -> T) -> T {
         let place = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(Place { before, over }) = place else { return work() };
         if let Some(before) = before {
             // An end that was dropped is an end.
-            let _ = tokio::time::timeout(LATE, before).await;
+            let _ = before.await;
         }
         let done = work();
         drop(over);
@@ -60,11 +87,19 @@ impl Arrival {
 mod tests {
     use super::*;
 
+    fn call(session: &str) -> Request<()> {
+        Request::post("/mcp").header("authorization", "ann").header("mcp-param-session-id", session).body(()).unwrap()
+    }
+
+    fn next(arrivals: &Arrivals, session: &str) -> Arrival {
+        arrivals.next(&call(session)).unwrap()
+    }
+
     #[tokio::test]
     async fn requests_are_taken_in_the_order_of_their_heads_however_their_tasks_begin() {
         let arrivals = Arrivals::default();
         let taken = Arc::new(Mutex::new(Vec::new()));
-        let mut waiting: Vec<(usize, Arrival)> = (0..100).map(|number| (number, arrivals.next())).collect();
+        let mut waiting: Vec<(usize, Arrival)> = (0..100).map(|number| (number, next(&arrivals, "a"))).collect();
         waiting.reverse();
         let mut tasks = tokio::task::JoinSet::new();
         for (number, arrival) in waiting {
@@ -76,20 +111,42 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_request_whose_body_is_slow_holds_up_others_for_a_moment_only() {
+    async fn a_request_whose_body_is_slow_keeps_its_place_and_holds_up_no_other_session_or_caller() {
         let arrivals = Arrivals::default();
-        let slow = arrivals.next();
-        let started = tokio::time::Instant::now();
-        assert_eq!(arrivals.next().in_order(|| 7).await, 7);
-        assert_eq!(arrivals.next().in_order(|| 8).await, 8);
-        assert_eq!(started.elapsed(), LATE, "the third waits for the second only");
+        let slow = next(&arrivals, "a");
+        assert_eq!(next(&arrivals, "b").in_order(|| 7).await, 7);
+        let mut of_another = call("a");
+        of_another.headers_mut().insert("authorization", "bob".parse().unwrap());
+        assert_eq!(arrivals.next(&of_another).unwrap().in_order(|| 8).await, 8);
+        let later = tokio::spawn(next(&arrivals, "a").in_order(|| 9));
+        // The clock goes on only when nothing else can happen.
+        tokio::time::sleep(std::time::Duration::from_secs(3600)).await;
+        assert!(!later.is_finished());
         drop(slow);
+        assert_eq!(later.await.unwrap(), 9);
     }
 
     #[tokio::test]
     async fn a_request_that_is_dropped_lets_the_next_one_go() {
         let arrivals = Arrivals::default();
-        drop(arrivals.next());
-        assert_eq!(arrivals.next().in_order(|| 7).await, 7);
+        drop(next(&arrivals, "a"));
+        assert_eq!(next(&arrivals, "a").in_order(|| 7).await, 7);
+    }
+
+    #[test]
+    fn only_messages_have_an_order() {
+        let arrivals = Arrivals::default();
+        assert!(arrivals.next(&Request::get("/mcp").body(()).unwrap()).is_none(), "it may stay open for ever");
+        assert!(arrivals.next(&Request::put("/sessions/a/files/b").body(()).unwrap()).is_none());
+    }
+
+    #[test]
+    fn lanes_without_a_request_under_way_are_forgotten() {
+        let arrivals = Arrivals::default();
+        let _held = next(&arrivals, "held");
+        for number in 0..10 * MOST_REMEMBERED {
+            drop(next(&arrivals, &number.to_string()));
+        }
+        assert!(arrivals.last.lock().unwrap().len() <= MOST_REMEMBERED);
     }
 }

@@ -123,10 +123,13 @@ async fn serve_one(
     let service = service_fn(move |request: Request<Incoming>| {
         let begun = connection.begin_request();
         let under_way = begun.map(|guard| UnderWay::new(&activity, request.version(), guard));
+        let arrival = arrivals.next(&request);
         let mut request = request.map(|body| Body::new(Moving::new(body)));
         request.extensions_mut().insert(peer);
         request.extensions_mut().insert(connection.clone());
-        request.extensions_mut().insert(arrivals.next());
+        if let Some(arrival) = arrival {
+            request.extensions_mut().insert(arrival);
+        }
         let routes = reception.borrow().routes.clone();
         async move {
             let under_way = under_way.ok_or(ClosedBefore)?;

@@ -20,7 +20,6 @@ use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 
 use axum::body::Body;
-use axum::http::request::Parts;
 use axum::http::{HeaderName, Method, Request, Response, StatusCode, header};
 use axum::response::IntoResponse;
 use bytes::Bytes;
@@ -180,6 +179,8 @@ impl<H: Handler> Endpoint<H> {
             };
         }
         let (mut parts, body) = request.into_parts();
+        // Later requests wait for it until this one has been read, not until it has been answered.
+        let arrival = parts.extensions.remove::<Arrival>();
         let (body, bytes) = self.whole(body, caller).await?;
         let rejected = |rejection: Rejection| {
             let is_unknown = rejection.code == ErrorCode::METHOD_NOT_FOUND.0;
@@ -194,7 +195,7 @@ impl<H: Handler> Endpoint<H> {
             }
             Err(rejection) => return Err(rejected(rejection)),
         };
-        if let Some(turn) = self.turn(&parts, caller, &message).await {
+        if let Some(turn) = self.turn(arrival, caller, &message).await {
             parts.extensions.insert(turn);
         }
         if let Some(scope) = (self.scope_of)(&message) {
@@ -263,9 +264,10 @@ impl<H: Handler> Endpoint<H> {
         (self.scope_of)(&read_message(message.as_bytes()).ok()??)
     }
 
-    /// Gives a call its turn at the session that it names, in the order in which requests were
-    /// complete. A call that names none means a new session, or the only one that its tool knows.
-    async fn turn(&self, parts: &Parts, caller: &Caller, message: &ClientJsonRpcMessage) -> Option<Turn> {
+    /// Gives a call its turn at the session that it names: on one connection in the order in which
+    /// requests were sent, otherwise in the order in which they were complete. A call that names
+    /// none means a new session, or the only one that its tool knows.
+    async fn turn(&self, arrival: Option<Arrival>, caller: &Caller, message: &ClientJsonRpcMessage) -> Option<Turn> {
         let JsonRpcMessage::Request(request) = message else { return None };
         let ClientRequest::CallToolRequest(call) = &request.request else { return None };
         let session = session_as_written(call.params.arguments.as_ref());
@@ -274,7 +276,7 @@ impl<H: Handler> Endpoint<H> {
             let turn = turns.next(&caller.principal, session.unwrap_or_default());
             if session.is_none() { turn.brief() } else { turn }
         };
-        Some(match parts.extensions.get::<Arrival>() {
+        Some(match arrival {
             Some(arrival) => arrival.in_order(next).await,
             None => next(),
         })

@@ -2,7 +2,8 @@
 //!
 //! `callers` are who they say they are and see what is theirs; `files` go in and out; `keeping` kills the server; `ending` asks it to end.
 //! `faults` has one bad client at a time, on a clock that stands still until nothing else can happen. `load` has many, against the
-//! built program, whose memory and descriptors are counted.
+//! built program, whose memory and descriptors are counted. `order` sends
+//! calls without waiting.
 
 mod callers;
 pub(crate) mod client;
@@ -11,3 +12,4 @@ mod faults;
 mod files;
 mod keeping;
 mod load;
+mod order;
