@@ -31,6 +31,7 @@ mod server;
 #[allow(dead_code)]
 mod statistics;
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -105,7 +106,7 @@ async fn soak(settings: &Settings) -> anyhow::Result<bool> {
     let tally = Arc::new(Tally::default());
     // The first session waits for Python and for the pool.
     worker(&service, 0, 2, seed).await?.work(Instant::now(), &tally).await?;
-    let places = Places::of(service.process_id(), service.keeper()?);
+    let places = Places::of(service.process_id(), service.keeper()?, service.folder());
     let start = settled(&places, None).await;
 
     let (begun, mut running) = (Instant::now(), JoinSet::new());
@@ -230,7 +231,7 @@ fn print_end(start: &Look, end: &Look) -> bool {
 }
 
 /// Prints what the server has left behind; it ends its keeper by itself.
-async fn print_left(places: &Places, service: &Service, noted: &std::collections::BTreeMap<u32, String>) -> bool {
+async fn print_left(places: &Places, service: &Service, noted: &BTreeMap<u32, String>) -> bool {
     let deadline = Instant::now() + SETTLING;
     loop {
         let alive = |pid: &u32, name: &String| {

@@ -22,7 +22,7 @@ pub(crate) struct Look {
     pub(crate) held: [Held; LASTING.len()],
     pub(crate) processes: u64,
     pub(crate) groups: u64,
-    /// Of the host, and in the jail.
+    /// In the jail, and of the server's own folder.
     pub(crate) mounts: u64,
 }
 
@@ -47,19 +47,20 @@ impl Look {
 pub(crate) struct Places {
     front: u32,
     keeper: u32,
+    folder: String,
     /// The control groups that hold those of all sandboxes.
     groups: BTreeSet<PathBuf>,
 }
 
 impl Places {
     /// Finds the places of a server that has begun to make sandboxes.
-    pub(crate) fn of(front: u32, keeper: u32) -> Places {
+    pub(crate) fn of(front: u32, keeper: u32, folder: &Path) -> Places {
         let mut groups = BTreeSet::new();
         for pid in descendants(keeper).keys() {
             let membership = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
             groups.extend(membership.lines().filter_map(top_group));
         }
-        Places { front, keeper, groups }
+        Places { front, keeper, folder: folder.display().to_string(), groups }
     }
 
     /// All processes of the server, with their names.
@@ -78,7 +79,7 @@ impl Places {
             held: lasting.map(|pid| pid.map(held).unwrap_or_default()),
             processes: processes.len() as u64,
             groups: self.groups.iter().map(|group| folders(group)).sum(),
-            mounts: mounts(std::process::id()) + warden.map_or(0, mounts),
+            mounts: mounts(std::process::id(), &self.folder) + warden.map_or(0, |pid| mounts(pid, "")),
         }
     }
 
@@ -108,8 +109,10 @@ fn held(pid: u32) -> Held {
     Held { memory: field("VmRSS:") * 1024, descriptors, threads: field("Threads:") }
 }
 
-fn mounts(pid: u32) -> u64 {
-    fs::read_to_string(format!("/proc/{pid}/mountinfo")).map_or(0, |text| text.lines().count()) as u64
+/// Mounts that a process sees and that have this in them.
+fn mounts(pid: u32, word: &str) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
+    text.lines().filter(|line| line.contains(word)).count() as u64
 }
 
 /// A process and all that descend from it.

@@ -84,6 +84,11 @@ impl Service {
         self.child.id()
     }
 
+    /// Where all its files are.
+    pub(crate) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
     /// The process that keeps the sessions.
     pub(crate) fn keeper(&self) -> anyhow::Result<u32> {
         let output = in_folder(cellblock("keeper"), self.folder.path()).args(["status", "--json"]).output()?;
