@@ -13,7 +13,8 @@ use std::hash::{BuildHasher, Hash, Hasher, RandomState};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use axum::http::{HeaderMap, Method, Request};
-use tokio::sync::oneshot;
+
+use crate::mcp::place::{End, Place};
 
 /// Headers by which the caller, the connection of an older client, and the session are told apart.
 const LANE_HEADERS: [&str; 3] = ["authorization", "mcp-session-id", "mcp-param-session-id"];
@@ -25,7 +26,7 @@ const MOST_REMEMBERED: usize = 256;
 #[derive(Default)]
 pub(super) struct Arrivals {
     /// The end of the last request in each lane.
-    last: Mutex<HashMap<u64, oneshot::Receiver<()>>>,
+    last: Mutex<HashMap<u64, End>>,
     hasher: RandomState,
 }
 
@@ -38,11 +39,11 @@ impl Arrivals {
     fn in_lane(&self, lane: u64) -> Arrival {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if last.len() >= MOST_REMEMBERED {
-            last.retain(|_, end| end.try_recv() == Err(oneshot::error::TryRecvError::Empty));
+            last.retain(|_, end| !end.is_over());
         }
-        let (over, end) = oneshot::channel();
-        let before = last.insert(lane, end);
-        Arrival(Arc::new(Mutex::new(Some(Place { before, over }))))
+        let (place, end) = Place::after(last.remove(&lane));
+        last.insert(lane, end);
+        Arrival(Arc::new(Mutex::new(Some(place))))
     }
 
     /// What requests have in common whose order matters. Two lanes with the same number would only
@@ -62,23 +63,14 @@ impl Arrivals {
 #[derive(Clone)]
 pub(crate) struct Arrival(Arc<Mutex<Option<Place>>>);
 
-struct Place {
-    before: Option<oneshot::Receiver<()>>,
-    /// Dropped, it wakes the next.
-    over: oneshot::Sender<()>,
-}
-
 impl Arrival {
     /// Does `work` after that of the requests before.
     pub(crate) async fn in_order<T>(self, work: impl FnOnce() -> T) -> T {
         let place = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(Place { before, over }) = place else { return work() };
-        if let Some(before) = before {
-            // An end that was dropped is an end.
-            let _ = before.await;
-        }
+        let Some(mut place) = place else { return work() };
+        place.come().await;
         let done = work();
-        drop(over);
+        drop(place);
         done
     }
 }

@@ -32,6 +32,7 @@ mod desk;
 mod handler;
 mod host_files;
 pub mod http;
+pub(crate) mod place;
 mod profiles;
 mod progress;
 mod render;

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
-use tokio::sync::oneshot;
+use super::place::{End, Place};
 
 /// Sessions remembered before those without a call under way are forgotten.
 const MOST_REMEMBERED: usize = 256;
@@ -21,18 +21,19 @@ const MOST_REMEMBERED: usize = 256;
 #[derive(Default)]
 pub(super) struct Turns {
     /// The end of the last turn of each caller's sessions, by the name that the caller wrote.
-    last: HashMap<(String, String), oneshot::Receiver<()>>,
+    last: HashMap<(String, String), End>,
 }
 
 impl Turns {
     /// Returns the next turn at this session.
     pub(super) fn next(&mut self, caller: &str, session: &str) -> Turn {
         if self.last.len() >= MOST_REMEMBERED {
-            self.last.retain(|_, end| end.try_recv() == Err(oneshot::error::TryRecvError::Empty));
+            self.last.retain(|_, end| !end.is_over());
         }
-        let (over, end) = oneshot::channel();
-        let before = self.last.insert((caller.to_owned(), session.to_owned()), end);
-        Turn { place: Arc::new(Mutex::new(Some(Place { before, over }))), is_brief: false }
+        let line = (caller.to_owned(), session.to_owned());
+        let (place, end) = Place::after(self.last.remove(&line));
+        self.last.insert(line, end);
+        Turn { place: Arc::new(Mutex::new(Some(place))), is_brief: false }
     }
 }
 
@@ -42,12 +43,6 @@ pub(super) struct Turn {
     place: Arc<Mutex<Option<Place>>>,
     /// It is over after the first step of any call.
     is_brief: bool,
-}
-
-struct Place {
-    before: Option<oneshot::Receiver<()>>,
-    /// Dropped, it wakes the next.
-    over: oneshot::Sender<()>,
 }
 
 /// How much of a call belongs to its turn.
@@ -73,34 +68,27 @@ impl Turn {
 
     /// Runs a call when its turn has come.
     pub(super) async fn run<F: Future>(&self, extent: Extent, call: F) -> F::Output {
-        let place = self.place.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let over = match place {
-            Some(Place { before, over }) => {
-                if let Some(before) = before {
-                    // An end that was dropped is an end.
-                    let come = async { drop(before.await) };
-                    match extent {
-                        Extent::FirstStepSoon => drop(tokio::time::timeout(SOON, come).await),
-                        _ => come.await,
-                    }
-                }
-                Some(over)
+        let mut place = self.place.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(place) = &mut place {
+            match extent {
+                Extent::FirstStepSoon if tokio::time::timeout(SOON, place.come()).await.is_err() => place.pass(),
+                Extent::FirstStepSoon => {}
+                Extent::FirstStep | Extent::Whole => place.come().await,
             }
-            None => None,
-        };
+        }
         let mut call = pin!(call);
         if extent != Extent::Whole || self.is_brief {
             // Constrained, the step might end before the call is on its way.
             let first_step =
                 poll_fn(|context| Poll::Ready(pin!(tokio::task::unconstrained(call.as_mut())).poll(context))).await;
-            drop(over);
+            drop(place);
             return match first_step {
                 Poll::Ready(output) => output,
                 Poll::Pending => call.await,
             };
         }
         let output = call.await;
-        drop(over);
+        drop(place);
         output
     }
 }
@@ -161,6 +149,17 @@ mod tests {
         let mut turns = Turns::default();
         drop(turns.next("ann", "a"));
         assert_eq!(turns.next("ann", "a").run(Extent::FirstStep, async { 7 }).await, 7);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_call_that_is_given_up_while_it_waits_lets_nobody_pass_those_before_it() {
+        let mut turns = Turns::default();
+        let (transfer, given_up, next) = (turns.next("ann", "a"), turns.next("ann", "a"), turns.next("ann", "a"));
+        let transfer = tokio::spawn(async move { transfer.run(Extent::Whole, tokio::time::sleep(2 * SOON)).await });
+        let given_up = tokio::spawn(async move { given_up.run(Extent::FirstStep, async {}).await });
+        tokio::task::yield_now().await;
+        given_up.abort();
+        next.run(Extent::FirstStep, async { assert!(transfer.is_finished(), "the transfer was first") }).await;
     }
 
     #[tokio::test(start_paused = true)]
