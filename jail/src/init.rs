@@ -7,8 +7,7 @@
 //!
 //! ```text
 //! init                              warden
-//!  │◄──────── "go" ──────────────────│   the server has put init into its cgroup
-//!  │ cgroup namespace, network       │
+//!  │ control group, network          │
 //!  │───────── "opened" + sockets ───►│   where there is a way out
 //!  │ mounts, rules                   │
 //!  │ user namespace with its map     │
@@ -59,7 +58,6 @@ pub(crate) enum Word {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "say")]
 pub(crate) enum Order {
-    Go,
     Sweep { number: u32 },
 }
 
@@ -111,8 +109,6 @@ enum InitError {
     Landlock(#[from] landlock::LandlockError),
     #[error("could not load the seccomp filter of the sandbox's init")]
     Seccomp(#[source] seccompiler::Error),
-    #[error("the warden is gone")]
-    Alone,
 }
 
 fn step<T, E: Into<io::Error>>(attempt: &'static str, result: Result<T, E>) -> Result<T, InitError> {
@@ -121,7 +117,6 @@ fn step<T, E: Into<io::Error>>(attempt: &'static str, result: Result<T, E>) -> R
 
 fn build(start: &mut Start) -> Result<(), InitError> {
     step("name init", rustix::thread::set_name(c"cb-init"))?;
-    await_order(&start.warden, |order| matches!(order, Order::Go))?;
     // Taken, so that the ways in are closed as soon as they were used.
     step("enter the control group", crate::cgroup::enter(&std::mem::take(&mut start.doors)))?;
     step("make a cgroup namespace", sys::unshare(UnshareFlags::NEWCGROUP))?;
@@ -176,13 +171,6 @@ fn make_user_namespace() -> Result<(), InitError> {
     step("give up the right to change groups", std::fs::write("/proc/self/setgroups", "deny"))?;
     step("map the session's user", std::fs::write("/proc/self/uid_map", &map))?;
     step("map the session's group", std::fs::write("/proc/self/gid_map", &map))
-}
-
-fn await_order(warden: &OwnedFd, expected: fn(&Order) -> bool) -> Result<(), InitError> {
-    match step("listen to the warden", wire::receive::<Order>(warden))? {
-        Some((order, _)) if expected(&order) => Ok(()),
-        _ => Err(InitError::Alone),
-    }
 }
 
 fn mount_scratch(start: &Start) -> Result<(), InitError> {
@@ -308,7 +296,6 @@ fn wait_for_orders(warden: &OwnedFd) {
                 let _ = sys::signal_everyone(libc::SIGKILL);
                 sweeping = Some(number);
             }
-            Ok(Some(_)) => {}
             Ok(None) | Err(_) => return,
         }
     }

@@ -14,8 +14,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{DumpableBehavior, Pid, PidfdFlags, Signal, WaitOptions};
 
 use crate::errand::{self, Luggage, Place};
@@ -40,6 +41,9 @@ const SCORE_OF_OLDER: &str = "1000";
 /// Descriptors that no new sandbox may take: interpreters, programs and the zygote need some for a
 /// moment, and a warden without any could do nothing for the sandboxes that exist.
 const RESERVED_DESCRIPTORS: u64 = 64;
+/// How long an init may take to be ready once the memory of its interpreter is copied. Nothing of a
+/// user delays it.
+const INIT_LIMIT: Duration = Duration::from_secs(5);
 
 /// What the warden is started with.
 pub(crate) struct Start {
@@ -215,13 +219,6 @@ impl Warden {
         loop {
             // What is readable is noted first and handled afterwards, because handling changes the table of sandboxes.
             let ready = self.wait_for_something()?;
-            if ready.commands {
-                match wire::receive_or_lose::<Command>(&self.commands)? {
-                    Some((command, Ok(descriptors))) => self.carry_out(command, descriptors)?,
-                    Some((command, Err(error))) => self.refuse(&command, &error)?,
-                    None => return Ok(()),
-                }
-            }
             for zygote in ready.zygotes {
                 self.hear_zygote(zygote)?;
             }
@@ -236,6 +233,14 @@ impl Warden {
             }
             for slot in ready.ended_inits {
                 self.init_ended(slot)?;
+            }
+            // Last: a command may read what others have sent meanwhile.
+            if ready.commands {
+                match wire::receive_or_lose::<Command>(&self.commands)? {
+                    Some((command, Ok(descriptors))) => self.carry_out(command, descriptors)?,
+                    Some((command, Err(error))) => self.refuse(&command, &error)?,
+                    None => return Ok(()),
+                }
             }
             // Always: waiting for a twin reads the descriptor that tells about others too.
             self.collect_children()?;
@@ -311,7 +316,6 @@ impl Warden {
                     self.tell(&Event::Failed { slot, why: guardian::chain(&error) }, &[])
                 }
             },
-            Command::Proceed { slot } => self.order(slot, &Order::Go),
             Command::Sweep { slot, number } => self.order(slot, &Order::Sweep { number }),
             Command::Fork { slot, generation, from, keep, programs } => {
                 let forked = self.fork(slot, generation, from, programs, &descriptors);
@@ -461,7 +465,9 @@ impl Warden {
         let (channel, doors) = descriptors.split_first().ok_or(ForkError::NotReady)?;
         let family = self.family_for(slot, from)?;
         let mut twin = self.twin_from(from, family)?;
-        let (Some(sandbox), Some(family)) = (self.sandboxes.get(&slot), self.families.get(&family)) else {
+        self.await_init(slot, family);
+        let sandbox = self.sandboxes.get(&slot).filter(|sandbox| !sandbox.namespaces.is_empty());
+        let (Some(sandbox), Some(family)) = (sandbox, self.families.get(&family)) else {
             end_twin(&mut self.ending, slot, &twin);
             return Err(ForkError::NotReady);
         };
@@ -506,13 +512,42 @@ impl Warden {
     /// Finds the family of a sandbox that can take an interpreter made from `from`.
     fn family_for(&self, slot: Slot, from: Origin) -> Result<FamilyId, ForkError> {
         let sandbox = self.sandboxes.get(&slot).filter(|sandbox| sandbox.interpreter.is_none() && sandbox.standing);
-        let sandbox = sandbox.filter(|sandbox| !sandbox.namespaces.is_empty()).ok_or(ForkError::NotReady)?;
+        let sandbox = sandbox.ok_or(ForkError::NotReady)?;
         match from {
             Origin::Zygote => Ok(sandbox.family),
             Origin::Checkpoint { slot: source, .. } => {
                 let source = self.sandboxes.get(&source).ok_or(ForkError::NoOrigin)?;
                 // The kernel would refuse it too.
                 (source.family == sandbox.family).then_some(sandbox.family).ok_or(ForkError::Stranger)
+            }
+        }
+    }
+
+    /// Waits until the init of a sandbox is ready or has failed. An init is made while the memory of
+    /// its first interpreter is copied, so that it is usually ready by now.
+    fn await_init(&mut self, slot: Slot, id: FamilyId) {
+        let begun = Instant::now();
+        loop {
+            let Some(sandbox) = self.sandboxes.get(&slot).filter(|sandbox| sandbox.standing && sandbox.listening)
+            else {
+                return;
+            };
+            let Some(family) = self.families.get(&id).filter(|family| family.listening) else { return };
+            if !sandbox.namespaces.is_empty() || begun.elapsed() > INIT_LIMIT || is_stopped(family.pid) {
+                return;
+            }
+            let mut events = [PollFd::new(&family.socket, PollFlags::IN), PollFd::new(&sandbox.orders, PollFlags::IN)];
+            let pause = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+            if !matches!(rustix::event::poll(&mut events, Some(&pause)), Ok(_) | Err(rustix::io::Errno::INTR)) {
+                return;
+            }
+            let [from_family, from_init] = [0, 1].map(|index| !events[index].revents().is_empty());
+            // A server that cannot be told has ended, which the next command finds.
+            if from_family {
+                let _ = self.hear_family(id);
+            }
+            if from_init {
+                let _ = self.hear_init(slot);
             }
         }
     }
@@ -1024,6 +1059,12 @@ enum ForkError {
     Enter(#[source] io::Error),
     #[error("its beginning could not be kept")]
     Keep(#[source] io::Error),
+}
+
+/// Tells whether somebody has stopped a process.
+fn is_stopped(process: Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid())).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'))
 }
 
 /// Why no program could be started.

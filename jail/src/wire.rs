@@ -156,12 +156,10 @@ pub const ERRAND_BROKEN: u8 = b'b';
 pub enum Command {
     /// Starts a warm interpreter in place of the present one, if any.
     Warm,
-    /// Makes an empty sandbox up to the point where its init waits. The first sandbox of a family
+    /// Makes an empty sandbox. Carries the ways into its control group. The first sandbox of a family
     /// makes the family. A family that is `apart` has none of the operator's mounts, and so working
     /// folders of its own.
     Prepare { slot: Slot, family: FamilyId, apart: bool },
-    /// Lets the init go on; by now the server has put it into its cgroup.
-    Proceed { slot: Slot },
     /// Makes an interpreter; carries its end of the channel and the ways into its control group. It stands locked down and still until `Release`. With
     /// `keep`, the state in which it begins is the checkpoint `BEGINNING` of its sandbox.
     Fork { slot: Slot, generation: Generation, from: Origin, keep: bool, programs: Programs },

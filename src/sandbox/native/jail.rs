@@ -40,7 +40,7 @@ pub(super) struct Jail {
     pub(super) isolation: Isolation,
     /// No mount of the operator's is the work folder.
     pub(super) owns_work_folder: bool,
-    pub(super) network: Option<Network>,
+    pub(super) network: Option<Arc<Network>>,
     /// Whether the code of sessions may start programs.
     pub(super) programs: Programs,
     /// The variables of a fresh session.
@@ -125,7 +125,7 @@ impl Jail {
             identity,
             isolation,
             owns_work_folder: !setup.mounts.iter().any(|mount| mount.inside == Path::new(root::WORK)),
-            network: environment.network,
+            network: environment.network.map(Arc::new),
             programs: settings.programs,
             variables: Arc::new(variables),
             leave_out: setup.leave_out,
@@ -242,11 +242,12 @@ pub async fn trial(mut settings: NativeSettings) -> Result<Isolation, LaunchErro
     };
     let jail = Jail::stand(&settings, nothing).await?;
     let slot = jail.slots.take().expect("a fresh jail has free slots");
-    let tried = NativeSandbox::prepare(&jail, slot, &settings.limits, Kin::Nobody { apart: false }, Weak::new()).await;
-    let isolation = match tried {
+    let begun = NativeSandbox::begin(&jail, slot, &settings.limits, Kin::Nobody { apart: false }, Weak::new()).await;
+    let isolation = match begun {
         Ok(mut sandbox) => {
+            let prepared = sandbox.prepared().await;
             sandbox.destroy().await;
-            Ok(sandbox.isolation().clone())
+            prepared.map(|_| sandbox.isolation().clone())
         }
         Err(error) => Err(error),
     };

@@ -388,22 +388,28 @@ impl Inner {
     async fn make(&self, how: Fresh, apart: bool) -> Result<(NativeSandbox, Interpreter), LaunchError> {
         let _place = self.place().await?;
         let mut sandbox =
-            if apart { self.make_empty(Kin::Nobody { apart }).await? } else { self.empty_sandbox().await? };
+            if apart { self.begin_empty(Kin::Nobody { apart }).await? } else { self.empty_sandbox().await? };
         let interpreter = sandbox.start_session(how).await?;
         // The place is kept until Python has started: that is most of the work.
         sandbox.await_greeting(&interpreter.channel).await?;
         Ok((sandbox, interpreter))
     }
 
-    /// Takes an empty sandbox that waits, or makes one.
+    /// Takes an empty sandbox that waits, or begins to make one.
     async fn empty_sandbox(&self) -> Result<NativeSandbox, LaunchError> {
         match self.pool.take_empty() {
             Some(sandbox) => Ok(sandbox),
-            None => self.make_empty(Kin::Nobody { apart: false }).await,
+            None => self.begin_empty(Kin::Nobody { apart: false }).await,
         }
     }
 
     async fn make_empty(&self, kin: Kin<'_>) -> Result<NativeSandbox, LaunchError> {
+        let mut sandbox = self.begin_empty(kin).await?;
+        sandbox.prepared().await?;
+        Ok(sandbox)
+    }
+
+    async fn begin_empty(&self, kin: Kin<'_>) -> Result<NativeSandbox, LaunchError> {
         let jail = self.jail().ok_or_else(|| LaunchError::Preparation { why: "it is not finished".to_owned() })?;
         if let Kin::Of(source) = kin
             && !source.is_of(&jail)
@@ -414,6 +420,6 @@ impl Inner {
             .slots
             .take()
             .ok_or_else(|| LaunchError::Start { why: "all numbers for sandboxes are in use".to_owned() })?;
-        NativeSandbox::prepare(&jail, slot, &self.settings.limits, kin, Weak::clone(&self.this)).await
+        NativeSandbox::begin(&jail, slot, &self.settings.limits, kin, Weak::clone(&self.this)).await
     }
 }

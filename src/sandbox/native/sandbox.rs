@@ -1,8 +1,9 @@
 //! One sandbox of the native backend, and the interpreters in it.
 //!
 //! ```text
-//! prepare:      Prepare → Proceed → Prepared                          an empty sandbox
+//! prepare:      Prepare → Prepared                                    an empty sandbox
 //! interpreter:  Fork → Forked, standing still → posture → Release → gate → hello
+//! both:         Prepare → Fork → Prepared → Forked → …                its memory is copied meanwhile
 //! checkpoint:   Checkpoint → Watched → (the driver asks on the channel) → Checkpointed
 //! ```
 //!
@@ -37,7 +38,7 @@ use super::{Inner, STEP_LIMIT};
 use crate::sandbox::reaction::{within, within_with};
 use crate::sandbox::{
     Asker, CheckpointError, CheckpointId, CpuWaits, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError,
-    Launcher, MemoryUse, Process, Sandbox, SandboxLimits,
+    Launcher, MemoryUse, Network, Process, Sandbox, SandboxLimits,
 };
 
 /// Forks after which the warm interpreter is replaced, so that address layout and hash seed change.
@@ -86,8 +87,8 @@ pub(super) struct NativeSandbox {
     family: Arc<FamilyNumber>,
     /// The family has none of the operator's mounts.
     apart: bool,
-    /// The namespaces in which its interpreters must be.
-    home: Arc<[PathBuf]>,
+    /// The namespaces in which its interpreters must be. `None` until it is prepared.
+    home: Option<Arc<[PathBuf]>>,
     view: watch::Receiver<View>,
     groups: Groups,
     generation: Generation,
@@ -115,7 +116,11 @@ pub(super) struct NativeSandbox {
     limits: SandboxLimits,
     /// Where a fork gets its sandbox.
     house: Weak<Inner>,
+    /// Leads out of it, where the jail has a network.
+    network: Option<Arc<Network>>,
     gateway: Option<Gateway>,
+    /// What its code may reach at first, if that is not what everybody's may.
+    first_rules: Option<Rules>,
     destroyed: bool,
 }
 
@@ -155,8 +160,8 @@ impl Groups {
 }
 
 impl NativeSandbox {
-    /// Makes an empty sandbox.
-    pub(super) async fn prepare(
+    /// Begins to make an empty sandbox. Its first interpreter may be asked for at once.
+    pub(super) async fn begin(
         jail: &Jail,
         slot: Slot,
         limits: &SandboxLimits,
@@ -181,7 +186,7 @@ impl NativeSandbox {
             slot,
             family,
             apart,
-            home: Arc::default(),
+            home: None,
             view,
             groups: Groups::default(),
             generation: Generation(0),
@@ -208,7 +213,12 @@ impl NativeSandbox {
             isolation: jail.isolation.clone(),
             limits: limits.clone(),
             house,
+            network: jail.network.clone(),
             gateway: None,
+            first_rules: match kin {
+                Kin::Nobody { .. } => None,
+                Kin::Of(source) => Some(source.rules()),
+            },
             destroyed: false,
         };
         sandbox.groups = match (kin, jail.instance.tree()) {
@@ -220,16 +230,27 @@ impl NativeSandbox {
         let passed: Vec<_> = doors.iter().map(AsFd::as_fd).collect();
         let prepare = Command::Prepare { slot, family: sandbox.family.id, apart };
         sandbox.warden.command(&prepare, &passed).await?;
-        let init = sandbox.await_view(|view| view.init.clone()).await?;
-        sandbox.warden.command(&Command::Proceed { slot }, &[]).await?;
-        sandbox.home = sandbox.await_view(|view| view.prepared.clone()).await?;
-        sandbox.check_confinement(&init)?;
-        if let Some(network) = &jail.network {
-            let opened = network.open(sandbox.warden.take_doors(slot));
-            let no_way = |error| LaunchError::Start { why: format!("its network could not be opened: {error}") };
-            sandbox.gateway = Some(opened.map_err(no_way)?);
-        }
         Ok(sandbox)
+    }
+
+    /// Waits until the sandbox is made. Returns the namespaces in which its interpreters must be.
+    pub(super) async fn prepared(&mut self) -> Result<Arc<[PathBuf]>, LaunchError> {
+        if let Some(home) = &self.home {
+            return Ok(Arc::clone(home));
+        }
+        let (init, home) = self.await_view(|view| view.init.clone().zip(view.prepared.clone())).await?;
+        self.check_confinement(&init)?;
+        if let Some(network) = &self.network {
+            let opened = network.open(self.warden.take_doors(self.slot));
+            let no_way = |error| LaunchError::Start { why: format!("its network could not be opened: {error}") };
+            let gateway = opened.map_err(no_way)?;
+            if let Some(rules) = self.first_rules.take() {
+                gateway.set_rules(rules);
+            }
+            self.gateway = Some(gateway);
+        }
+        self.home = Some(Arc::clone(&home));
+        Ok(home)
     }
 
     /// Tells whether this jail made it.
@@ -308,7 +329,9 @@ impl NativeSandbox {
         let (mut channel, theirs) = UnixStream::pair().map_err(failed)?;
         let theirs = theirs.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
         let theirs = theirs.map_err(failed)?;
-        self.warden.forget_failure(self.slot);
+        if generation.0 > 1 {
+            self.warden.forget_failure(self.slot);
+        }
         let doors = self.doors()?;
         let passed: Vec<_> = std::iter::once(theirs.as_fd()).chain(doors.iter().map(AsFd::as_fd)).collect();
         let fork = Command::Fork { slot: self.slot, generation, from, keep, programs: self.programs };
@@ -316,9 +339,10 @@ impl NativeSandbox {
         drop(theirs);
         let process = self.await_view(|view| view.interpreter_of(generation)).await?;
         self.interpreter = Some(Arc::clone(&process));
-        let checked = self
-            .check_confinement(&process)
-            .and_then(|()| verify(&self.warden, &process, &self.expected, &self.host, &self.home));
+        let checked = self.prepared().await.and_then(|home| {
+            self.check_confinement(&process)?;
+            verify(&self.warden, &process, &self.expected, &self.host, &home)
+        });
         if let Err(error) = checked {
             let _ = rustix::process::pidfd_send_signal(&process, Signal::KILL);
             return Err(error);
@@ -451,8 +475,7 @@ impl Sandbox for NativeSandbox {
     ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let house = self.house()?;
         let _place = house.place().await?;
-        let mut sandbox = house.make_empty(Kin::Of(self)).await?;
-        sandbox.set_rules(self.rules());
+        let mut sandbox = house.begin_empty(Kin::Of(self)).await?;
         let from = Origin::Checkpoint { slot: self.slot, number: checkpoint.0, last: terms.last };
         let interpreter = sandbox.interpreter_from(from, terms.keep_beginning, b"f").await?;
         if terms.last {
@@ -507,7 +530,7 @@ impl Sandbox for NativeSandbox {
             group: self.groups.own.clone(),
             expected: Expected { seccomp_filters: self.expected.seccomp_filters.min(FILTERS), ..self.expected },
             host: self.host.clone(),
-            home: Arc::clone(&self.home),
+            home: self.home.clone().unwrap_or_default(),
             environment: Arc::clone(&self.environment),
             memory_limit: self.limits.memory,
         })

@@ -619,7 +619,10 @@ impl State {
                 change(slot, &mut |view| drop(view.checkpoints.remove(&number)));
             }
             Event::Swept { slot, number } => change(slot, &mut |view| view.swept = number),
-            Event::Failed { slot, why } => change(slot, &mut |view| view.failed = Some(why.clone())),
+            // The first failure is the cause of those that follow.
+            Event::Failed { slot, why } => change(slot, &mut |view| {
+                view.failed.get_or_insert_with(|| why.clone());
+            }),
             Event::Destroyed { slot } => change(slot, &mut |view| view.destroyed = true),
         }
     }
