@@ -116,10 +116,10 @@ impl Family {
         }
     }
 
-    /// Asks for the init of a sandbox.
+    /// Asks for the init of a sandbox. Never waits: a first process that was stopped does not read.
     pub(crate) fn make(&self, slot: Slot, socket: &OwnedFd, doors: &[OwnedFd]) -> io::Result<()> {
         let passed: Vec<_> = std::iter::once(socket).chain(doors).map(AsFd::as_fd).collect();
-        wire::send(&self.socket, &Order::Make { slot }, &passed)
+        wire::send_now(&self.socket, &Order::Make { slot }, &passed)
     }
 
     /// Ends everything in the family.

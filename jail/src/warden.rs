@@ -375,9 +375,10 @@ impl Warden {
     }
 
     fn order(&self, slot: Slot, order: &Order) -> io::Result<()> {
-        // An init that has just died is reported when it is collected.
+        // An init that has just died is reported when it is collected, and for one that was stopped
+        // nobody waits here: the server notices that it does not answer.
         if let Some(sandbox) = self.sandboxes.get(&slot) {
-            let _ = wire::send(&sandbox.orders, order, &[]);
+            let _ = wire::send_now(&sandbox.orders, order, &[]);
         }
         Ok(())
     }
@@ -760,12 +761,19 @@ impl Warden {
         if let Some(init) = &sandbox.init {
             let _ = rustix::process::pidfd_send_signal(init, Signal::KILL);
         }
+        let (family, has_init) = (sandbox.family, sandbox.init.is_some());
         let checkpoints = std::mem::take(&mut sandbox.checkpoints);
         if let Some(live) = &sandbox.interpreter {
             let _ = rustix::process::kill_process(live.pid, Signal::KILL);
         }
         for twin in checkpoints.into_values() {
             end_twin(&mut self.ending, slot, &twin);
+        }
+        if !has_init
+            && !self.is_needed_beside(family, slot)
+            && let Some(family) = self.families.get(&family)
+        {
+            family.end();
         }
         Ok(())
     }
@@ -972,10 +980,9 @@ impl Warden {
             return Ok(());
         }
         let Some(id) = self.sandboxes.get(&slot).map(|sandbox| sandbox.family) else { return Ok(()) };
-        let has_others = self.sandboxes.iter().any(|(other, sandbox)| *other != slot && sandbox.family == id);
         match self.families.get(&id) {
             // The last one is gone when the family is, whose uid may then be used again.
-            Some(family) if !has_others => {
+            Some(family) if !self.is_needed_beside(id, slot) => {
                 family.end();
                 Ok(())
             }
@@ -984,6 +991,13 @@ impl Warden {
                 self.tell(&Event::Destroyed { slot }, &[])
             }
         }
+    }
+
+    /// Whether a sandbox other than this one needs its family. One that is unwanted and has no init
+    /// does not: a first process that was stopped would never make that init.
+    fn is_needed_beside(&self, id: FamilyId, slot: Slot) -> bool {
+        let needs = |sandbox: &Sandbox| sandbox.family == id && !(sandbox.unwanted && sandbox.init.is_none());
+        self.sandboxes.iter().any(|(other, sandbox)| *other != slot && needs(sandbox))
     }
 
     fn family_of(&self, first: Pid) -> Option<FamilyId> {

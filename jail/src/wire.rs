@@ -258,6 +258,20 @@ pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
 
 /// Sends one message with descriptors.
 pub fn send<M: Serialize>(socket: impl AsFd, message: &M, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+    send_with(socket, message, descriptors, SendFlags::NOSIGNAL)
+}
+
+/// Sends like `send`, but fails where `send` would wait because the other end does not read.
+pub(crate) fn send_now<M: Serialize>(socket: impl AsFd, message: &M, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+    send_with(socket, message, descriptors, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
+}
+
+fn send_with<M: Serialize>(
+    socket: impl AsFd,
+    message: &M,
+    descriptors: &[BorrowedFd<'_>],
+    flags: SendFlags,
+) -> io::Result<()> {
     let bytes = serde_json::to_vec(message)?;
     if bytes.len() > LARGEST_MESSAGE || descriptors.len() > MOST_DESCRIPTORS {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "the message is too large"));
@@ -268,9 +282,7 @@ pub fn send<M: Serialize>(socket: impl AsFd, message: &M, descriptors: &[Borrowe
         let fits = ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
         assert!(fits, "the buffer holds MOST_DESCRIPTORS");
     }
-    rustix::io::retry_on_intr(|| {
-        rustix::net::sendmsg(&socket, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)
-    })?;
+    rustix::io::retry_on_intr(|| rustix::net::sendmsg(&socket, &[IoSlice::new(&bytes)], &mut ancillary, flags))?;
     Ok(())
 }
 

@@ -69,15 +69,28 @@ pub(super) fn fields_after_name(stat: &str) -> Option<impl Iterator<Item = &str>
 /// Whether a process has exited or is about to: the kernel has begun to end it, and everything in
 /// its pid namespace if it is the first process there.
 pub(super) fn is_exiting(process: &OwnedFd) -> bool {
-    const PF_EXITING: u64 = 0x4;
-    if has_exited(process) {
-        return true;
-    }
     // A server without descriptors cannot look. Then only the end itself counts.
-    let stat = stat_of(process);
-    // The flags are the ninth field of the line, the seventh after the name.
-    let flags = stat.ok().and_then(|stat| fields_after_name(&stat)?.nth(6)?.parse::<u64>().ok());
-    flags.is_some_and(|flags| flags & PF_EXITING != 0)
+    has_exited(process) || stat_of(process).is_ok_and(|stat| shows_end(&stat))
+}
+
+/// Whether such a line is of a process that exits, or that was killed and has not run since.
+fn shows_end(stat: &str) -> bool {
+    const PF_EXITING: u64 = 0x4;
+    const SIGKILL: u64 = 1 << 8;
+    // The flags are the ninth field of the line, the pending signals the 31st. The name was the
+    // second.
+    let fields: Vec<&str> = fields_after_name(stat).into_iter().flatten().collect();
+    let has = |index: usize, bits: u64| {
+        fields.get(index).and_then(|field| field.parse::<u64>().ok()).is_some_and(|found| found & bits != 0)
+    };
+    has(6, PF_EXITING) || has(28, SIGKILL)
+}
+
+/// Looks at the parent of a process now.
+pub(super) fn look_at_parent(process: &OwnedFd) -> io::Result<Look> {
+    let stat = stat_of(process)?;
+    let parent = fields_after_name(&stat).and_then(|mut fields| fields.nth(1)).ok_or(io::ErrorKind::InvalidData)?;
+    Look::parse(&fs::read_to_string(format!("/proc/{parent}/stat"))?).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
 /// Whether a process has exited. The first of a pid namespace exits after all others in it.
@@ -174,6 +187,17 @@ mod tests {
         let mut pulse = Pulse::default();
         let looks = (1..).find(|_| pulse.take(look('S', 0), false).is_some());
         assert_eq!(looks, Some(ASLEEP_LOOKS));
+    }
+
+    #[test]
+    fn a_process_that_was_killed_and_has_not_run_since_is_about_to_end() {
+        let line = |flags: u64, pending: u64| {
+            format!("42 (a) b (c) R 1 42 42 0 -1 {flags} 5 0 0 0 1 2 0 0 20 0 1 0 1 2 3 4 5 6 7 8 9 {pending} 0 0 0")
+        };
+        assert!(!shows_end(&line(0x400100, 0)));
+        assert!(shows_end(&line(0x400104, 0)));
+        assert!(shows_end(&line(0x400100, 0x100)));
+        assert!(!shows_end(&line(0x400100, 0x2)), "another signal is not an end");
     }
 
     #[test]

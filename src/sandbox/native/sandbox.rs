@@ -32,7 +32,7 @@ use tracing::warn;
 
 use super::errand::NativeLauncher;
 use super::jail::Jail;
-use super::pulse::{self, Look};
+use super::pulse::{self, Look, Pulse};
 use super::warden::{self, Checkpoint, FamilyNumber, Slots, View, Warden};
 use super::{Inner, STEP_LIMIT};
 use crate::sandbox::reaction::{within, within_with};
@@ -258,6 +258,25 @@ impl NativeSandbox {
         Arc::ptr_eq(&self.warden, &jail.warden)
     }
 
+    /// Returns when the first process of the family is not stopped, or refuses: whoever stopped it
+    /// may let it go on in a moment.
+    async fn await_family(&self) -> Result<(), LaunchError> {
+        let init = self.view.borrow().init.clone();
+        let mut pulse = Pulse::default();
+        // It is the parent of all inits of the family. Of one that is gone, the warden tells.
+        while let Some(look) = init.as_deref().and_then(|init| pulse::look_at_parent(init).ok()) {
+            if !look.is_stopped() {
+                break;
+            }
+            if let Some(why) = pulse.take(look, true) {
+                let why = format!("the first process of its sandboxes {why}, and no other can be added to them");
+                return Err(LaunchError::Start { why });
+            }
+            tokio::time::sleep(pulse::INTERVAL).await;
+        }
+        Ok(())
+    }
+
     /// Waits until the warden has told what is asked for, or that it failed.
     async fn await_view<T>(&mut self, wanted: impl Fn(&View) -> Option<T>) -> Result<T, LaunchError> {
         self.await_view_for(STEP_LIMIT, wanted).await
@@ -474,6 +493,8 @@ impl Sandbox for NativeSandbox {
         terms: ForkTerms,
     ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let house = self.house()?;
+        // Before a place is taken that others wait for.
+        self.await_family().await?;
         let _place = house.place().await?;
         let mut sandbox = house.begin_empty(Kin::Of(self)).await?;
         let from = Origin::Checkpoint { slot: self.slot, number: checkpoint.0, last: terms.last };
@@ -751,8 +772,9 @@ impl Process for NativeProcess {
             let now = self.group.as_ref()?.out_of_memory();
             now.happened_since(self.out_of_memory_before).then_some(self.memory_limit)
         });
-        // The kernel ends an init before it kills the processes of its namespace, so whoever was
-        // killed because of that finds it exiting.
+        // The kernel ends an init before it kills the processes of its namespace, and kills the
+        // processes of a family in the order of their numbers, an init before its interpreters. So
+        // whoever was killed because of that finds it exiting.
         match exit {
             Exit::Signal(_) if self.sandbox_ended() => gone,
             Exit::OutOfMemory { limit, .. } if self.sandbox_ended() => {
