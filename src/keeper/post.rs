@@ -150,6 +150,14 @@ impl Post {
     pub(super) async fn accept(&self) -> io::Result<UnixStream> {
         self.listener.accept().await.map(|(stream, _)| stream)
     }
+
+    /// A connection that was made and not accepted yet. Asks the kernel, because the runtime hears of
+    /// connections only after a while.
+    pub(super) fn waiting(&self) -> Option<UnixStream> {
+        use rustix::net::SocketFlags;
+        let stream = rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK).ok()?;
+        UnixStream::from_std(net::UnixStream::from(stream)).ok()
+    }
 }
 
 impl Drop for Post {

@@ -26,6 +26,8 @@ use crate::session::RecorderId;
 
 /// How long the last answers may take when everything has ended.
 const FAREWELL: Duration = Duration::from_secs(2);
+/// The number of the first front that comes.
+const FIRST_FRONT: u64 = 1;
 /// Bytes that are read at once.
 const READ_AT_ONCE: usize = 64 * 1024;
 
@@ -56,7 +58,7 @@ pub async fn keep(post: Post, kept: Arc<dyn Kept>, terms: Terms, signal: impl Fu
         started: Instant::now(),
         fronts: watch::Sender::new(0),
         underway: watch::Sender::new(0),
-        next_front: AtomicU64::new(1),
+        next_front: AtomicU64::new(FIRST_FRONT),
         stop: CancellationToken::new(),
         closing: CancellationToken::new(),
     });
@@ -112,24 +114,27 @@ impl Keeper {
     ) -> Ended {
         let mut signal = pin!(signal);
         let mut population = self.kept.population();
-        // Whoever started it has connected by now or is gone; then there is nothing to keep.
+        // The front that started it may come later than somebody who asks for its status. One that
+        // has not come by then is gone.
         let mut awaited = true;
+        let last_moment = self.started + HELLO_LIMIT;
         loop {
+            awaited = awaited && self.next_front.load(Ordering::Relaxed) == FIRST_FRONT;
             if !awaited && connections.is_empty() && *population.borrow_and_update() == 0 {
-                return Ended::Unneeded;
+                match post.waiting() {
+                    Some(stream) => drop(connections.spawn(Arc::clone(self).meet(stream))),
+                    None => return Ended::Unneeded,
+                }
             }
             tokio::select! {
                 accepted = post.accept() => match accepted {
-                    Ok(stream) => {
-                        awaited = false;
-                        connections.spawn(Arc::clone(self).meet(stream));
-                    }
+                    Ok(stream) => drop(connections.spawn(Arc::clone(self).meet(stream))),
                     Err(error) => {
                         warn!(%error, "a connection could not be accepted");
                         tokio::time::sleep(Duration::from_millis(100)).await;
                     }
                 },
-                () = tokio::time::sleep(HELLO_LIMIT), if awaited => awaited = false,
+                () = tokio::time::sleep_until(last_moment), if awaited => awaited = false,
                 _ = connections.join_next(), if !connections.is_empty() => {}
                 Ok(()) = population.changed() => {}
                 () = self.stop.cancelled() => return Ended::Stopped,

@@ -1104,6 +1104,31 @@ async fn a_keeper_ends_when_it_has_neither_a_front_nor_a_session() {
 }
 
 #[tokio::test]
+async fn a_keeper_waits_for_the_front_that_started_it_also_when_its_status_is_asked_first() {
+    let scene = Scene::new().await;
+    let (folder, name) = (scene.folder.clone(), "test".parse().unwrap());
+    for _ in 0..3 {
+        assert!(ask_status(folder.path(), &name).await.unwrap().is_some(), "it stays for its front");
+    }
+    let client = scene.client().await;
+    assert_eq!(note(execute(&client, "a", "1").await.unwrap()), "1");
+    drop(client);
+    assert_eq!(scene.ended().await, Ended::Unneeded);
+}
+
+#[tokio::test]
+async fn a_keeper_sees_connections_that_wait() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = Place::new(folder.path(), &"test".parse().unwrap());
+    let turn = place.turn().await.unwrap();
+    let post = Post::new(place.bind(&turn).unwrap()).unwrap();
+    assert!(post.waiting().is_none());
+    let _front = place.connect().await.unwrap().unwrap();
+    assert!(post.waiting().is_some());
+    assert!(post.waiting().is_none());
+}
+
+#[tokio::test]
 async fn a_keeper_without_a_front_ends_with_its_last_session() {
     let scene = Scene::new().await;
     let client = scene.client().await;
