@@ -17,6 +17,8 @@ use tokio::net::{UnixListener, UnixStream};
 
 const FOLDER: &str = "keeper";
 const EXTENSION: &str = "socket";
+/// Connections that may wait to be accepted; the kernel has a limit of its own.
+const BACKLOG: i32 = 4096;
 /// Characters of a name. With it the path of a socket must have fewer than 108 bytes.
 const LONGEST_NAME: usize = 32;
 
@@ -141,6 +143,9 @@ impl Post {
     /// Takes the post. Needs a runtime.
     pub fn new(listener: net::UnixListener) -> io::Result<Post> {
         listener.set_nonblocking(true)?;
+        // Whoever connects asks the kernel for the process that listens. That was the front; from
+        // now on it is this one.
+        rustix::net::listen(&listener, BACKLOG)?;
         let address = listener.local_addr()?;
         let socket = address.as_pathname().ok_or_else(|| io::Error::other("the socket has no name"))?.to_owned();
         let inode = fs::symlink_metadata(&socket)?.ino();
