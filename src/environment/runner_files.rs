@@ -2,6 +2,7 @@
 //!
 //! They are written once for each content and Python version, compiled, and mounted read-only into every sandbox.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use super::interpreter::Interpreter;
@@ -64,11 +65,15 @@ pub(super) const FILES: &[(&str, &str)] = embedded![
     "zygote.py",
 ];
 
-/// Returns the host folder to mount at `RUNNER_INSIDE`, writing it first if need be.
+/// The file that says how long all others of a runner are.
+const SIZES: &str = "sizes.json";
+
+/// Returns the host folder to mount at `RUNNER_INSIDE`, writing it first if need be. One that a full
+/// disk or a sudden end of the machine has torn is written again.
 pub async fn ensure_runner(data_dir: &Path, environment: &Environment) -> Result<PathBuf, EnvironmentError> {
     let folder = data_dir.join("runner");
     let directory = folder.join(content_hash(FILES, &environment.python_version));
-    if directory.is_dir() {
+    if is_whole(&directory) {
         return Ok(directory);
     }
     std::fs::create_dir_all(&folder).map_err(while_doing("make the folder for the runner"))?;
@@ -88,7 +93,17 @@ pub async fn ensure_runner(data_dir: &Path, environment: &Environment) -> Result
         library_dir: None,
     };
     build::compile(&interpreter, staging.path(), RUNNER_INSIDE).await?;
+    let sizes = sizes_in(&package).map_err(while_doing("look at the runner"))?;
+    let sizes = serde_json::to_vec(&sizes).expect("names and numbers can always be written as JSON");
+    std::fs::write(staging.path().join(SIZES), sizes).map_err(while_doing("write the runner"))?;
     build::make_readable(staging.path()).map_err(while_doing("make the runner readable"))?;
+    if directory.is_dir() && !is_whole(&directory) {
+        // Whoever uses it keeps what is left of it.
+        let torn = folder.join(format!(".torn-{}", std::process::id()));
+        if std::fs::rename(&directory, &torn).is_ok() {
+            let _ = std::fs::remove_dir_all(torn);
+        }
+    }
     match std::fs::rename(staging.path(), &directory) {
         Ok(()) => {
             // The folder has its own name now; there is nothing left to clean up under the old one.
@@ -99,6 +114,28 @@ pub async fn ensure_runner(data_dir: &Path, environment: &Environment) -> Result
         Err(_) if directory.is_dir() => Ok(directory),
         Err(cause) => Err(while_doing("put the runner in its place")(cause)),
     }
+}
+
+/// Whether all files of a runner are as long as they were when they were written.
+fn is_whole(directory: &Path) -> bool {
+    let written = std::fs::read(directory.join(SIZES)).ok();
+    let written = written.and_then(|text| serde_json::from_slice::<BTreeMap<String, u64>>(&text).ok());
+    written.is_some_and(|written| sizes_in(&directory.join(PACKAGE)).is_ok_and(|found| found == written))
+}
+
+/// The sizes of the files of the package and of its compiled ones.
+fn sizes_in(package: &Path) -> std::io::Result<BTreeMap<String, u64>> {
+    let mut sizes = BTreeMap::new();
+    for folder in [package.to_owned(), package.join("__pycache__")] {
+        for entry in std::fs::read_dir(folder)? {
+            let entry = entry?;
+            let found = entry.metadata()?;
+            if found.is_file() {
+                sizes.insert(entry.file_name().to_string_lossy().into_owned(), found.len());
+            }
+        }
+    }
+    Ok(sizes)
 }
 
 fn content_hash(files: &[(&str, &str)], python_version: &str) -> String {

@@ -305,6 +305,13 @@ async fn the_runner_is_written_once_and_compiled_for_the_inside() {
     assert!(String::from_utf8_lossy(&bytecode).contains("/opt/cellblock/runner/cellblock_runner/"));
     assert_eq!(std::fs::metadata(&written).unwrap().permissions().mode() & 0o777, 0o755);
     assert_eq!(runner_files::ensure_runner(&bench.data_dir(), &environment).await.unwrap(), written);
+    let torn = [compiled[0].clone(), package.join("serve.py")];
+    for file in torn {
+        let whole = std::fs::read(&file).unwrap();
+        std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();
+        assert_eq!(runner_files::ensure_runner(&bench.data_dir(), &environment).await.unwrap(), written);
+        assert_eq!(std::fs::read(&file).unwrap(), whole, "a torn file is written again");
+    }
     assert_eq!(std::fs::read_dir(bench.data_dir().join("runner")).unwrap().count(), 1, "nothing else is left behind");
 }
 
