@@ -108,7 +108,7 @@ pub(crate) struct Server {
     era: Era,
     input: Mutex<Option<ChildStdin>>,
     heard: Arc<(Mutex<Heard>, Condvar)>,
-    errors: Mutex<Option<JoinHandle<String>>>,
+    errors: Mutex<Option<Errors>>,
     next_id: AtomicU64,
     next_session: AtomicUsize,
     schemas: Mutex<HashMap<String, Value>>,
@@ -151,15 +151,10 @@ impl Server {
             .spawn()
             .expect("the program can be run");
         let output = child.stdout.take().expect("standard output was asked for");
-        let mut errors = child.stderr.take().expect("standard error was asked for");
+        let errors = Errors::of(child.stderr.take().expect("standard error was asked for"));
         let heard = Arc::<(Mutex<Heard>, Condvar)>::default();
         let listener = heard.clone();
         std::thread::spawn(move || listen(BufReader::new(output), &listener));
-        let errors = std::thread::spawn(move || {
-            let mut bytes = Vec::new();
-            let _ = errors.read_to_end(&mut bytes);
-            text_of(&bytes)
-        });
         Server {
             process_id: child.id(),
             era,
@@ -324,7 +319,7 @@ impl Server {
         self.close_input();
         assert!(self.ended().success(), "a server whose client leaves ends well");
         let errors = lock(&self.errors).take().expect("it is taken once");
-        errors.join().expect("reading a pipe does not panic")
+        errors.all()
     }
 
     /// The server's own memory, as the kernel counts it.
@@ -345,9 +340,16 @@ impl Server {
             if let Some(found) = ready(&mut heard) {
                 return found;
             }
-            assert!(!heard.ended, "the server ended before {what} came");
             let left = deadline.saturating_duration_since(Instant::now());
-            assert!(!left.is_zero(), "{what} did not come within {PATIENCE:?}");
+            if heard.ended || left.is_zero() {
+                let ended = heard.ended;
+                drop(heard);
+                let written = lock(&self.errors).as_ref().map(|errors| errors.last(ended)).unwrap_or_default();
+                match ended {
+                    true => panic!("the server ended before {what} came; its log ends with\n{written}"),
+                    false => panic!("{what} did not come within {PATIENCE:?}; the log ends with\n{written}"),
+                }
+            }
             heard = self.heard.1.wait_timeout(heard, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -374,6 +376,54 @@ impl Drop for Server {
         let _ = child.wait();
         let nonsense = lock(&self.heard.0).nonsense.take();
         assert!(nonsense.is_none() || std::thread::panicking(), "standard output held {nonsense:?}");
+    }
+}
+
+/// What a program writes to its standard error, read as it comes.
+pub(crate) struct Errors {
+    written: Arc<Mutex<Vec<u8>>>,
+    reader: JoinHandle<()>,
+}
+
+impl Errors {
+    /// How much of it is shown when a test fails.
+    const SHOWN: usize = 8 * 1024;
+
+    pub(crate) fn of(pipe: impl Read + Send + 'static) -> Errors {
+        Errors::heard(pipe, |_| ())
+    }
+
+    /// Has somebody hear each line.
+    pub(crate) fn heard(pipe: impl Read + Send + 'static, mut hear: impl FnMut(&str) + Send + 'static) -> Errors {
+        let written = Arc::<Mutex<Vec<u8>>>::default();
+        let writer = written.clone();
+        let reader = std::thread::spawn(move || {
+            let mut pipe = BufReader::new(pipe);
+            let mut line = Vec::new();
+            while let Ok(1..) = pipe.read_until(b'\n', &mut line) {
+                lock(&writer).extend_from_slice(&line);
+                hear(text_of(&line).trim_end());
+                line.clear();
+            }
+        });
+        Errors { written, reader }
+    }
+
+    /// Waits until everybody who can write has ended, and returns everything.
+    pub(crate) fn all(self) -> String {
+        self.reader.join().expect("reading a pipe does not panic");
+        text_of(&lock(&self.written))
+    }
+
+    /// The end of what was written by now. A keeper may hold the pipe of a program that has ended,
+    /// so that the rest is waited for only a moment.
+    pub(crate) fn last(&self, has_ended: bool) -> String {
+        let deadline = Instant::now() + Duration::from_secs(2);
+        while has_ended && !self.reader.is_finished() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let written = lock(&self.written);
+        text_of(&written[written.len().saturating_sub(Errors::SHOWN)..])
     }
 }
 
@@ -660,4 +710,12 @@ fn the_checker_of_schemas_finds_violations() {
     for wrong in [json!({}), json!({"a": 0}), json!({"a": "1"}), json!({"a": 1, "b": 2}), json!([])] {
         assert!(!violations(&schema, &wrong, "").is_empty(), "{wrong}");
     }
+}
+
+#[test]
+#[should_panic(expected = "its log ends with\nthe reason")]
+fn a_server_that_ends_before_it_answers_is_quoted() {
+    let script = "echo the reason >&2; exit 1";
+    let server = Server::spawn(Command::new("sh").args(["-c", script]), Era::Initialize);
+    server.greet();
 }

@@ -2,16 +2,14 @@
 
 use std::collections::HashMap;
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, sync_channel};
-use std::thread::JoinHandle;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::server::{PATIENCE, finished, program};
+use super::server::{Errors, PATIENCE, finished, program};
 
 /// What is waited for in the log.
 const NEWS: [&str; 4] =
@@ -25,7 +23,7 @@ pub(crate) struct Service {
     pub(crate) token: String,
     keys: HashMap<String, String>,
     told: Receiver<String>,
-    log: Option<JoinHandle<String>>,
+    log: Option<Errors>,
 }
 
 impl Service {
@@ -90,19 +88,12 @@ impl Service {
 
     fn run(mut command: Command) -> Service {
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("the program can be run");
-        let log = BufReader::new(child.stderr.take().expect("it is a pipe"));
         let (sender, told) = sync_channel(8);
-        let log = std::thread::spawn(move || {
-            let mut all = String::new();
-            for line in log.lines().map_while(Result::ok) {
-                if NEWS.iter().any(|news| line.contains(news)) {
-                    // Nobody waits for more than a few.
-                    let _ = sender.try_send(line.clone());
-                }
-                all += &line;
-                all.push('\n');
+        let log = Errors::heard(child.stderr.take().expect("it is a pipe"), move |line| {
+            if NEWS.iter().any(|news| line.contains(news)) {
+                // Nobody waits for more than a few.
+                let _ = sender.try_send(line.to_owned());
             }
-            all
         });
         let line = told.recv_timeout(PATIENCE).unwrap_or_default();
         let address = line.split("http://").nth(1).and_then(|rest| rest.split('/').next()?.parse().ok());
@@ -112,7 +103,7 @@ impl Service {
             }
             None => {
                 let _ = child.kill();
-                panic!("the service did not say where it is: {}", log.join().unwrap_or_default())
+                panic!("the service did not say where it is: {}", log.last(true))
             }
         }
     }
@@ -160,8 +151,7 @@ impl Service {
     pub(crate) fn finish(mut self) -> String {
         self.ask_to_end();
         assert!(self.child.wait().expect("it was started by us").success(), "a service that is asked to end ends well");
-        let log = self.log.take().expect("it is taken once");
-        log.join().expect("reading a pipe does not panic")
+        self.log.take().expect("it is taken once").all()
     }
 
     fn ask_to_end(&self) {
