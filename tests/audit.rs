@@ -7,13 +7,13 @@ use std::process::Command;
 use std::time::Duration;
 
 use cellblock::audit::{Audit, AuditSettings, Event, OnFailure, SessionEnded, ToolCall};
-use rustix::mount::{MountFlags, UnmountFlags, mount, mount_remount, unmount};
+use rustix::mount::{MountFlags, mount_remount};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::support::SmallDisk;
 use crate::support::server::{Era, Server, finished, program_below};
-use crate::support::{is_root, skipped};
 
 struct Place(TempDir);
 
@@ -200,36 +200,9 @@ fn the_log_of_a_server_can_be_json() {
     }
 }
 
-/// A file system of 64 KiB, gone when it is dropped.
-struct SmallDisk(TempDir);
-
-impl SmallDisk {
-    /// Returns none, and says so, where file systems cannot be mounted.
-    fn new() -> Option<SmallDisk> {
-        let folder = tempfile::tempdir().unwrap();
-        let mounted = is_root()
-            && mount("tmpfs", folder.path(), "tmpfs", MountFlags::empty(), Some(c"size=64k,mode=0700")).is_ok();
-        if !mounted {
-            skipped("root (a small file system)");
-            return None;
-        }
-        Some(SmallDisk(folder))
-    }
-
-    fn path(&self) -> &Path {
-        self.0.path()
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        let _ = unmount(self.0.path(), UnmountFlags::DETACH);
-    }
-}
-
 #[test]
 fn a_full_disk_refuses_work_loses_nothing_that_was_accepted_and_recovers() {
-    let Some(disk) = SmallDisk::new() else { return };
+    let Some(disk) = SmallDisk::new("size=64k") else { return };
     let log = disk.path().join("audit.jsonl");
     let audit = Audit::open(&log, AuditSettings::default()).unwrap();
     audit.record(call("s1")).unwrap();
@@ -257,7 +230,7 @@ fn a_full_disk_refuses_work_loses_nothing_that_was_accepted_and_recovers() {
 
 #[test]
 fn an_operator_who_chose_to_continue_goes_on_with_a_full_disk() {
-    let Some(disk) = SmallDisk::new() else { return };
+    let Some(disk) = SmallDisk::new("size=64k") else { return };
     let settings = AuditSettings { failure: OnFailure::Continue, ..AuditSettings::default() };
     let audit = Audit::open(&disk.path().join("audit.jsonl"), settings).unwrap();
     (0..1_000).for_each(|_| audit.record(call("s1")).unwrap());
@@ -266,7 +239,7 @@ fn an_operator_who_chose_to_continue_goes_on_with_a_full_disk() {
 
 #[test]
 fn a_read_only_disk_refuses_the_start() {
-    let Some(disk) = SmallDisk::new() else { return };
+    let Some(disk) = SmallDisk::new("size=64k") else { return };
     let log = disk.path().join("audit.jsonl");
     drop(Audit::open(&log, AuditSettings::default()).unwrap()); // control
     mount_remount(disk.path(), MountFlags::RDONLY, c"").unwrap();

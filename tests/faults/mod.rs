@@ -1,21 +1,31 @@
 //! Faults: what callers see when something below a server ends, hangs or runs out, what recovers by
 //! itself, and what is left behind.
 //!
-//! Each row of a table names a fault, what the caller is told, what works afterwards without a
-//! restart of the server, and then checks that nothing is left when the server ends: no process, no
-//! control group, no entry in the runtime folder. `signals` kills and stops processes, `resources`
-//! takes descriptors, processes and disk space away. `processes` finds the processes of a server.
+//! A row names a fault, what the caller is told, what works afterwards without a restart of the
+//! server, and then checks that nothing is left when the server ends: no process, no control group,
+//! no entry in the runtime folder.
+//!
+//! - `signals` kills and stops the processes of a jail. Its rows are `signals::ROWS`, and each is
+//!   run twice: with sessions in the server itself and in a keeper.
+//! - All other rows are in `table.md`, with their tests. `fronts` kills, stops and misleads the
+//!   server and its keeper, `resources` takes descriptors, processes, memory and turns away, `disks`
+//!   disk space and files. Some rows have their test beside the thing that they are about.
+//! - `processes` finds the processes of a server.
 
+mod disks;
+mod fronts;
 mod processes;
 mod resources;
 mod signals;
 
 use std::fs;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use self::processes::wait_for;
 use crate::support::is_root;
@@ -28,6 +38,13 @@ enum Home {
     Inside,
     /// In a keeper of its own name.
     Keeper,
+}
+
+/// When the fault comes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Moment {
+    Idle,
+    MidCell,
 }
 
 /// A server whose client tries to live through a fault.
@@ -56,12 +73,8 @@ impl Scene {
     fn of(home: Home, more: &[&str], change: impl Fn(Command) -> Command) -> Scene {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let keeper = format!("f{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let mut command = program();
-        command.arg("mcp").args(MINIMAL).args(more);
-        match home {
-            Home::Inside => command.args(["--keep-sessions", "off"]),
-            Home::Keeper => command.args(["--keep-sessions", "on", "--keeper", &keeper]),
-        };
+        let mut command = command(home, &keeper);
+        command.args(more);
         let server = Server::spawn(&mut change(command), Era::Initialize);
         server.greet();
         let mut scene = Scene { server: Some(server), home, keeper, holder: 0 };
@@ -76,13 +89,23 @@ impl Scene {
         self.server.as_ref().expect("the scene is not over")
     }
 
+    /// The keeper that the present server has started.
     fn keeper_process(&self) -> u32 {
-        wait_for("a keeper", || {
-            let (_, printed, _) = finished(program().args(["keeper", "status", "--json"]));
-            let all: Value = serde_json::from_str(&printed).ok()?;
-            let own = all.as_array()?.iter().find(|keeper| keeper["name"] == self.keeper.as_str())?.clone();
-            Some(own["process"].as_u64()? as u32)
-        })
+        processes::keeper_of(self.server().process_id())
+    }
+
+    /// Starts another server of the same settings, also after the first one has ended.
+    fn another(&self) -> Server {
+        let server = Server::spawn(&mut command(self.home, &self.keeper), Era::Initialize);
+        server.greet();
+        server
+    }
+
+    /// The interpreter that runs the cells of a session. It says which one it is by its process id
+    /// inside.
+    fn interpreter_of(&self, session: &str) -> processes::Process {
+        let inside = self.text(session, "__import__('os').getpid()");
+        processes::inside(self.holder, inside.trim().parse().expect("a process id"))
     }
 
     fn run(&self, session: &str, code: &str) -> ToolResult {
@@ -149,21 +172,69 @@ impl Drop for Scene {
     }
 }
 
-/// The entries of one server in the runtime folder.
-fn entries_of(server: u32) -> Vec<PathBuf> {
-    let folder = match is_root() {
+/// A server that has its sessions there.
+fn command(home: Home, keeper: &str) -> Command {
+    let mut command = program();
+    command.arg("mcp").args(MINIMAL);
+    match home {
+        Home::Inside => command.args(["--keep-sessions", "off"]),
+        Home::Keeper => command.args(["--keep-sessions", "on", "--keeper", keeper]),
+    };
+    command
+}
+
+/// Where servers of this user have what they need while they run.
+fn runtime_folder() -> PathBuf {
+    match is_root() {
         true => PathBuf::from("/run/cellblock"),
         false => std::env::var_os("XDG_RUNTIME_DIR").map_or_else(
             || PathBuf::from(format!("/tmp/cellblock-{}", rustix::process::geteuid().as_raw())),
             |folder| Path::new(&folder).join("cellblock"),
         ),
-    };
+    }
+}
+
+/// Asks whether a service is ready: the status and the text.
+fn readiness(address: SocketAddr) -> (u16, String) {
+    let mut stream = TcpStream::connect(address).unwrap();
+    write!(stream, "GET /readyz HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    (text.split_whitespace().nth(1).unwrap().parse().unwrap(), text)
+}
+
+/// The entries of one server in the runtime folder.
+fn entries_of(server: u32) -> Vec<PathBuf> {
     let own = format!("cellblock-{server}-");
-    let entries = fs::read_dir(folder.join("instances")).into_iter().flatten().flatten();
+    let entries = fs::read_dir(runtime_folder().join("instances")).into_iter().flatten().flatten();
     entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&own)).map(|entry| entry.path()).collect()
 }
 
 fn groups_of(entries: &[PathBuf]) -> Vec<PathBuf> {
     let lists = entries.iter().map(|entry| fs::read_to_string(entry).unwrap_or_default());
     lists.flat_map(|list| list.lines().map(PathBuf::from).collect::<Vec<_>>()).collect()
+}
+
+/// The rows of `table.md`: fault, told, recovers, test.
+fn table() -> Vec<[&'static str; 4]> {
+    let lines = include_str!("table.md").lines().filter(|line| line.starts_with("| ")).skip(1);
+    let cells = |line: &'static str| line.trim_matches('|').split('|').map(str::trim).collect::<Vec<_>>();
+    lines.map(|line| cells(line).try_into().unwrap_or_else(|cells| panic!("four cells: {cells:?}"))).collect()
+}
+
+#[test]
+fn there_are_at_least_seventy_rows_and_each_has_its_test() {
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+    let table = table();
+    for [fault, told, recovers, test] in &table {
+        assert!(![fault, told, recovers].iter().any(|cell| cell.is_empty()), "{fault}");
+        let (file, name) = test.trim_matches('`').rsplit_once("::").expect("a module and a name");
+        let file = tests.join(file.replace("::", "/"));
+        let text = fs::read_to_string(file.with_extension("rs")).or_else(|_| fs::read_to_string(file.join("mod.rs")));
+        let text = text.unwrap_or_else(|error| panic!("{test}: {error}"));
+        assert!(text.contains(&format!("fn {name}()")), "there is no test {test}");
+    }
+    let faults: std::collections::BTreeSet<&str> = table.iter().map(|[fault, ..]| *fault).collect();
+    assert_eq!(faults.len(), table.len(), "each row is another fault");
+    assert!(2 * signals::ROWS.len() + table.len() >= 70 && table.len() >= 40, "{}", table.len());
 }

@@ -2,10 +2,13 @@
 //!
 //! ```text
 //! server ─ guardian ─ warden ─┬─ zygote              the warden's pid namespace
-//!                             ├─ twin                the same
-//!                             │   └─ interpreter     one pid namespace below
-//!                             └─ init                one pid namespace below
+//!                             │   └─ twin            that of its family, one below
+//!                             │       └─ interpreter that of its sandbox, two below
+//!                             └─ family              the first process of its family
+//!                                 └─ init            the first process of its sandbox
 //! ```
+//!
+//! With a keeper, "server" is the keeper.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,6 +24,7 @@ pub(super) enum Role {
     Guardian,
     Warden,
     Zygote,
+    Family,
     Init,
     Interpreter,
     Twin,
@@ -60,9 +64,9 @@ impl Process {
         stat(self.pid).map(|(state, _)| state)
     }
 
+    #[track_caller]
     pub(super) fn send(&self, signal: Signal) {
-        let pid = Pid::from_raw(self.pid as i32).expect("a process id is positive");
-        rustix::process::kill_process(pid, signal).unwrap_or_else(|error| panic!("{self:?}: {error}"));
+        send(self.pid, signal);
     }
 
     /// The first process of the pid namespace that it is in.
@@ -71,6 +75,11 @@ impl Process {
         let own = namespace(self.pid);
         let mut all = below(server).into_values();
         all.find(|found| found.role == Role::Init && namespace(found.pid) == own).expect("every sandbox has an init")
+    }
+
+    /// The first process of the family of an init: its parent.
+    pub(super) fn family(&self, server: u32) -> Process {
+        below(server).remove(&self.parent).filter(|found| found.role == Role::Family).expect("it has a family")
     }
 
     /// The twin of an interpreter: its parent.
@@ -83,6 +92,23 @@ impl Process {
         let before = stat(self.pid).map_or(0, |(_, ticks)| ticks);
         wait_for("a cell that computes", || stat(self.pid).is_none_or(|(_, ticks)| ticks > before + 5).then_some(()));
     }
+
+    /// Waits until it waits for something: a cell that loops has ended.
+    pub(super) fn wait_until_asleep(&self) {
+        wait_for("the end of a cell", || stat(self.pid).is_none_or(|(state, _)| state == 'S').then_some(()));
+    }
+}
+
+#[track_caller]
+pub(super) fn send(process: u32, signal: Signal) {
+    let pid = Pid::from_raw(process as i32).expect("a process id is positive");
+    rustix::process::kill_process(pid, signal).unwrap_or_else(|error| panic!("{process}: {error}"));
+}
+
+/// Stops a process, and waits until all its threads stand still.
+pub(super) fn stop(process: u32) {
+    send(process, Signal::STOP);
+    wait_for("a stopped process", || (stat(process)?.0 == 'T').then_some(()));
 }
 
 /// The state of a process and the processor time that it has used, in hundredths of a second.
@@ -111,6 +137,7 @@ pub(super) fn below(server: u32) -> BTreeMap<u32, Process> {
     let role = |process: &Process| match (process.name.as_str(), warden_depth) {
         ("cb-guardian", _) => Role::Guardian,
         ("cb-warden", _) => Role::Warden,
+        ("cb-family", _) => Role::Family,
         ("cb-init", _) => Role::Init,
         ("cb-twin", _) => Role::Twin,
         (name, Some(depth)) if name.starts_with("py") => match process.numbers.len() == depth {
@@ -121,6 +148,19 @@ pub(super) fn below(server: u32) -> BTreeMap<u32, Process> {
     };
     let found = all.values().filter(|process| is_below(process));
     found.map(|process| (process.pid, Process { role: role(process), ..process.clone() })).collect()
+}
+
+/// The keeper that a front has started. Not asked for on the command line: that would wait for
+/// every keeper that another test has stopped.
+pub(super) fn keeper_of(front: u32) -> u32 {
+    wait_for("a keeper", || {
+        let mut all = below(front).into_values().filter(|process| process.parent == front);
+        let is_keeper = |process: &Process| {
+            let arguments = fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
+            arguments.split(|byte| *byte == 0).skip(1).take(2).eq([b"keeper".as_slice(), b"hold"])
+        };
+        all.find(is_keeper).map(|process| process.pid)
+    })
 }
 
 /// Waits until a process of this role is there.

@@ -1,8 +1,6 @@
 //! Descriptors, processes and disk space that run out, and come back.
 
 use std::fs;
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -10,7 +8,7 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, prlimit};
 use serde_json::json;
 
 use super::processes::{self, Role, wait_for};
-use super::{Home, Scene};
+use super::{Home, Scene, readiness};
 use crate::support::server::{MINIMAL, finished, program};
 use crate::support::service::Service;
 use crate::support::{is_root, skipped};
@@ -226,15 +224,6 @@ fn a_full_runtime_folder_leaves_no_groups_and_is_tried_again() {
     assert_eq!(groups_named_after(process), Vec::<PathBuf>::new());
 }
 
-/// Asks whether a service is ready: the status and the text.
-fn readiness(address: SocketAddr) -> (u16, String) {
-    let mut stream = TcpStream::connect(address).unwrap();
-    write!(stream, "GET /readyz HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n").unwrap();
-    let mut text = String::new();
-    stream.read_to_string(&mut text).unwrap();
-    (text.split_whitespace().nth(1).unwrap().parse().unwrap(), text)
-}
-
 #[test]
 fn a_service_is_not_ready_while_its_jail_is_gone_and_says_why() {
     let service = Service::without_tokens(MINIMAL);
@@ -254,4 +243,97 @@ fn a_service_is_not_ready_while_its_jail_is_gone_and_says_why() {
     let errors: Vec<&str> = log.lines().filter(|line| line.contains("ERROR")).collect();
     assert_eq!(errors.len(), 2, "{log}");
     assert!(errors[0].contains("the jail ended") && errors[1].contains("guardian was stopped"), "{errors:?}");
+}
+
+#[test]
+fn of_a_hundred_cells_for_one_session_those_that_find_no_place_are_refused() {
+    let scene = Scene::new(Home::Inside);
+    assert_eq!(scene.text("a", "count = 0; count"), "0");
+    let cell = |code: &str| scene.server().begin("execute_ipython_cell", json!({"code": code, "session_id": "a"}));
+    let interpreter = scene.interpreter_of("a");
+    let first = cell("import time; begun = time.time()\nwhile time.time() < begun + 3: pass\ncount += 1");
+    interpreter.wait_until_busy();
+    let others: Vec<_> = (0..99).map(|_| cell("count += 1")).collect();
+    assert!(!first.result().is_error());
+    let told: Vec<_> = others.iter().map(|pending| pending.result()).collect();
+    let (refused, ran): (Vec<_>, Vec<_>) = told.iter().partition(|told| told.is_error());
+    assert_eq!((ran.len(), refused.len()), (64, 35));
+    assert!(refused.iter().all(|told| told.text().contains("64 requests are already waiting")));
+    assert_eq!(scene.text("a", "count"), "65");
+    scene.finish();
+}
+
+#[test]
+fn twenty_cells_that_ignore_the_interrupt_are_ended_and_undone() {
+    let scene = Scene::new(Home::Inside);
+    let names: Vec<String> = (0..20).map(|number| format!("session-{number}")).collect();
+    for name in &names {
+        assert_eq!(scene.text(name, "x = 1; x"), "1");
+    }
+    let deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); x = 2\nwhile True: pass";
+    let begin = |name: &String| {
+        let arguments = json!({"code": deaf, "session_id": name, "timeout": 2});
+        scene.server().begin("execute_ipython_cell", arguments)
+    };
+    let all: Vec<_> = names.iter().map(begin).collect();
+    for (name, pending) in names.iter().zip(all) {
+        let mut told = pending.result();
+        // On a busy machine a call ends before the time of its cell is up.
+        wait_for("the end of a cell", || {
+            let ended = !told.text().contains("still running");
+            if !ended {
+                told = scene.server().call("check_execution", json!({"session_id": name, "wait": 10}));
+            }
+            ended.then_some(())
+        });
+        assert!(told.is_error() && told.text().contains("ignored the interrupt"), "{}", told.text());
+    }
+    for name in &names {
+        let undone = scene.call("undo", name);
+        assert!(!undone.is_error(), "{}", undone.text());
+        assert_eq!(scene.text(name, "x"), "1");
+    }
+    scene.finish();
+}
+
+/// A control group in which a whole server has little memory.
+struct Tight(PathBuf);
+
+impl Tight {
+    fn new(bytes: u64) -> Option<Tight> {
+        let membership = fs::read_to_string("/proc/self/cgroup").ok()?;
+        let own = membership.lines().find_map(|line| line.split_once(":memory:"))?.1.trim_start_matches('/');
+        let folder = Path::new("/sys/fs/cgroup/memory").join(own).join(format!("faults-{}", std::process::id()));
+        fs::create_dir(&folder).ok()?;
+        let tight = Tight(folder);
+        fs::write(tight.0.join("memory.limit_in_bytes"), bytes.to_string()).ok()?;
+        Some(tight)
+    }
+}
+
+impl Drop for Tight {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+#[test]
+fn a_server_with_little_memory_loses_the_session_that_takes_it_and_nothing_else() {
+    let Some(tight) = Some(()).filter(|()| is_root()).and_then(|()| Tight::new(400 << 20)) else {
+        return skipped("root and a memory controller of version 1");
+    };
+    let enter = format!("echo $$ > {}/tasks", tight.0.display());
+    for home in [Home::Inside, Home::Keeper] {
+        let scene = Scene::of(home, &["--memory", "4GiB"], |command| after(&enter, command));
+        assert_eq!(scene.text("neighbour", "x = 1; x"), "1");
+        assert_eq!(scene.text("victim", "x = 1; x"), "1");
+        let warden = processes::one(scene.holder, Role::Warden);
+        let told = scene.run("victim", "y = b'x' * (1500 << 20)");
+        assert!(told.is_error() && told.text().contains("it was killed"), "{}", told.text());
+        assert_eq!(scene.text("neighbour", "x"), "1", "the others go on");
+        assert_eq!(processes::one(scene.holder, Role::Warden).pid, warden.pid, "the warden is the same");
+        assert!(!scene.call("reset", "victim").is_error());
+        assert_eq!(scene.text("victim", "6 * 7"), "42");
+        scene.finish();
+    }
 }

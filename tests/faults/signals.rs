@@ -1,19 +1,14 @@
 //! Processes that are killed or stopped, one at a time, while nothing runs and in the middle of a
 //! cell.
 
+use std::time::{Duration, Instant};
+
 use rustix::process::Signal;
 use serde_json::json;
 
 use super::processes::{self, Role, wait_for};
-use super::{Home, Scene};
+use super::{Home, Moment, Scene};
 use crate::support::server::ToolResult;
-
-/// When the fault comes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Moment {
-    Idle,
-    MidCell,
-}
 
 /// What becomes of the session whose process, or whose jail, was hit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,7 +23,7 @@ enum Fate {
 
 /// One fault and its consequences.
 #[derive(Debug, Clone, Copy)]
-struct Row {
+pub(super) struct Row {
     role: Role,
     signal: Signal,
     moment: Moment,
@@ -41,10 +36,10 @@ const fn row(role: Role, signal: Signal, moment: Moment, victim: Fate, neighbour
     Row { role, signal, moment, victim, neighbour }
 }
 
-const ROWS: [Row; 24] = {
+pub(super) const ROWS: [Row; 28] = {
     use Fate::{PythonEnded, SandboxEnded, Unharmed};
     use Moment::{Idle, MidCell};
-    use Role::{Guardian, Init, Interpreter, Twin, Warden, Zygote};
+    use Role::{Family, Guardian, Init, Interpreter, Twin, Warden, Zygote};
     const KILL: Signal = Signal::KILL;
     const STOP: Signal = Signal::STOP;
     [
@@ -60,6 +55,10 @@ const ROWS: [Row; 24] = {
         row(Zygote, KILL, MidCell, Unharmed, Unharmed),
         row(Zygote, STOP, Idle, Unharmed, Unharmed),
         row(Zygote, STOP, MidCell, Unharmed, Unharmed),
+        row(Family, KILL, Idle, SandboxEnded, Unharmed),
+        row(Family, KILL, MidCell, SandboxEnded, Unharmed),
+        row(Family, STOP, Idle, Unharmed, Unharmed),
+        row(Family, STOP, MidCell, Unharmed, Unharmed),
         row(Init, KILL, Idle, SandboxEnded, Unharmed),
         row(Init, KILL, MidCell, SandboxEnded, Unharmed),
         row(Init, STOP, Idle, Unharmed, Unharmed),
@@ -88,11 +87,12 @@ fn check_rows(role: Role, home: Home) {
 fn check(row: &Row, home: Home) {
     let scene = Scene::new(home);
     assert_eq!(scene.text("neighbour", "x = 1; open('kept', 'w').write('kept'); x"), "1");
-    assert_eq!(scene.text("victim", "import os; x = 1; open('kept', 'w').write('kept'); x"), "1");
-    let interpreter = victim_interpreter(&scene);
+    assert_eq!(scene.text("victim", "x = 1; open('kept', 'w').write('kept'); x"), "1");
+    let interpreter = scene.interpreter_of("victim");
     let target = match row.role {
         Role::Guardian | Role::Warden | Role::Zygote => processes::one(scene.holder, row.role),
         Role::Interpreter => interpreter.clone(),
+        Role::Family => interpreter.init(scene.holder).family(scene.holder),
         Role::Init => interpreter.init(scene.holder),
         Role::Twin => interpreter.twin(scene.holder),
         Role::Other => unreachable!("no row names it"),
@@ -137,6 +137,9 @@ fn check(row: &Row, home: Home) {
     check_fate(&scene, "victim", row.victim, row.moment, row.signal);
     check_fate(&scene, "neighbour", row.neighbour, Moment::Idle, row.signal);
     scene.assert_new_session_works("new");
+    if row.role == Role::Family && row.signal == Signal::STOP {
+        check_stopped_family(&scene, &target, row.moment);
+    }
     if row.role == Role::Init && row.signal == Signal::STOP {
         // Nothing of it can be reached any more, so that the session gets a new sandbox.
         let reset = scene.call("reset", "victim");
@@ -151,11 +154,37 @@ fn check(row: &Row, home: Home) {
     }
 }
 
-/// The interpreter that runs the cells of the victim. It says which one it is by its process id
-/// inside.
-fn victim_interpreter(scene: &Scene) -> processes::Process {
-    let inside = scene.text("victim", "os.getpid()");
-    processes::inside(scene.holder, inside.trim().parse().expect("a process id"))
+/// A family whose first process is stopped gets no fork, is told so within seconds, and keeps
+/// nobody waiting.
+#[track_caller]
+fn check_stopped_family(scene: &Scene, first: &processes::Process, moment: Moment) {
+    let fork = |name: &str| {
+        let arguments = json!({"session_id": "victim", "names": [name]});
+        scene.server().begin("fork_session", arguments)
+    };
+    let begun = Instant::now();
+    let forked = fork("fork");
+    assert_eq!(scene.text("neighbour", "x"), "1", "others do not wait");
+    scene.assert_new_session_works("meanwhile");
+    let refused = forked.result();
+    assert!(refused.is_error() && refused.text().contains("was stopped"), "{}", refused.text());
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    let reset = scene.call("reset", "victim");
+    assert_eq!((reset.is_error(), &reset.structured()["files_kept"]), (false, &json!(true)), "{}", reset.text());
+    assert_eq!(scene.text("victim", "x = 2; open('kept').read()"), "'kept'");
+    match moment {
+        Moment::Idle => {
+            first.send(Signal::CONT);
+            let forked = fork("fork").result();
+            assert!(!forked.is_error(), "{}", forked.text());
+            assert_eq!(scene.text("fork", "x"), "2");
+        }
+        // It ends with its last session, also without having been continued.
+        Moment::MidCell => {
+            assert!(!scene.call("close_session", "victim").is_error());
+            wait_for("the end of the family", || first.state().is_none().then_some(()));
+        }
+    }
 }
 
 #[track_caller]
@@ -236,6 +265,16 @@ fn a_lost_zygote_is_replaced_unnoticed() {
 #[test]
 fn in_a_keeper_a_lost_zygote_is_replaced_unnoticed() {
     check_rows(Role::Zygote, Home::Keeper);
+}
+
+#[test]
+fn a_lost_family_costs_its_sessions_and_a_stopped_one_its_forks() {
+    check_rows(Role::Family, Home::Inside);
+}
+
+#[test]
+fn in_a_keeper_a_lost_family_costs_its_sessions_and_a_stopped_one_its_forks() {
+    check_rows(Role::Family, Home::Keeper);
 }
 
 #[test]

@@ -142,6 +142,29 @@ fn new_rules_hold_for_the_next_connection() {
 }
 
 #[test]
+fn a_server_that_ends_a_connection_fails_that_one_and_the_next_one_works() {
+    run(async {
+        let listener = TcpListener::bind((HERE, 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let native = Builder::new("minimal").network(network(listed(&[format!("web.test:{port}")]), names())).start();
+        let session = native.session();
+        session.ok(CONNECT).await;
+        // It ends within the request.
+        let ends = thread::spawn(move || {
+            let (mut connection, _) = listener.accept().unwrap();
+            let _ = connection.read(&mut [0; 4]);
+            listener
+        });
+        let reach = format!("print(connect('web.test', {port}))");
+        let answer = session.ok(&reach).await;
+        assert!(["closed\n", "ConnectionResetError\n"].contains(&answer.as_str()), "{answer}");
+        let _web = Web::serve(ends.join().unwrap());
+        assert_eq!(session.ok(&reach).await, "HTTP/1.1 200 OK\n");
+        native.end().await;
+    });
+}
+
+#[test]
 fn connections_beyond_the_limit_are_reset_until_one_ends() {
     run(async {
         let keeper = Keeper::start();

@@ -9,9 +9,9 @@ use serde_json::{Value, json};
 
 use super::index::{Index, Manner};
 use super::proxy::Proxy;
-use crate::support::data_folder;
 use crate::support::native::host_python;
 use crate::support::server::{Era, MINIMAL, Server, finished, program_below};
+use crate::support::{SmallDisk, data_folder};
 
 /// A data folder with the shared environments and a store of its own, and a home folder beside it.
 struct Place(tempfile::TempDir);
@@ -185,6 +185,48 @@ fn a_full_store_makes_room_by_removing_what_no_session_uses() {
     let left: Vec<Value> = place.list().iter().map(|tree| tree["package"].clone()).collect();
     assert_eq!(left, [json!("leaf")]);
     assert!(!big.exists());
+}
+
+#[test]
+fn a_store_without_disk_space_says_so_and_works_once_there_is_room() {
+    let index = Index::start(&host_python("minimal"), Manner::Open);
+    let place = Place::new();
+    let store = place.data().join("packages");
+    fs::create_dir(&store).unwrap();
+    let Some(disk) = SmallDisk::on(&store, "size=256k,mode=0711") else { return };
+    let server = place.server(use_index(&index));
+    install(&server, "leaf");
+    let ballast = disk.fill();
+    let refused = server.session().call("install_package", json!({"package_name": "pure"}));
+    refused.assert_refused(&["No space left on device"]);
+    assert_eq!(place.list().len(), 1, "no half tree is left");
+    fs::remove_file(ballast).unwrap();
+    install(&server, "pure");
+    assert_eq!(place.list().len(), 2);
+    server.finish();
+}
+
+#[test]
+fn a_list_of_rubbish_in_the_store_is_replaced() {
+    let index = Index::start(&host_python("minimal"), Manner::Open);
+    let place = Place::new();
+    let server = place.server(use_index(&index));
+    install(&server, "pure");
+    server.finish();
+    let lists = fs::read_dir(place.data().join("packages/index")).unwrap().map(|entry| entry.unwrap().path());
+    let lists: Vec<PathBuf> = lists.collect();
+    assert!(!lists.is_empty(), "the control: there is one");
+    for list in lists {
+        fs::remove_file(&list).unwrap();
+        fs::write(&list, [0, 255, b'\n', b'{']).unwrap();
+    }
+    let server = place.server(use_index(&index));
+    let session = server.session();
+    let installed = session.call("install_package", json!({"package_name": "pure"}));
+    assert!(!installed.is_error(), "{}", installed.text());
+    assert_eq!(session.text("import pure; pure.__name__"), "'pure'");
+    drop(session);
+    server.finish();
 }
 
 /// Puts a package of two megabytes into a store, and returns its folder.

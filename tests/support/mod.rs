@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use cellblock::environment::EnvironmentSpec;
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
 /// The program under test.
 pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_cellblock");
@@ -69,6 +70,54 @@ pub(crate) fn ends_within(process: &OwnedFd, patience: Duration) -> bool {
 /// Whether the tests run as root, which decides what identities sessions get.
 pub(crate) fn is_root() -> bool {
     rustix::process::geteuid().is_root()
+}
+
+/// A small file system, gone when it is dropped.
+pub(crate) struct SmallDisk {
+    path: PathBuf,
+    /// Made for it, and removed after it.
+    folder: Option<tempfile::TempDir>,
+}
+
+impl SmallDisk {
+    /// Takes options of `tmpfs`. Returns none, and says so, where file systems cannot be mounted.
+    pub(crate) fn new(options: &str) -> Option<SmallDisk> {
+        let folder = tempfile::tempdir().unwrap();
+        let mut disk = SmallDisk::on(folder.path(), &format!("{options},mode=0700"))?;
+        disk.folder = Some(folder);
+        Some(disk)
+    }
+
+    /// The same in a folder that exists.
+    pub(crate) fn on(folder: &Path, options: &str) -> Option<SmallDisk> {
+        let options = std::ffi::CString::new(options).unwrap();
+        let mounted =
+            is_root() && mount("tmpfs", folder, "tmpfs", MountFlags::empty(), Some(options.as_c_str())).is_ok();
+        if !mounted {
+            skipped("root (a small file system)");
+            return None;
+        }
+        Some(SmallDisk { path: folder.to_owned(), folder: None })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Takes all room that is left, until the file is removed.
+    pub(crate) fn fill(&self) -> PathBuf {
+        let ballast = self.path().join("ballast");
+        let mut file = std::fs::File::create(&ballast).unwrap();
+        while file.write_all(&[0; 4096]).is_ok() {}
+        ballast
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = unmount(&self.path, UnmountFlags::DETACH);
+        drop(self.folder.take());
+    }
 }
 
 /// Tells whether this process can give sessions control groups; says so when it cannot.
