@@ -40,6 +40,8 @@ pub(super) async fn serve(
     settings: Settings,
     read_again: impl Fn() -> Result<Settings, ConfigError>,
 ) -> anyhow::Result<ExitCode> {
+    // First: without this a signal would end the process. One that comes early is kept.
+    let mut hang_up = signal(SignalKind::hangup()).context("signals cannot be received")?;
     let audit = open_audit(&settings)?;
     audit.record(Event::new(ServerStarted { version: env!("CARGO_PKG_VERSION").into(), serving: "http".into() }))?;
     let authenticator = Authenticator::from_settings(&settings.auth).await?;
@@ -73,7 +75,6 @@ pub(super) async fn serve(
     let stop = CancellationToken::new();
     let most = settings.service.max_connections;
     let mut serving = pin!(connections::serve(listener, current, most, metrics, stop.clone(), GRACE));
-    let mut hang_up = signal(SignalKind::hangup()).context("signals cannot be received")?;
     let mut ending = pin!(asked_to_end());
     let signal = loop {
         tokio::select! {
