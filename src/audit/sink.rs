@@ -76,7 +76,17 @@ pub(super) struct FileSink {
     length: u64,
     /// Something lies behind `length` that must go before the next line.
     is_torn: bool,
-    _lock: File,
+    _lock: Lock,
+}
+
+/// Keeps other servers from the file. Dropped, it is free at once: closing alone would leave it taken
+/// while a process that was just forked has a copy of the descriptor.
+struct Lock(File);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        let _ = flock(&self.0, FlockOperation::Unlock);
+    }
 }
 
 impl FileSink {
@@ -84,8 +94,8 @@ impl FileSink {
     pub(super) fn open(path: &Path) -> Result<(FileSink, Found), AuditError> {
         let failed = |cause: io::Error| AuditError::Open { path: path.to_owned(), cause };
         check_folder(path)?;
-        let lock = open_private(&beside(path, ".lock"), OFlags::CREATE).map_err(failed)?;
-        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+        let lock = Lock(open_private(&beside(path, ".lock"), OFlags::CREATE).map_err(failed)?);
+        match flock(&lock.0, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => return Err(AuditError::InUse { path: path.to_owned() }),
             Err(error) => return Err(failed(error.into())),
