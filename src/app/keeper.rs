@@ -93,10 +93,12 @@ impl Home {
         }
     }
 
-    /// Ends the sessions of this process. Those that are kept go on.
+    /// Ends the sessions of this process. Those that are kept go on, with their cells, and hear
+    /// nothing more.
     pub(super) async fn leave(&self) {
-        if let Home::Here(house) = self {
-            house.shut_down().await;
+        match self {
+            Home::Here(house) => house.shut_down().await,
+            Home::Kept(client) => client.leave(),
         }
     }
 }

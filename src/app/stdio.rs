@@ -1,5 +1,6 @@
 //! `cellblock mcp`: serves one client over standard input and output.
 
+use std::pin::pin;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -29,8 +30,10 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
     let metrics = Metrics::new(&Health::new());
     let sessions = Arc::new(Recorded::new(home.sessions(), audit.clone(), metrics));
     let server = mcp::Server::new(sessions, files, told);
+    // Dropped last: a call that is dropped is given up, and the keeper must not hear of that.
+    let mut serving = pin!(mcp::serve_stdio(server));
     let served = tokio::select! {
-        served = mcp::serve_stdio(server) => served.map(|()| "end of input").map_err(anyhow::Error::from),
+        served = &mut serving => served.map(|()| "end of input").map_err(anyhow::Error::from),
         signal = asked_to_end() => {
             info!(signal, "asked to end");
             Ok(signal)

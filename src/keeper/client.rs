@@ -97,10 +97,11 @@ impl Client {
         *self.shared.settings.lock().expect("nothing panics while it holds the settings") = Arc::new(settings);
     }
 
-    /// Cuts the connection, as a failure would.
-    #[cfg(test)]
-    pub(super) fn cut(&self) {
-        self.shared.current().as_ref().expect("there is a connection").closed.cancel();
+    /// Cuts the connection, as a failure would. What runs goes on.
+    pub fn leave(&self) {
+        if let Some(link) = self.shared.current().as_ref() {
+            link.closed.cancel();
+        }
     }
 
     /// Waits until the end of the connection has been noticed.

@@ -974,7 +974,7 @@ async fn a_lost_connection_to_the_same_keeper_loses_no_session() {
     let scene = Scene::new().await;
     let client = scene.client().await;
     execute(&client, "a", "open").await.unwrap();
-    client.cut();
+    client.leave();
     assert_eq!(note(execute(&client, "a", "still there").await.unwrap()), "still there");
 }
 
