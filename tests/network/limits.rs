@@ -146,7 +146,8 @@ fn a_server_that_ends_a_connection_fails_that_one_and_the_next_one_works() {
     run(async {
         let listener = TcpListener::bind((HERE, 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
-        let native = Builder::new("minimal").network(network(listed(&[format!("web.test:{port}")]), names())).start();
+        let rules = listed(&[format!("web.test:{port}"), format!("{HERE}:{port}")]);
+        let native = Builder::new("minimal").network(network(rules, names())).start();
         let session = native.session();
         session.ok(CONNECT).await;
         // It ends within the request.
