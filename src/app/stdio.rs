@@ -30,15 +30,16 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
     let metrics = Metrics::new(&Health::new());
     let sessions = Arc::new(Recorded::new(home.sessions(), audit.clone(), metrics));
     let server = mcp::Server::new(sessions, files, told);
-    // Dropped last: a call that is dropped is given up, and the keeper must not hear of that.
-    let mut serving = pin!(mcp::serve_stdio(server));
+    let mut serving = pin!(mcp::serve_stdio(server.clone()));
     let served = tokio::select! {
-        served = &mut serving => served.map(|()| "end of input").map_err(anyhow::Error::from),
+        served = &mut serving => served.map(|()| "end of input"),
         signal = asked_to_end() => {
             info!(signal, "asked to end");
-            Ok(signal)
+            server.drain();
+            serving.await.map(|()| signal)
         }
     };
+    let served = served.map_err(anyhow::Error::from);
     home.leave().await;
     let reason = served.as_ref().map_or("the connection failed", |reason| *reason);
     audit.note(Event::new(ServerStopped { reason: reason.into() }));

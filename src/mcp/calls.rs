@@ -195,12 +195,14 @@ impl Server {
         let reporter = Reporter::new(sessions.preparation(), request.timeout, &news);
         let execution = sessions.execute(owner, session, request, wait, context.ct.clone(), news);
         tokio::select! {
-            executed = with_progress(execution, reporter, context) => executed,
+            // First: the end of the connection, which follows, would interrupt the code.
+            biased;
             // The code goes on; whoever asks the next server hears how.
             () = draining.cancelled() => {
                 self.may_promise()?;
                 self.look(owner, session, max_chars).await.ok_or(Refused::ShuttingDown)
             }
+            executed = with_progress(execution, reporter, context) => executed,
         }
     }
 

@@ -185,17 +185,19 @@ impl Server {
         };
         loop {
             tokio::select! {
+                // Draining before the end of the connection, which follows and would stop the code.
+                biased;
                 answer = &mut form.rx => return match decided(&ids, answer) {
                     Some(decisions) => Said::Decided(decisions),
                     None => Said::Left(Ok(Checked::Underway(underway.clone()))),
                 },
-                () = context.ct.cancelled() => {
-                    withdraw(form).await;
-                    return Said::Left(self.stopped(owner, handle, manner).await);
-                }
                 () = self.shared.draining.cancelled() => {
                     withdraw(form).await;
                     return Said::Left(self.may_promise().map(|()| Checked::Underway(underway.clone())));
+                }
+                () = context.ct.cancelled() => {
+                    withdraw(form).await;
+                    return Said::Left(self.stopped(owner, handle, manner).await);
                 }
                 () = sleep(BETWEEN_LOOKS) => {}
             }
@@ -239,12 +241,14 @@ impl Server {
         let reporter = Reporter::new(sessions.preparation(), manner.wait, &news);
         let checking = sessions.check(owner, &which, manner.wait, manner.max_chars, news);
         tokio::select! {
-            told = with_progress(checking, reporter, context) => told,
-            () = context.ct.cancelled() => self.stopped(owner, handle, manner).await,
+            // As above.
+            biased;
             () = draining.cancelled() => {
                 self.may_promise()?;
                 sessions.check(owner, &which, Duration::ZERO, manner.max_chars, News::default()).await
             }
+            told = with_progress(checking, reporter, context) => told,
+            () = context.ct.cancelled() => self.stopped(owner, handle, manner).await,
         }
     }
 

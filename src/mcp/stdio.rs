@@ -12,6 +12,7 @@
 //!   are dropped; the library would end the server.
 //! - The end of the input cancels every call at once. Answers that are ready within a short time still go out, then
 //!   serving ends, and that is success.
+//! - A server that is asked to end (`Server::drain`) answers the calls that wait for code; then the connection ends.
 //! - Whole lines only: one task writes, so no cancelled sender leaves half a line.
 //! - The process's own standard input and output are moved away first, so that nothing that prints can disturb the
 //!   protocol.
@@ -52,6 +53,11 @@ const WAITING_LINES: usize = 64;
 /// us gone.
 const LINGER: Duration = Duration::from_millis(500);
 
+/// How long answers may take when the server is asked to end.
+const LAST_ANSWERS: Duration = Duration::from_secs(2);
+/// Time between two looks for calls without an answer meanwhile.
+const BETWEEN_LOOKS: Duration = Duration::from_millis(5);
+
 /// How long lines that wait for the writer may take after that.
 const WRITE_OUT: Duration = Duration::from_millis(100);
 
@@ -71,7 +77,7 @@ pub enum ServeError {
     Write(#[source] io::Error),
 }
 
-/// Serves one client on standard input and output until it closes the input. Afterwards the process's own standard
+/// Serves one client on standard input and output until it closes the input or the server drains. Afterwards the process's own standard
 /// input is empty and its standard output is its standard error.
 pub async fn serve_stdio(server: Server) -> Result<(), ServeError> {
     let (reader, writer) = take_over_stdio().map_err(ServeError::TakeOver)?;
@@ -93,10 +99,16 @@ pub(super) async fn serve(server: Server, reader: Reader, writer: Writer) -> Res
         unanswered: Arc::default(),
         turns: Turns::default(),
     };
-    let ended = match serve_server_with_ct(server, transport, connection.clone()).await {
+    let (draining, unanswered) = (server.shared.draining.clone(), Arc::clone(&transport.unanswered));
+    let opened = tokio::select! {
+        opened = serve_server_with_ct(server, transport, connection.clone()) => opened,
+        () = draining.cancelled() => Err(ServerInitializeError::Cancelled),
+    };
+    let ended = match opened {
         Ok(running) => tokio::select! {
             ended = running.waiting() => ended.map(drop).map_err(ServeError::Task),
             () = lingered(&connection) => Ok(()),
+            () = drained(&draining, &unanswered) => Ok(()),
         },
         // The client left before it said anything we had to answer.
         Err(ServerInitializeError::ConnectionClosed(_) | ServerInitializeError::Cancelled) => Ok(()),
@@ -123,6 +135,17 @@ pub(super) async fn serve(server: Server, reader: Reader, writer: Writer) -> Res
 async fn lingered(connection: &CancellationToken) {
     connection.cancelled().await;
     tokio::time::sleep(LINGER).await;
+}
+
+/// Returns when the server is asked to end and no call waits for an answer, or those that do wait too long.
+async fn drained(draining: &CancellationToken, unanswered: &Mutex<HashSet<RequestId>>) {
+    draining.cancelled().await;
+    let answered = async {
+        while !unanswered.lock().unwrap_or_else(PoisonError::into_inner).is_empty() {
+            tokio::time::sleep(BETWEEN_LOOKS).await;
+        }
+    };
+    let _ = tokio::time::timeout(LAST_ANSWERS, answered).await;
 }
 
 /// Writes whole lines in the order in which they were sent, until all senders are gone or the reader is.

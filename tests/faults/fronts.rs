@@ -42,9 +42,12 @@ fn outcome(server: &Server, session: &str) -> String {
 #[track_caller]
 fn check_taken_over(signal: Signal, moment: Moment) {
     let mut scene = Scene::new(Home::Keeper);
-    let _ = begin(&scene, moment);
+    let (_, pending) = begin(&scene, moment);
+    send(scene.server().process_id(), signal);
+    if let Some(told) = pending.map(|pending| pending.result()) {
+        assert!(told.text().contains("It goes on"), "{}", told.text());
+    }
     let front = scene.server.take().expect("the scene is not over");
-    send(front.process_id(), signal);
     let ended = front.ended();
     assert_eq!(ended.success(), signal == Signal::TERM, "{ended}");
     scene.server = Some(scene.another());
@@ -76,13 +79,19 @@ fn a_front_takes_its_own_sessions_along() {
         (Signal::TERM, Moment::MidCell),
     ] {
         let mut scene = Scene::new(Home::Inside);
-        let _ = begin(&scene, moment);
+        let (_, pending) = begin(&scene, moment);
         let (family, entries) = (processes::below(scene.holder), entries_of(scene.holder));
         let groups = groups_of(&entries);
         assert!(family.len() > 4 && entries.len() == 1, "the control: {family:?} {entries:?}");
-        let front = scene.server.take().expect("the scene is not over");
-        send(front.process_id(), signal);
+        send(scene.holder, signal);
         let asked = Instant::now();
+        if let Some(pending) = pending.filter(|_| signal == Signal::TERM) {
+            let told = pending.result();
+            let words = ["the server is ending, and this session with it"];
+            told.assert_refused(&words);
+            assert!(!told.text().contains("goes on"), "{}", told.text());
+        }
+        let front = scene.server.take().expect("the scene is not over");
         assert_eq!(front.ended().success(), signal == Signal::TERM);
         assert!(asked.elapsed() < Duration::from_secs(20), "{:?}", asked.elapsed());
         for process in family.values() {
