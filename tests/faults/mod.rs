@@ -25,6 +25,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
 use self::processes::wait_for;
@@ -167,6 +168,10 @@ impl Scene {
 impl Drop for Scene {
     fn drop(&mut self) {
         if self.server.is_some() {
+            if self.home == Home::Keeper {
+                // A test that failed may have stopped it; then it would not hear anything.
+                let _ = Pid::from_raw(self.holder as i32).map(|keeper| kill_process(keeper, Signal::CONT));
+            }
             self.stop_keeper();
         }
     }

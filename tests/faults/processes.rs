@@ -132,11 +132,15 @@ pub(super) fn below(server: u32) -> BTreeMap<u32, Process> {
         }
         parent == server
     };
-    let warden = all.values().find(|found| found.name == "cb-warden" && is_below(found));
+    // What they fork has their names for a moment.
+    let is_guardian = |process: &Process| process.name == "cb-guardian" && process.parent == server;
+    let is_warden =
+        |process: &Process| process.name == "cb-warden" && all.get(&process.parent).is_some_and(is_guardian);
+    let warden = all.values().find(|found| is_warden(found));
     let warden_depth = warden.map(|found| found.numbers.len());
     let role = |process: &Process| match (process.name.as_str(), warden_depth) {
-        ("cb-guardian", _) => Role::Guardian,
-        ("cb-warden", _) => Role::Warden,
+        ("cb-guardian", _) if is_guardian(process) => Role::Guardian,
+        ("cb-warden", _) if is_warden(process) => Role::Warden,
         ("cb-family", _) => Role::Family,
         ("cb-init", _) => Role::Init,
         ("cb-twin", _) => Role::Twin,

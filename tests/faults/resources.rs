@@ -313,7 +313,10 @@ impl Tight {
 
 impl Drop for Tight {
     fn drop(&mut self) {
-        let _ = fs::remove_dir(&self.0);
+        // The kernel takes a moment to let go of groups below it that were just removed.
+        if !std::thread::panicking() {
+            wait_for("the end of the group", || fs::remove_dir(&self.0).ok());
+        }
     }
 }
 
