@@ -28,6 +28,7 @@ use bollard::query_parameters::{
 use bollard::{API_DEFAULT_VERSION, Docker};
 use futures_util::stream::{Stream, StreamExt};
 use tokio::io::AsyncWrite;
+use tracing::debug;
 
 pub use self::images::{BuildFailure, BuildNews, Building, ImageFacts};
 pub use self::question::{Question, QuestionError};
@@ -38,6 +39,9 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Engines repeat what they were asked for when they refuse it; so much of that is told.
 const LONGEST_REFUSAL: usize = 400;
+
+/// How long to wait after each attempt to remove a container that failed, in milliseconds.
+const REMOVAL_PAUSES: [u64; 5] = [50, 100, 200, 400, 800];
 
 /// Which engine sandboxes are made by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -216,10 +220,17 @@ impl Engine {
         let _ = self.docker.kill_container(id, Some(options)).await;
     }
 
-    /// Ends and removes a container. One that is gone, or is being removed, is no error.
+    /// Ends and removes a container. One that is gone, or is being removed, is no error. An engine
+    /// that has just begun again may still be busy with it, and is asked again.
     pub(super) async fn remove(&self, id: &str) {
-        let options = RemoveContainerOptionsBuilder::default().force(true).v(true).build();
-        let _ = self.docker.remove_container(id, Some(options)).await;
+        for pause in REMOVAL_PAUSES {
+            let options = RemoveContainerOptionsBuilder::default().force(true).v(true).build();
+            match self.docker.remove_container(id, Some(options)).await {
+                Ok(()) | Err(Error::DockerResponseServerError { status_code: 404 | 409, .. }) => return,
+                Err(error) => debug!(container = id, %error, "the container could not be removed"),
+            }
+            tokio::time::sleep(Duration::from_millis(pause)).await;
+        }
     }
 
     /// The same, and waits until the engine knows nothing of it: one that removes itself at this moment is still known for a while.
