@@ -22,6 +22,8 @@ mod http_client;
 #[path = "../sessions/server.rs"]
 #[allow(dead_code)]
 mod server;
+#[path = "../sessions/serving.rs"]
+mod serving;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,9 +1,8 @@
 //! The server under test: `cellblock serve` in one process, with three callers.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
-use std::process::{Child, Stdio};
+use std::process::Child;
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
@@ -11,6 +10,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 use crate::server::cellblock;
+use crate::serving;
 
 /// A caller.
 #[derive(Clone, Copy)]
@@ -59,12 +59,9 @@ impl Service {
         let folder = tempfile::tempdir()?;
         let (mut keys, mut lines) = (Vec::new(), String::from("auth:\n  api_keys:\n"));
         for (name, scope) in CALLERS {
-            let output = cellblock("key").args(["new", name, "--scope", scope]).output()?;
-            let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-            let word = |start: &str| text.split_whitespace().find(|word| word.starts_with(start)).map(str::to_owned);
-            let (key, hash) = (word("cellblock_").context("no key")?, word("sha256:").context("no hash")?);
-            lines += &format!("    - name: {name}\n      hash: {hash}\n      scopes: [{scope}]\n");
-            keys.push(key);
+            let made = serving::new_key(name, &[scope])?;
+            lines += &made.lines;
+            keys.push(made.key);
         }
         let script = folder.path().join("many.py");
         fs::write(&script, MANY_VALUES)?;
@@ -74,20 +71,8 @@ impl Service {
         let mut command = cellblock("serve");
         // One process holds everything that the server is, so that there is one figure for its
         // memory.
-        command
-            .args(["--listen", "127.0.0.1:0", "--keep-sessions", "off", "--environment", "minimal", "--config"])
-            .arg(&config);
-        command.env("RUST_LOG", "info").stdout(Stdio::null()).stderr(Stdio::piped());
-        let mut child = command.spawn().context("could not start a server")?;
-        let mut log = BufReader::new(child.stderr.take().context("a server without a log")?).lines();
-        let mut heard = Vec::new();
-        let address = log.by_ref().map_while(Result::ok).find_map(|line| {
-            let address = line.split("url=\"http://").nth(1).and_then(|rest| rest.split('/').next()).map(str::to_owned);
-            heard.push(line);
-            address
-        });
-        let address = address.with_context(|| format!("the server does not say where it is: {heard:?}"))?.parse()?;
-        // Somebody must read the log, or the server waits for room to write.
+        command.args(["--keep-sessions", "off", "--environment", "minimal", "--config"]).arg(&config);
+        let (child, address, log) = serving::start(command)?;
         std::thread::spawn(move || log.for_each(drop));
         Ok(Service { child, address, keys, _folder: folder })
     }

@@ -12,7 +12,7 @@
 //!
 //! Every row starts servers of its own and speaks MCP over their standard input and output, as a client does. Where a plain `python -c` does
 //! comparable work, it is measured in turn with ours, with the same interpreter and packages. `statistics` computes, `server` is the
-//! client, `peers` finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of sessions, `service` those about `cellblock serve`, `containers` those about containers, `tools` those about tools of other MCP servers.
+//! client, `peers` finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of sessions, `service` those about `cellblock serve`, which `serving` starts, `containers` those about containers, `tools` those about tools of other MCP servers.
 //!
 //! Nothing is asserted: a missed target is printed as such. Machines differ, and a busy one misses everything.
 
@@ -24,6 +24,7 @@ mod network;
 mod peers;
 mod server;
 mod service;
+mod serving;
 mod statistics;
 mod tools;
 

@@ -4,9 +4,7 @@
 //! adds two numbers, in the same run, if `FASTMCP_PYTHON` names a Python that has it.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::net::{SocketAddr, TcpListener};
-use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,6 +23,7 @@ use tokio::task::JoinSet;
 use crate::http_client::HttpClient;
 use crate::memory::{self, MIB};
 use crate::server::{cellblock, printed};
+use crate::serving::{self, new_key};
 use crate::statistics::{Sample, in_milliseconds, repeat, report};
 use crate::{Peers, target};
 
@@ -133,8 +132,7 @@ pub(crate) fn small_cells_beside_busy_sessions(_: &Peers) -> anyhow::Result<()> 
     println!("\nsmall cells of a caller while another one has {BUSY_SESSIONS} sessions that compute without a pause");
     let runtime = client_runtime()?;
     let folder = tempfile::tempdir()?;
-    let [busy, quiet] = ["busy", "quiet"].map(new_key);
-    let (busy, quiet) = (busy?, quiet?);
+    let (busy, quiet) = (new_key("busy", &["python:execute"])?, new_key("quiet", &["python:execute"])?);
     let configuration = folder.path().join("config.yaml");
     fs::write(&configuration, format!("auth:\n  api_keys:\n{}{}", busy.lines, quiet.lines))?;
     let mut command = cellblock("serve");
@@ -184,20 +182,6 @@ async fn compute(address: SocketAddr, key: String, number: usize, all: Arc<Barri
         let call = json!({"code": "for _ in range(5_000_000): n += 1", "session_id": session});
         client.call("execute_ipython_cell", &call).await?;
     }
-}
-
-/// A key of a caller, and the lines of a configuration that make it known.
-struct Key {
-    key: String,
-    lines: String,
-}
-
-fn new_key(name: &str) -> anyhow::Result<Key> {
-    let output = cellblock("key").args(["new", name]).output()?;
-    let text = String::from_utf8(output.stdout)?;
-    let key = text.lines().find(|line| line.starts_with("cellblock_")).context("no key was shown")?.to_owned();
-    let lines = text.split_once("api_keys:\n").context("nothing was said about the key")?.1.to_owned();
-    Ok(Key { key, lines })
 }
 
 /// Clients cost little, so one thread is enough for all of them.
@@ -287,22 +271,15 @@ impl Service {
         // Another keeper of this user is none of our business.
         let keeper = format!("bench-{}-{keep_sessions}", std::process::id());
         let is_development = !command.get_envs().any(|(name, _)| name == "CELLBLOCK_CONFIG");
-        command.args(["--listen", "127.0.0.1:0", "--keep-sessions", keep_sessions]);
-        command.env("CELLBLOCK_KEEPER", &keeper).env("RUST_LOG", "info").stdout(Stdio::null()).stderr(Stdio::piped());
-        let mut child = command.spawn().context("could not start a service")?;
-        let mut log = BufReader::new(child.stderr.take().context("a service without a log")?).lines();
-        let mut value = |start: &str, end: &[char]| {
-            log.by_ref()
-                .map_while(Result::ok)
-                .find_map(|line| Some(line.split(start).nth(1)?.split(end).next()?.to_owned()))
-        };
-        let address = value("url=\"http://", &['/']).context("the service does not say where it is")?.parse()?;
+        command.args(["--keep-sessions", keep_sessions]).env("CELLBLOCK_KEEPER", &keeper);
+        let (child, address, mut log) = serving::start(command)?;
         let mut token = String::new();
         if is_development {
-            let file: PathBuf = value("file=", &[' ']).context("the service does not say where its token is")?.into();
+            let mut lines = log.by_ref().map_while(Result::ok);
+            let file = lines.find_map(|line| Some(line.split("file=").nth(1)?.split(' ').next()?.to_owned()));
+            let file = file.context("the service does not say where its token is")?;
             token = fs::read_to_string(file)?.trim().to_owned();
         }
-        // Somebody must read the log, or the service waits for room to write.
         std::thread::spawn(move || log.for_each(drop));
         Ok(Service { child, keeper, address, token })
     }

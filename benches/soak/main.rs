@@ -27,6 +27,8 @@ mod http_client;
 #[path = "../sessions/server.rs"]
 #[allow(dead_code)]
 mod server;
+#[path = "../sessions/serving.rs"]
+mod serving;
 #[path = "../sessions/statistics.rs"]
 #[allow(dead_code)]
 mod statistics;

@@ -2,11 +2,10 @@
 //! and some callers.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 
 use anyhow::{Context, ensure};
 use rustix::process::{Pid, Signal, kill_process};
@@ -14,6 +13,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::server::cellblock;
+use crate::serving::{self, Key, new_key};
 
 /// How long a call waits for its cell, so that short cells go on after their calls.
 const MAX_WAIT: &str = "1s";
@@ -43,31 +43,17 @@ impl Service {
         let mut settings = String::from("audit_records: 100000000\nauth:\n  api_keys:\n");
         let mut keys = Vec::new();
         for number in 0..callers {
-            let output = cellblock("key").args(["new", &format!("c{number}"), "--scope", "python:execute"]).output()?;
-            let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-            let word = |start: &str| text.split_whitespace().find(|word| word.starts_with(start)).map(str::to_owned);
-            let (key, hash) = (word("cellblock_").context("no key")?, word("sha256:").context("no hash")?);
-            settings += &format!(
-                "    - {{name: c{number}, hash: \"{hash}\", scopes: [\"python:execute\", \"packages:install\"]}}\n"
-            );
+            let Key { key, lines } = new_key(&format!("c{number}"), &["python:execute", "packages:install"])?;
+            settings += &lines;
             keys.push(key);
         }
         fs::write(folder.path().join("config.yaml"), settings)?;
         let keeper = format!("soak-{}", std::process::id());
         let mut command = in_folder(cellblock("serve"), folder.path());
-        command.args(["--listen", "127.0.0.1:0", "--environment", "minimal", "--keeper", &keeper]);
+        command.args(["--environment", "minimal", "--keeper", &keeper]);
         command.args(["--max-wait", MAX_WAIT, "--memory", MEMORY, "--family-memory", FAMILY_MEMORY, "--config"]);
         command.arg(folder.path().join("config.yaml")).arg("--audit-file").arg(folder.path().join("audit/audit.jsonl"));
-        command.env("RUST_LOG", "info").stdout(Stdio::null()).stderr(Stdio::piped());
-        let mut child = command.spawn().context("could not start a server")?;
-        let mut log = BufReader::new(child.stderr.take().context("a server without a log")?).lines();
-        let mut heard = Vec::new();
-        let address = log.by_ref().map_while(Result::ok).find_map(|line| {
-            let address = line.split("url=\"http://").nth(1).and_then(|rest| rest.split('/').next()).map(str::to_owned);
-            heard.push(line);
-            address
-        });
-        let address = address.with_context(|| format!("the server does not say where it is: {heard:?}"))?.parse()?;
+        let (child, address, log) = serving::start(command)?;
         std::thread::spawn(move || {
             // A call that its client has given up is an error to the MCP library.
             let is_known = |line: &str| line.contains("failed to send pending response during drain");
