@@ -534,13 +534,15 @@ impl Warden {
                 return;
             };
             let Some(family) = self.families.get(&id).filter(|family| family.listening) else { return };
-            if !sandbox.namespaces.is_empty() || begun.elapsed() > INIT_LIMIT || is_stopped(family.pid) {
+            if !sandbox.namespaces.is_empty() || begun.elapsed() > INIT_LIMIT {
                 return;
             }
             let mut events = [PollFd::new(&family.socket, PollFlags::IN), PollFd::new(&sandbox.orders, PollFlags::IN)];
             let pause = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-            if !matches!(rustix::event::poll(&mut events, Some(&pause)), Ok(_) | Err(rustix::io::Errno::INTR)) {
-                return;
+            match rustix::event::poll(&mut events, Some(&pause)) {
+                Ok(0) if is_stopped(family.pid) => return,
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(_) => return,
             }
             let [from_family, from_init] = [0, 1].map(|index| !events[index].revents().is_empty());
             // A server that cannot be told has ended, which the next command finds.
@@ -1077,8 +1079,14 @@ enum ForkError {
 
 /// Tells whether somebody has stopped a process.
 fn is_stopped(process: Pid) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid())).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'))
+    stat_after_name(process).is_some_and(|stat| stat.trim_start().starts_with('T'))
+}
+
+/// What `/proc/PID/stat` says about a process behind its name, which may hold anything, also
+/// brackets and spaces.
+fn stat_after_name(process: Pid) -> Option<String> {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid())).ok()?;
+    Some(stat.rsplit_once(')')?.1.to_owned())
 }
 
 /// Why no program could be started.
@@ -1114,10 +1122,8 @@ fn require_family(twin: Pid, family: &Family) -> io::Result<()> {
 
 /// Reads how a process has ended that its parent has not waited for, as `wait` would tell.
 fn exit_status(process: Pid) -> Option<i32> {
-    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid())).ok()?;
-    // The name of the program may hold anything, also brackets and spaces.
-    let (_, after_name) = stat.rsplit_once(')')?;
-    let mut fields = after_name.split_whitespace();
+    let stat = stat_after_name(process)?;
+    let mut fields = stat.split_whitespace();
     // The third of the line is the state, the last one the status.
     matches!(fields.next()?, "Z" | "X").then_some(())?;
     fields.next_back()?.parse().ok()

@@ -77,8 +77,9 @@ pub enum ServeError {
     Write(#[source] io::Error),
 }
 
-/// Serves one client on standard input and output until it closes the input or the server drains. Afterwards the process's own standard
-/// input is empty and its standard output is its standard error.
+/// Serves one client on standard input and output until it closes the input or the server drains.
+/// Afterwards the process's own standard input is empty and its standard output is its standard
+/// error.
 pub async fn serve_stdio(server: Server) -> Result<(), ServeError> {
     let (reader, writer) = take_over_stdio().map_err(ServeError::TakeOver)?;
     serve(server, reader, writer).await
