@@ -106,7 +106,9 @@ fn held(pid: u32) -> Held {
         value.and_then(|value| value.parse().ok()).unwrap_or(0)
     };
     let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count) as u64;
-    Held { memory: field("VmRSS:") * 1024, descriptors, threads: field("Threads:") }
+    // Pages of the program itself are left out: how many of them are resident is up to the kernel.
+    let memory = (field("RssAnon:") + field("RssShmem:")) * 1024;
+    Held { memory, descriptors, threads: field("Threads:") }
 }
 
 /// Mounts that a process sees and that have this in them.

@@ -26,6 +26,7 @@ pub mod identity;
 mod idmap;
 mod init;
 mod landlock;
+pub mod memory;
 mod netlink;
 pub mod network;
 mod nftables;

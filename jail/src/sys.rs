@@ -392,6 +392,15 @@ pub(crate) fn processor_time(process: Pid) -> io::Result<Duration> {
     }
 }
 
+/// Gives free memory in the middle of the heaps back to the kernel.
+pub(crate) fn trim_heap() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: any thread may call it at any time; the allocator takes its own locks.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 /// Ends this process at once, without running exit handlers copied from its parent.
 pub(crate) fn exit_now(status: i32) -> ! {
     // SAFETY: _exit never returns and touches no memory of ours.

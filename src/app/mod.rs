@@ -15,6 +15,7 @@ mod ipybox_commands;
 mod keeper;
 mod kept_settings;
 mod key_command;
+mod memory;
 mod network;
 mod packages;
 mod packages_command;
@@ -104,6 +105,9 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     }
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().context("could not start the runtime")?;
+    if serves {
+        runtime.spawn(memory::keep_small());
+    }
     let status = runtime.block_on(async {
         match arguments.command {
             Command::Mcp(_) => stdio::serve(settings).await,
