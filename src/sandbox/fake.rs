@@ -10,6 +10,7 @@
 //! | `raise X` | ends the cell with a `ValueError` |
 //! | `sleep SECONDS` | waits; an interrupt raises `KeyboardInterrupt` |
 //! | `ignore-interrupt` | waits for ever |
+//! | `miss-interrupt` | waits, does not notice the first interrupt, and raises `KeyboardInterrupt` at the second |
 //! | `stop-after SECONDS` | waits for an interrupt, and raises `KeyboardInterrupt` that long after it |
 //! | `burn SECONDS` | says that so much processor time was used |
 //! | `flood N` | prints N numbered lines |
@@ -1049,6 +1050,12 @@ impl Script {
                 Ok(())
             }
             "ignore-interrupt" => std::future::pending().await,
+            "miss-interrupt" => {
+                let interrupt = self.interrupt.clone();
+                interrupt.notified().await;
+                interrupt.notified().await;
+                Err(Interruption::Raised { name: "KeyboardInterrupt", message: String::new() })
+            }
             "stop-after" => {
                 self.interrupt.clone().notified().await;
                 tokio::time::sleep(Duration::from_secs_f64(rest.parse().unwrap_or(0.0))).await;

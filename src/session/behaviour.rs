@@ -226,7 +226,16 @@ async fn code_that_waits_for_a_processor_has_more_time_to_stop() {
     setting.backend.starve(1000);
     let before = Instant::now();
     assert_eq!(setting.ok("a", "ignore-interrupt").await.status, timed_out(StateAfter::Lost));
-    assert_eq!(before.elapsed().as_secs(), 10 + 15);
+    assert_eq!(before.elapsed().as_secs(), 10 + 15 + 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn code_that_did_not_notice_the_interrupt_is_interrupted_again_before_it_is_killed() {
+    let setting = setting();
+    setting.ok("a", "set x 1").await;
+    let outcome = setting.ok("a", "miss-interrupt").await;
+    assert_eq!(outcome.status, Status::TimedOut { limit: Duration::from_secs(10), state: StateAfter::Kept });
+    assert_eq!(text(&setting.ok("a", "get x").await), "1\n");
 }
 
 #[tokio::test(start_paused = true)]

@@ -64,6 +64,10 @@ use crate::sandbox::{
 const CHUNK: usize = 256 * 1024;
 /// Files up to this size are staged in memory.
 pub(super) const STAGED_IN_MEMORY: usize = 1024 * 1024;
+/// How long code may take that is interrupted again at the end of its grace. It may not have noticed
+/// the first interrupt: Python does not look for signals between its last instruction and the
+/// system call in which it waits.
+const LAST_CHANCE: Duration = Duration::from_millis(250);
 /// How long the runner may show no progress with a file.
 const FILE_PATIENCE: Duration = Duration::from_secs(60);
 /// How long a fresh interpreter may take to greet. It has been started already; only a broken one needs longer.
@@ -480,6 +484,8 @@ struct Running {
     deadline: Instant,
     /// How long the code may take to react to the interrupt, once it has been asked to stop.
     reaction: Option<ReactionLimit>,
+    /// It was interrupted for the last time.
+    has_last_chance: bool,
 }
 
 /// What is known of a cell that has ended, beside its output.
@@ -708,6 +714,16 @@ impl Driver {
                         running.deadline = now + left;
                         return;
                     }
+                    if !running.has_last_chance
+                        && let Some(live) = &self.live
+                    {
+                        running.has_last_chance = true;
+                        let limit = LAST_CHANCE.min(self.settings.grace);
+                        running.reaction = Some(ReactionLimit::begin(limit, account));
+                        running.deadline = now + limit;
+                        live.process.interrupt();
+                        return;
+                    }
                     self.ended = Some(
                         "its code ignored the interrupt and Python was stopped; variables are gone, files in the working folder \
                          are kept".to_owned(),
@@ -881,7 +897,7 @@ impl Driver {
                 (Task::List { result: None, reply }, begun + FILE_PATIENCE, header, Vec::new())
             }
         };
-        self.running = Some(Running { id, task, begun, deadline, reaction: None });
+        self.running = Some(Running { id, task, begun, deadline, reaction: None, has_last_chance: false });
         self.give_tools();
         self.send(&header, &payload);
         self.send_file();
