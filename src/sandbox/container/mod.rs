@@ -71,6 +71,8 @@ const REST: Duration = Duration::from_secs(10);
 const SECOND_CHANCE: Duration = Duration::from_secs(15);
 /// How often members of the pool are looked at.
 const WEEDING: Duration = Duration::from_secs(5);
+/// How often the engine is asked which containers of this server it has.
+const BETWEEN_INVENTORIES: Duration = Duration::from_secs(15);
 
 /// Numbers of host users that sessions are, where the engine has no user namespace. No system gives these away.
 const FIRST_USER: u32 = 0x7000_0000;
@@ -612,9 +614,17 @@ impl Inner {
         loop {
             let Ok(standing) = self.prepared().await else { return };
             let engine = &standing.engine;
-            self.remove_unneeded(engine).await;
             let mut events = engine.events(LABEL_SERVER, self.tenancy.server());
-            while let Some(Ok(event)) = events.next().await {
+            let mut inventories = tokio::time::interval(BETWEEN_INVENTORIES);
+            loop {
+                let event = tokio::select! {
+                    event = events.next() => event,
+                    _ = inventories.tick() => {
+                        self.remove_unneeded(engine).await;
+                        continue;
+                    }
+                };
+                let Some(Ok(event)) = event else { break };
                 let id = event.actor.and_then(|actor| actor.id).unwrap_or_default();
                 let known = self.known();
                 let Some(Known { fate, .. }) = known.get(&id) else { continue };
@@ -629,17 +639,24 @@ impl Inner {
         }
     }
 
-    /// Removes containers of this server that nobody needs: those whose sessions were lost with the engine that had them, and those whose removal it did not hear.
+    /// Removes containers of this server that nobody needs: those whose sessions were lost with the
+    /// engine that had them, and those whose removal it did not hear or could not finish.
     async fn remove_unneeded(&self, engine: &Engine) {
-        let _nobody_creates = self.creations.write().await;
-        let Ok(listed) = engine.list(LABEL_SERVER, self.tenancy.server()).await else { return };
-        for container in listed {
-            let is_session = container.labels.get(LABEL_ROLE).is_some_and(|role| role == ROLE_SESSION);
-            if is_session && !self.known().get(&container.id).is_some_and(Known::is_needed) {
-                info!("a container whose session was lost is removed");
-                engine.remove(&container.id).await;
-            }
+        for id in self.unneeded(engine).await {
+            info!("a container whose session was lost is removed");
+            engine.remove(&id).await;
         }
+    }
+
+    async fn unneeded(&self, engine: &Engine) -> Vec<String> {
+        let _nobody_creates = self.creations.write().await;
+        let Ok(mut listed) = engine.list(LABEL_SERVER, self.tenancy.server()).await else { return Vec::new() };
+        let known = self.known();
+        listed.retain(|container| {
+            let is_session = container.labels.get(LABEL_ROLE).is_some_and(|role| role == ROLE_SESSION);
+            is_session && !known.get(&container.id).is_some_and(Known::is_needed)
+        });
+        listed.into_iter().map(|container| container.id).collect()
     }
 
     /// Removes every container that this server has made and that is still there.
