@@ -366,8 +366,9 @@ impl NativeSandbox {
             let _ = rustix::process::pidfd_send_signal(&process, Signal::KILL);
             return Err(error);
         }
-        self.warden.command(&Command::Release { slot: self.slot, generation }, &[]).await?;
+        // It reads this when it is let go, and has nobody to wait for then.
         channel.write_all(gate).await.map_err(failed)?;
+        self.warden.command(&Command::Release { slot: self.slot, generation }, &[]).await?;
         let process = NativeProcess {
             warden: Arc::clone(&self.warden),
             slot: self.slot,
