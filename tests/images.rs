@@ -221,6 +221,9 @@ fn a_build_that_is_cancelled_leaves_no_container_and_no_image() {
     let Some(docker) = containers::docker() else { return };
     let _alone = alone();
     let (base, tag, user) = ("cellblock-test-slow:1", "cellblock-test-cancelled:1", "61234");
+    // A run that was cut off may have left these.
+    docker.try_command(&["rm", "--force", "cellblock-test-slow"]);
+    docker.try_command(&["rmi", "--force", base]);
     // A base in which the last step of a build never ends.
     let slow = "import glob\nfor file in glob.glob('/usr/lib/python3*/py_compile.py'): open(file, 'w').write('import time; time.sleep(600)')";
     docker.command(&["run", "--name", "cellblock-test-slow", "--network", "none", IMAGE, "python3", "-c", slow]);
@@ -230,8 +233,12 @@ fn a_build_that_is_cancelled_leaves_no_container_and_no_image() {
     let arguments = ["build", "--base", base, "--no-science", "--tag", tag, "--uid", user];
     let mut child = image(docker, &arguments).stderr(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(|line| line.unwrap());
-    let seen = lines.by_ref().find(|line| line.contains("building (RUN)"));
-    assert!(seen.is_some(), "the step began");
+    let mut before = Vec::new();
+    let begun = lines.by_ref().any(|line| {
+        before.push(line);
+        before.last().is_some_and(|line| line.contains("building (RUN)"))
+    });
+    assert!(begun, "the step did not begin: {before:?}");
     let steps = || {
         let all = docker.command(&["ps", "--all", "--no-trunc", "--format", "{{.Command}}"]);
         all.lines().filter(|command| command.contains(user)).count()

@@ -91,15 +91,25 @@ impl TestEngine {
     }
 
     /// Runs the engine's own command line against it: another witness than ours.
+    #[track_caller]
     pub(crate) fn command(&self, arguments: &[&str]) -> String {
-        self.try_command(arguments).unwrap_or_else(|| panic!("{arguments:?} failed"))
+        self.run(arguments).unwrap_or_else(|errors| panic!("{arguments:?} failed: {errors}"))
     }
 
     /// The same, for what may be gone by now.
     pub(crate) fn try_command(&self, arguments: &[&str]) -> Option<String> {
+        self.run(arguments).ok()
+    }
+
+    /// Returns what the command printed, or its errors.
+    fn run(&self, arguments: &[&str]) -> Result<String, String> {
         let output = Command::new("docker").arg("-H").arg(self.address.to_string()).args(arguments).output();
         let output = output.expect("the engine's command line runs");
-        output.status.success().then(|| String::from_utf8(output.stdout).expect("text"))
+        if output.status.success() {
+            Ok(String::from_utf8(output.stdout).expect("text"))
+        } else {
+            Err(String::from_utf8_lossy(&output.stderr).into_owned())
+        }
     }
 
     /// The runtimes that the engine knows, in one line.
