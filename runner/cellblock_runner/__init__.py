@@ -25,11 +25,16 @@ one at a time:
     files       file requests, and what a cell changed in the working folder
     harmless    which cells change nothing
     branch      where the session can be copied while it lives
+    threads     how the other threads come along
     luggage     what a copy takes along and what it lost, from these:
       descriptors   open files and connections
+      private       descriptors that no other process has
+      loops         event loops
+      pools         executors without their threads or processes
       mappings      shared memory
       folders       the content of the session's folders
     reseed      fresh randomness in every copy
+    seeds       what is not renewed, because code has seeded it
     serve       puts all of it together
     zygote      the warm process that fresh sessions are copies of
 

@@ -21,13 +21,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 
-from . import lanes
+from . import lanes, threads
 from .channel import CHANNEL_DESCRIPTOR
 
-_fork, _send_signal, _get_process, _wait_for, _look_at = os.fork, os.kill, os.getpid, os.waitpid, os.fstat
+_fork, _get_process, _wait_for, _look_at = os.fork, os.getpid, os.waitpid, os.fstat
+_send_signal, _get_thread = signal.pthread_kill, threading.get_ident
+_copy: Callable[[], int] | None = None
+
+# How processes are made at the branch point, and in a copy until it has arrived.
+make_process: Callable[[], int] = _fork
 
 # Descriptors that the maker of copies keeps in the session.
 own_descriptors: tuple[int, ...] = ()
@@ -39,21 +45,36 @@ _WARNS_ABOUT_THREADS = sys.version_info >= (3, 12)
 
 
 def copy_by(maker: Callable[[], int], descriptor: int) -> None:
-    """Has copies made by a function in this process, where nobody outside can make them. It returns as fork does at the branch point."""
-    global _fork, _send_signal, own_descriptors
-    _fork, own_descriptors = maker, (descriptor,)
-    _send_signal = lambda _process, _signal: None  # noqa: E731 - nobody watches
+    """Has copies made by a function in this process, where nobody outside can make them. It returns as fork does at the branch point,
+    and makes processes with `make_process`.
+    """
+    global _copy, _send_signal, own_descriptors
+    _copy, own_descriptors = maker, (descriptor,)
+    _send_signal = lambda _thread, _signal: None  # noqa: E731 - nobody watches
 
 
-def stand_still() -> bool:
-    """Lets the host copy this process. Returns True in a copy, False in the original. Raises OSError when there is no copy."""
+def stand_still(with_threads: bool) -> bool:
+    """Lets the host copy this process. Returns True in a copy, False in the original. Raises OSError when there is no copy.
+
+    `with_threads`, all other threads are stopped, and a copy lets them go on.
+    """
+    global make_process
+    make_process = threads.fork if with_threads else _fork
+    try:
+        return _stand_still()
+    finally:
+        make_process = _fork
+
+
+def _stand_still() -> bool:
     process, channel = _get_process(), _channel()
     with lanes.fork_of_our_own(), warnings.catch_warnings():
         if _WARNS_ABOUT_THREADS:
             warnings.simplefilter("ignore")
         # Nothing may come between these two: whoever watches looks at every system call from the sign to the copy.
-        _send_signal(process, signal.SIGCONT)
-        result = _fork()
+        # To this thread: one that was sent to the process might be taken by another thread, which nobody watches.
+        _send_signal(_get_thread(), signal.SIGCONT)
+        result = (_copy or make_process)()
     if result == 0:
         if _channel() == channel:
             os._exit(0)  # A plain child, on the original's channel.

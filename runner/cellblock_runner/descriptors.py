@@ -6,6 +6,7 @@ opened, and an old object would read and write there.
 
     regular files, folders, devices    opened again by their path, at the same place; locks are taken again
     files without a name               made anew from the content, if it was small enough to keep
+    event counters, own pipes, epolls  made anew (`private`)
     what leads to our own pipes        leads to the new ones
     everything else                    is dead: reading and writing fail, and the loss is told
 """
@@ -18,8 +19,11 @@ import os
 import socket
 import stat
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
+
+from . import private
+from .private import Private
 
 # The content of files without a name is kept up to so many bytes, together.
 LARGEST_KEPT = 8 * 1024 * 1024
@@ -60,10 +64,17 @@ class Opened(NamedTuple):
     locks: tuple[Lock, ...] = ()
     # 0 or 1: it leads to the pipe for standard output or for standard error.
     lane: int | None = None
+    # How it is made anew, if no other process has it.
+    private: Private | None = None
 
 
-def look(lanes: tuple[int, int], ours: Collection[int]) -> list[Opened]:
-    """Returns what is open, lowest number first. `lanes` are the private write ends, `ours` what the runner keeps for itself."""
+def look(
+    lanes: tuple[int, int], ours: Collection[int], has_children: bool, pairs: Iterable[tuple[int, int]] = ()
+) -> list[Opened]:
+    """Returns what is open, lowest number first.
+
+    `lanes` are the private write ends, `ours` what the runner keeps for itself, `pairs` sockets that are connected with each other.
+    """
     pipes = [_identity(os.fstat(number)) for number in lanes]
     found: list[Opened] = []
     nameless: dict[Identity, int] = {}
@@ -88,20 +99,28 @@ def look(lanes: tuple[int, int], ours: Collection[int]) -> list[Opened]:
             if opened.twin is None and len(alike) < _MOST_SIMILAR:
                 alike.append(opened)
         found.append(opened)
-    return found
+    ends = [(item.number, item.identity) for item in found if item.kind == "pipe" and item.lane is None]
+    anew: dict[int, Private] = {} if has_children else private.look_at_pipes(ends)
+    anew.update(private.look_at_pairs(pairs))
+    return [item._replace(private=anew[item.number]) if item.number in anew else item for item in found]
 
 
-def bring_back(opened: Iterable[Opened], is_known: Callable[[str], bool]) -> list[Opened]:
+def bring_back(opened: Sequence[Opened], is_known: Callable[[str], bool]) -> list[Opened]:
     """Puts every number to what it was, or to something dead. Returns those that are dead.
 
     `is_known` tells of a path whether the file there is the one that was open even if it is another inode by now.
     """
     dead: list[Opened] = []
-    for item in opened:
+    maker = private.Maker(1 + max((item.number for item in opened), default=0))
+    # Epolls last: they watch the others.
+    for item in sorted(opened, key=lambda item: isinstance(item.private, private.Poll)):
         try:
-            if item.kind != "file":
+            if item.private is not None:
+                maker.make(item.number, item.private)
+            elif item.kind == "file":
+                _open_again(item, is_known)
+            else:
                 raise OSError(errno.EBADF, "cannot be opened again")
-            _open_again(item, is_known)
         except OSError:
             _put_nothing(item.number)
             if item.lane is None:
@@ -186,7 +205,8 @@ def _describe(number: int, pipes: list[Identity], nameless: dict[Identity, int],
         return Opened(number, *_kind_of_socket(number, identity))
     path = os.readlink(f"/proc/self/fd/{number}")
     if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFCHR):
-        return Opened(number, _kind_of_special(path), identity, path)
+        name = path.removeprefix("anon_inode:").strip("[]")
+        return Opened(number, _kind_of_special(name), identity, path, private=private.look(number, name))
     if number == 0 and path == os.devnull:
         return None
     flags, offset, locks = _ask_kernel(number)
@@ -231,8 +251,7 @@ def _kind_of_socket(number: int, identity: Identity) -> tuple[str, Identity, str
         view.detach()
 
 
-def _kind_of_special(path: str) -> str:
-    name = path.removeprefix("anon_inode:").strip("[]")
+def _kind_of_special(name: str) -> str:
     return {"eventpoll": "epoll", "": "special descriptor"}.get(name, name[:30])
 
 

@@ -44,7 +44,7 @@ _EVERY_DESCRIPTOR = 65536
 # How a fresh session begins: at once; after a cell that nobody sees; with an emptied folder.
 _PRIMED, _EMPTIED = "p", "e"
 
-_fork, _exit, _wait, _get_process = os.fork, os._exit, os.waitpid, os.getpid
+_exit, _wait, _get_process = os._exit, os.waitpid, os.getpid
 _close, _duplicate, _close_all, _open = os.close, os.dup2, os.closerange, os.open
 _pipe, _read, _write = os.pipe, os.read, os.write
 _socket, _pair, _receive, _send = socket.socket, socket.socketpair, socket.recv_fds, socket.send_fds
@@ -99,7 +99,7 @@ def _wait_warm(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
         if not message:
             _exit(0)
         order = _read_json(message)
-        between = _fork()
+        between = branch.make_process()
         if between == 0:
             _leave_parent()
             _become_steward(descriptors, None, order["work"])
@@ -132,7 +132,7 @@ def _make_copy() -> int:
     """Takes the place of the fork at the branch point: leaves a checkpoint behind. Returns 0 in copies of that. Raises OSError when there is none."""
     hears, tells = _pipe()
     try:
-        between = _fork()
+        between = branch.make_process()
     except OSError:
         _close(hears)
         _close(tells)
@@ -166,7 +166,7 @@ def _stand_until_ordered(tells: int) -> None:
         if not message:
             _exit(0)
         order = _read_json(message)
-        between = _fork()
+        between = branch.make_process()
         if between == 0:
             branch.moved_to = order["work"]
             if len(descriptors) == 3:
@@ -174,7 +174,7 @@ def _stand_until_ordered(tells: int) -> None:
                 _become_steward(descriptors, order["work"], order["work"])
                 return
             # The steward of the session becomes the parent.
-            copy = _fork()
+            copy = branch.make_process()
             if copy:
                 orders.send(_write_json({"interpreter": copy}).encode())
                 _exit(0)
@@ -191,7 +191,7 @@ def _become_steward(descriptors: Sequence[int], confined_to: str | None, work: s
     `confined_to` is the only folder of its own that a fork may write to; a fresh session may write to `work` and to those of its forks.
     """
     fences.adopt_orphans()
-    interpreter = _fork()
+    interpreter = branch.make_process()
     if interpreter == 0:
         _settle(descriptors[:2])
         fences.be_readable()
@@ -212,7 +212,7 @@ def _become_steward(descriptors: Sequence[int], confined_to: str | None, work: s
 
 def _leave_parent() -> None:
     """Goes on in a child whose parent ends at once, so that whoever adopts orphans adopts it."""
-    if _fork():
+    if branch.make_process():
         _exit(0)
 
 

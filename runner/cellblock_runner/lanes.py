@@ -178,12 +178,13 @@ class Lanes:
             stream.pending_size = 0
         self._channel.close()
 
-    def renew(self, marker: bytes, descriptors: tuple[int, int]) -> None:
+    def renew(self, marker: bytes, descriptors: tuple[int, int], with_threads: bool = False) -> None:
         """Called in a copy of the session: everything begins anew but the streams, which user code knows."""
         self._marker_start = b"\x00\x1bCB" + marker
         self._descriptors = descriptors
-        # A thread that did not come along may have held the old one.
-        self._lock = threading.RLock()
+        if not with_threads:
+            # A thread that did not come along may have held the old one.
+            self._lock = threading.RLock()
         self._seq = 0
         self._last_used = None
         self._spawned = False

@@ -18,10 +18,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from . import branch, descriptors, folders, interrupts, mappings
+from . import branch, descriptors, folders, interrupts, mappings, pools, seeds
 from .channel import CHANNEL_DESCRIPTOR
 from .descriptors import Opened, counted
+from .loops import count_lost_tasks, forget_threads, pairs, rejoin
 from .reseed import reseed
+from .threads import Hold
 
 # Libraries that keep threads of their own through a fork. Named in a report if they are loaded.
 _KEEP_THREADS = ("polars", "torch", "tensorflow", "pyarrow", "duckdb", "sklearn", "numba", "jax")
@@ -65,7 +67,9 @@ class Luggage(NamedTuple):
     # All folders as a fork needs them.
     carried: dict[str, folders.Tree]
     losses: list[str]
-    loop: Any
+    had_children: bool
+    loops: list[Any]
+    generator: Any
     reports_faults: bool
 
 
@@ -78,12 +82,15 @@ class Arrival(NamedTuple):
     # Files of the original were held in memory until now.
     mapped: bool
     kept: folders.Tree | None
+    # Threads that have nothing to do any more.
+    ended: set[int]
 
 
-def pack(request: Request, around: Surroundings, loop: Any, kept: folders.Tree | None) -> Luggage:
-    """Gathers all that a copy will need. `loop` is the event loop of the shell, `kept` what the last packing found."""
-    own = frozenset(_descriptors_of(loop)) | frozenset(_descriptors_of_tracker())
-    opened = descriptors.look(around.lanes, (CHANNEL_DESCRIPTOR, *branch.own_descriptors))
+def pack(request: Request, around: Surroundings, loops: list[Any], kept: folders.Tree | None) -> Luggage:
+    """Gathers all that a copy will need. `kept` is what the last packing found."""
+    own = frozenset(_descriptors_of_tracker())
+    children = _count_children()
+    opened = descriptors.look(around.lanes, (CHANNEL_DESCRIPTOR, *branch.own_descriptors), bool(children), pairs(loops))
     nameless = {item.identity for item in opened if item.content is not None}
     areas = mappings.look((around.work, *around.scratch))
     why = None
@@ -97,7 +104,7 @@ def pack(request: Request, around: Surroundings, loop: Any, kept: folders.Tree |
         kept, why = None, f"the work folder cannot be read: {cause.strerror}"
     areas = mappings.keep(areas, nameless, around.work)
     carried: dict[str, folders.Tree] = {}
-    losses = list(_losses(loop))
+    losses = list(_losses(loops, children))
     if request.fork:
         for root in around.scratch if request.work_is_shared else (around.work, *around.scratch):
             try:
@@ -116,12 +123,21 @@ def pack(request: Request, around: Surroundings, loop: Any, kept: folders.Tree |
         why,
         carried,
         losses,
-        loop,
+        bool(children),
+        loops,
+        seeds.state(),
         faulthandler.is_enabled(),
     )
 
 
-def put_down(luggage: Luggage, around: Surroundings) -> tuple[list[str], bool]:
+def leave_behind(luggage: Luggage, held: Hold) -> None:
+    """In the original, before the copy is made: notes the threads that do not come along."""
+    threads = _thread._count()
+    if held.lost and threads:
+        luggage.losses.insert(0, counted(threads, "thread"))
+
+
+def put_down(luggage: Luggage, around: Surroundings, held: Hold) -> tuple[list[str], bool]:
     """In the original, right after the copy was made.
 
     Returns losses of the copy that only the original can see, and whether the copy is whole: it has what a fork needs, and nothing in
@@ -129,7 +145,9 @@ def put_down(luggage: Luggage, around: Surroundings) -> tuple[list[str], bool]:
     """
     for tree in luggage.carried.values():
         folders.put_down(tree)
-    native = _native_threads()
+    if held.is_whole and not held.is_idle:
+        return [], False
+    native = 0 if held.is_whole else _native_threads()
     if not native:
         has_files = luggage.request.work_is_shared or luggage.kept is not None
         untouched = all(folders.is_untouched(root, around.home) for root in around.scratch)
@@ -155,9 +173,10 @@ def move(luggage: Luggage, around: Surroundings, work: str) -> tuple[Luggage, Su
     return luggage, around._replace(work=work)
 
 
-def unpack(luggage: Luggage, around: Surroundings, is_fork: bool) -> Arrival:
-    """In a copy: brings everything back. What fails is told, and ends nothing."""
+def unpack(luggage: Luggage, around: Surroundings, is_fork: bool, lost_threads: bool) -> Arrival:
+    """In a copy: brings everything back. What fails is told, and ends nothing. With `lost_threads`, others did not come along."""
     reseed()
+    seeds.bring_back(luggage.generator)
     lost = list(luggage.losses)
     mapped = any(map(folders.is_mapped, luggage.carried.values()))
     files, why, kept, known = _unpack_folders(luggage, around, is_fork, lost)
@@ -170,17 +189,22 @@ def unpack(luggage: Luggage, around: Surroundings, is_fork: bool) -> Arrival:
         )
 
     dead = descriptors.bring_back(luggage.opened, is_known)
-    lost += descriptors.describe_losses(_with_loops(item for item in dead if item.number not in luggage.own))
+    lost += descriptors.describe_losses(item for item in dead if item.number not in luggage.own)
     if is_fork and "_sqlite3" in sys.modules:
         lost += _describe_databases(luggage.opened, known)
     numbers = {item.identity: item.number for item in luggage.opened if item.content is not None}
     lost += mappings.bring_back(luggage.areas, numbers.get)
-    _renew_loop(luggage.loop)
+    if lost_threads:
+        forget_threads(luggage.loops)
+        pools.start_new_threads()
+    else:
+        rejoin(luggage.loops)
+    ended = pools.break_processes() if luggage.had_children else set()
     _forget_tracker()
     if luggage.reports_faults:
         faulthandler.disable()
         faulthandler.enable()
-    return Arrival(lost, files, why, mapped, kept)
+    return Arrival(lost, files, why, mapped, kept, ended)
 
 
 def _unpack_folders(
@@ -226,7 +250,9 @@ def _mask() -> int:
     if _thread._count():
         # Asking the usual way changes it for a moment, and another thread may make a file just then.
         with open("/proc/self/status", "rb", 0) as file:
-            return int(file.read().partition(b"\nUmask:")[2].split(None, 1)[0], 8)
+            told = file.read().partition(b"\nUmask:")[2].split(None, 1)
+        if told:  # gVisor does not tell.
+            return int(told[0], 8)
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
@@ -246,15 +272,11 @@ def _go_to(folder: str | None, work: str, lost: list[str]) -> None:
         lost.append(f"the current folder, which is {place} now")
 
 
-def _losses(loop: Any) -> Iterator[str]:
+def _losses(loops: list[Any], children: int) -> Iterator[str]:
     """Tells what cannot come along, apart from descriptors."""
-    threads = _thread._count()
-    if threads:
-        yield counted(threads, "thread")
-    children = _count_children()
     if children:
         yield counted(children, "subprocess").replace("processs", "processes")
-    tasks = _count_lost_tasks(loop)
+    tasks = count_lost_tasks(loops)
     if tasks:
         yield counted(tasks, "asyncio task")
     if any(signal.getitimer(which)[0] for which in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)):
@@ -297,57 +319,6 @@ def _native_threads() -> int:
     return max(0, len(threads) - 1 - exiting - _thread._count())
 
 
-def _count_lost_tasks(loop: Any) -> int:
-    """Counts the tasks that cannot go on: those of other loops that we know, and those of ours if they wait for more than time."""
-    events, tasks = sys.modules.get("asyncio.events"), sys.modules.get("asyncio.tasks")
-    if events is None or tasks is None:
-        return 0
-    lost = 0
-    policy = getattr(events, "_event_loop_policy", None)
-    current = getattr(getattr(policy, "_local", None), "_loop", None)
-    for other in {id(each): each for each in (loop, current) if each is not None}.values():
-        try:
-            if other.is_closed() or (other is loop and _waits_for_time_only(loop)):
-                continue
-            lost += len(tasks.all_tasks(other))
-        except Exception:
-            continue
-    return lost
-
-
-def _waits_for_time_only(loop: Any) -> bool:
-    executor = getattr(loop, "_default_executor", None)
-    return len(loop._selector.get_map()) <= 1 and (executor is None or not getattr(executor, "_threads", ()))
-
-
-def _descriptors_of(loop: Any) -> Iterator[int]:
-    """Returns the numbers that an event loop of the standard library uses for itself."""
-    try:
-        if loop is not None and not loop.is_closed():
-            yield loop._selector.fileno()
-            yield loop._ssock.fileno()
-            yield loop._csock.fileno()
-    except (AttributeError, ValueError):
-        return
-
-
-def _renew_loop(loop: Any) -> None:
-    """Makes the shell's loop work again. What waits in it for time goes on; what waits for a connection or a thread never does."""
-    try:
-        if loop is None or loop.is_closed():
-            return
-        selector = type(loop._selector)()
-        loop._selector.close()
-        loop._ssock.close()
-        loop._csock.close()
-        loop._selector = selector
-        loop._internal_fds = 0
-        loop._default_executor = None
-        loop._make_self_pipe()
-    except (AttributeError, OSError):
-        return
-
-
 def _tracker() -> Any:
     module = sys.modules.get("multiprocessing.resource_tracker")
     return getattr(module, "_resource_tracker", None)
@@ -366,20 +337,6 @@ def _forget_tracker() -> None:
     if number is not None:
         os.close(number)
         tracker._fd = tracker._pid = None
-
-
-def _with_loops(dead: Iterator[Opened]) -> list[Opened]:
-    """Calls an epoll what it is for its user: an event loop, which has a pair of sockets of its own."""
-    items = list(dead)
-    pairs = [item for item in items if item.kind == "connection" and item.path == "unix"]
-    polls = [item for item in items if item.kind == "epoll"]
-    if "asyncio.events" not in sys.modules:
-        return items
-    for poll in polls[: len(pairs) // 2]:
-        items[items.index(poll)] = poll._replace(kind="event loop")
-        items.remove(pairs.pop())
-        items.remove(pairs.pop())
-    return items
 
 
 def _describe_databases(opened: Sequence[Opened], known: dict[str, folders.Tree]) -> list[str]:

@@ -2,8 +2,8 @@
 
 Two processes forked from one warm process begin with the same memory, and so with the same "random" numbers. What draws
 from the kernel each time (secrets, uuid4, numpy's default_rng when it makes a generator) is safe; what keeps a state for the whole
-process is renewed here. A generator that the user keeps in a variable is the user's, and goes on where it was. OpenSSL is
-the dangerous one: it notices a fork by the process number only, and numbers repeat in different process namespaces.
+process is renewed here. A generator that the user keeps in a variable or has seeded (`seeds`) is the user's, and goes on where it
+was. OpenSSL is the dangerous one: it notices a fork by the process number only, and numbers repeat in different process namespaces.
 
 Nothing is imported here: what the process has not loaded has no state yet.
 """
@@ -13,17 +13,19 @@ from __future__ import annotations
 import os
 import sys
 
+from .seeds import is_seeded
+
 
 def reseed() -> None:
     """Renews every source of randomness this process has loaded. To be called in the child after every fork."""
     random = sys.modules.get("random")
-    if random is not None:
+    if random is not None and not is_seeded("random"):
         random.seed()
 
     numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
+    if numpy_random is not None and not is_seeded("numpy.random"):
         # With one number of our own: for several, or to find some by itself, numpy touches four times as much shared memory.
-        numpy_random.seed(int.from_bytes(os.urandom(4), "little"))
+        numpy_random.mtrand._rand.seed(int.from_bytes(os.urandom(4), "little"))
 
     ssl = sys.modules.get("ssl") or sys.modules.get("_ssl")
     if ssl is not None:
@@ -48,5 +50,5 @@ def reseed() -> None:
         uuid._last_timestamp = None
 
     torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "seed"):
+    if torch is not None and hasattr(torch, "seed") and not is_seeded("torch.random"):
         torch.seed()

@@ -31,9 +31,12 @@ from . import (
     files,
     folders,
     interrupts,
+    loops,
     luggage,
     packages,
     processes,
+    seeds,
+    threads,
     tool_files,
     tool_modules,
     variables,
@@ -90,6 +93,7 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
     than the first cell it makes faster, so it is for those who will fork more than once.
     """
     watch_processes()
+    seeds.watch()
     processes.install_script_magic()
     processes.install_pip(lambda: Shell.instance().gate)
     called.install()
@@ -132,11 +136,13 @@ def serve(
     """
     status = 1
     try:
+        seeds.forget()
         reseed()
         os.chdir(workdir)
         # '' follows the user's chdir; the folder itself stays importable after it.
         sys.path[:] = ["", workdir, *(path for path in sys.path if path not in ("", workdir))]
         sys.argv[:] = [""]
+        shell.user_ns["_dh"][:] = [workdir]  # Where `%cd -` leads.
         _close_stdin()
         gate = Gate()
         gate.install()
@@ -226,11 +232,18 @@ class Session:
             self.abandon_upload()
             self._channel.send({"type": "failed", "id": number, "reason": refused.reason, "message": str(refused)})
 
-    def say_hello(self, more: Header, redirected: Collection[int] = ()) -> None:
+    def say_hello(self, more: Header) -> None:
         """Begins the conversation, with new pipes and a new marker."""
+        self._greet(*self._new_pipes(()), more)
+
+    def _new_pipes(self, redirected: Collection[int], with_threads: bool = False) -> tuple[bytes, tuple[int, int]]:
+        """Returns the new marker and the read ends of the new pipes."""
         marker = os.urandom(16)
         write_ends, read_ends = make_pipes(redirected)
-        self._lanes.renew(marker, write_ends)
+        self._lanes.renew(marker, write_ends, with_threads)
+        return marker, read_ends
+
+    def _greet(self, marker: bytes, read_ends: tuple[int, int], more: Header) -> None:
         hello = {
             "type": "hello",
             "version": PROTOCOL_VERSION,
@@ -255,18 +268,23 @@ class Session:
             around = luggage.Surroundings(self._workdir, self._scratch, self._home, self._lanes.descriptors)
             if not request.fork:
                 self._habit.look()
+            held = threads.Hold([])
             try:
-                packed = luggage.pack(request, around, self._shell.loop, self._kept)
+                held = threads.hold()
+                packed = luggage.pack(request, around, loops.find(self._shell.loop, self._shell.user_ns), self._kept)
                 self._kept = packed.kept
-                is_copy = branch.stand_still()
+                luggage.leave_behind(packed, held)
+                is_copy = branch.stand_still(held.is_whole)
             except Exception as cause:
+                held.release()
                 message = f"the session could not be copied: {cause}"
                 self._channel.send({"type": "failed", "id": number, "reason": "other", "message": message})
                 return
             if is_copy:
-                self._begin_anew(packed, around)
+                self._begin_anew(packed, around, held)
             else:
-                lost, whole = luggage.put_down(packed, around)
+                held.release()
+                lost, whole = luggage.put_down(packed, around, held)
                 self._channel.send({"type": "branched", "id": number, "lost": lost, "whole": whole})
                 if not request.fork:
                     # Forks are on their way, which need the processor more, and no copy is made before the next cell.
@@ -275,7 +293,7 @@ class Session:
             if collects:
                 gc.enable()
 
-    def _begin_anew(self, packed: luggage.Luggage, around: luggage.Surroundings) -> None:
+    def _begin_anew(self, packed: luggage.Luggage, around: luggage.Surroundings, held: threads.Hold) -> None:
         """In a copy: passes the gate, brings back what can be, and says hello."""
         interrupts.restore_signals(packed.blocked)
         gate = self._channel.receive_gate()
@@ -288,12 +306,18 @@ class Session:
             packed, around = luggage.move(packed, around, branch.moved_to)
             sys.path[:] = [around.work if path == self._workdir else path for path in sys.path]
             self._workdir, branch.moved_to = around.work, None
-        arrival = luggage.unpack(packed, around, is_fork=gate == _FORK)
+        arrival = luggage.unpack(packed, around, gate == _FORK, bool(held.lost))
         self._kept = arrival.kept
         self._folder = files.look(self._workdir)
-        hello = {"lost": arrival.lost, "files": arrival.files, "why": arrival.why, "mapped": arrival.mapped}
-        self.say_hello(hello, {item.number for item in packed.opened if item.kind == "file"})
+        redirected = {item.number for item in packed.opened if item.kind == "file"}
+        marker, read_ends = self._new_pipes(redirected, held.is_whole)
         descriptors.lead_to_lanes(packed.opened, self._lanes.descriptors)
+        # Only now: they find everything in its place.
+        missing = held.go_on(arrival.ended)
+        if missing:
+            arrival.lost.append(descriptors.counted(missing, "thread"))
+        hello = {"lost": arrival.lost, "files": arrival.files, "why": arrival.why, "mapped": arrival.mapped}
+        self._greet(marker, read_ends, hello)
 
     def _take_tools(self, number: Any, header: Header, payload: bytes) -> None:
         if "server" in header:

@@ -20,6 +20,7 @@ import binascii
 import builtins
 import contextlib
 import enum
+import fnmatch
 import getpass
 import io
 import linecache
@@ -45,6 +46,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.profiledir import ProfileDir
 from IPython.utils.text import LSString, SList
 
+from . import loops
 from .interrupts import Gate
 from .processes import read_command, run_command
 from .variables import size_of
@@ -56,6 +58,8 @@ _REMEMBERED_CELLS = 1000
 # `Out` keeps so many results, and none above this size: a result that nobody named should not fill the memory.
 _REMEMBERED_RESULTS = 20
 _LARGEST_REMEMBERED_RESULT = 1024 * 1024
+# Longer tracebacks are shown as Python shows them.
+_MOST_FRAMES = 100
 
 _OUR_FOLDER = os.path.dirname(__file__) + os.sep
 _colour_codes = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -174,16 +178,24 @@ class Inputs(HistoryManager):
 
     last_three: tuple[str, ...] = ("", "", "")
 
-    def store_inputs(self, line_num: int, source: str, source_raw: str | None = None) -> None:
-        raw = (source if source_raw is None else source_raw).rstrip("\n")
-        self.input_hist_parsed.append(source.rstrip("\n"))
+    def begin(self, number: int, raw: str) -> None:
+        """Notes a cell that is about to run: it finds itself in `In[-1]`, and the one before in `_i`."""
+        raw = raw.rstrip("\n")
+        self.shell.user_ns.update(zip(("_i", "_ii", "_iii"), self.last_three))
+        self.last_three = (raw, *self.last_three[:2])
+        self.input_hist_parsed.append(raw)
         self.input_hist_raw.append(raw)
-        forgotten = line_num - _REMEMBERED_CELLS
+        forgotten = number - _REMEMBERED_CELLS
         if forgotten > 0:
             # The lists keep their length, because a cell is found by its number.
             self.input_hist_parsed[forgotten] = self.input_hist_raw[forgotten] = ""
-        self.last_three = (raw, *self.last_three[:2])
-        self.shell.user_ns.update(zip(("_i", "_ii", "_iii"), self.last_three))
+
+    def get_tail(
+        self, n: int = 10, raw: bool = True, output: bool = False, include_latest: bool = False
+    ) -> Iterator[tuple[int, int, Any]]:
+        """Returns the last cells, which IPython's own way asks the database for."""
+        end = len(self.input_hist_raw) - (0 if include_latest else 1)
+        return iter(list(self.get_range(0, max(1, end - n), max(1, end), raw=raw, output=output)))
 
 
 class Sources(CachingCompiler):
@@ -252,6 +264,9 @@ class Shell(InteractiveShell):
         self._cell_file = None
         number = self.execution_count
         error: BaseException | None = None
+        counts = bool(code) and not code.isspace()
+        if counts:
+            self.history_manager.begin(number, code)
         try:
             try:
                 result = self.run_cell(code, store_history=False)
@@ -263,9 +278,10 @@ class Shell(InteractiveShell):
             gate.close()
             error = _first(error, escaped)
         self._phase = Phase.IDLE
-        if not code.isspace() and code:
+        if counts:
             self.execution_count = number + 1
-            self.history_manager.store_inputs(number, self.current_code, code)
+            with contextlib.suppress(IndexError):  # A cell may have emptied the list.
+                self.history_manager.input_hist_parsed[number] = self.current_code.rstrip("\n")
             self._forget_old_cells()
         error = _first(error, self._kept_error)
         self._kept_error = None
@@ -308,7 +324,8 @@ class Shell(InteractiveShell):
                 # A loop holds descriptors, which two processes must not share.
                 self._loop.close()
                 self._loop = None
-                asyncio.set_event_loop(None)
+                # Not a loop of None: then `asyncio.get_event_loop()` would make none either.
+                asyncio.set_event_loop_policy(None)
 
         return bring_back
 
@@ -354,11 +371,13 @@ class Shell(InteractiveShell):
                 exec(code_obj, self.user_global_ns, self.user_ns)
             return False
         except BaseException as error:
+            if self.custom_exceptions and isinstance(error, self.custom_exceptions):
+                # Whoever set a handler has seen to it.
+                self.CustomTB(type(error), error, error.__traceback__)
+                return True
             if result is not None:
                 result.error_in_exec = error
-            if self.custom_exceptions and isinstance(error, self.custom_exceptions):
-                self.CustomTB(type(error), error, error.__traceback__)
-            elif outer_phase is Phase.NESTED:
+            if outer_phase is Phase.NESTED:
                 self.showtraceback()
             return True
         finally:
@@ -392,6 +411,10 @@ class Shell(InteractiveShell):
 
     def enable_gui(self, gui: Any = None) -> None:
         """Does nothing: there are no windows here. `%matplotlib` asks, whatever its backend."""
+
+    def set_next_input(self, s: str, replace: bool = False) -> None:
+        """Shows what `%load` and `%recall` would put into the next cell of a notebook."""
+        print(s)
 
     def ask_exit(self) -> NoReturn:
         raise SystemExit
@@ -453,8 +476,8 @@ class Shell(InteractiveShell):
         trace = _without_our_frames(error.__traceback__)
         if trace is None:
             return f"{name}: {message}" if message else name
-        if _holds_group(error):
-            # IPython cannot show exception groups; Python can.
+        if _holds_group(error) or _is_long(trace):
+            # IPython cannot show exception groups, and takes seconds for the frames of an endless recursion.
             return "".join(traceback.format_exception(type(error), error, trace))
         if hasattr(error, "_render_traceback_"):
             lines = error._render_traceback_()
@@ -504,7 +527,9 @@ class Shell(InteractiveShell):
     def _run_in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Runs a cell that awaits. The loop stays, so that tasks can live on until the next cell that awaits."""
         if self._loop is None or self._loop.is_closed():
-            self._loop = asyncio.new_event_loop()
+            # One that `asyncio.get_event_loop()` has made may have tasks already.
+            mine = loops.current()
+            self._loop = asyncio.new_event_loop() if mine is None or mine.is_closed() else mine
         loop = self._loop
         asyncio.set_event_loop(loop)
         cell = loop.create_task(coroutine)
@@ -541,6 +566,13 @@ class Shell(InteractiveShell):
 
     def atexit_operations(self) -> None:
         pass
+
+
+class Database(dict[str, Any]):
+    """Where `%store` and `%alias` keep things: in memory, for as long as the session lives."""
+
+    def keys(self, pattern: str = "*") -> Any:
+        return fnmatch.filter(super().keys(), pattern)
 
 
 class NoInput(io.TextIOBase):
@@ -584,7 +616,8 @@ def create_shell() -> Shell:
         if original is not None:
             ipython_shell.PickleShareDB = original
     InteractiveShell._instance = shell
-    shell.db = {}
+    shell.db = Database()
+    shell.extension_manager.load_extension("storemagic")
     _refuse_input()
     return shell
 
@@ -646,6 +679,13 @@ def _holds_group(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
+
+
+def _is_long(trace: TracebackType | None) -> bool:
+    length = 0
+    while trace is not None and length < _MOST_FRAMES:
+        trace, length = trace.tb_next, length + 1
+    return length >= _MOST_FRAMES
 
 
 def _plain(text: str) -> str:

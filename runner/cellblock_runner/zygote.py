@@ -63,7 +63,7 @@ def main() -> NoReturn:
         _keep_blocks_in_the_heap(False)
     # Nobody waits for what the kernel would tell about copies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    if not branch.stand_still():
+    if not branch.stand_still(with_threads=False):
         os._exit(1)  # Nobody lets the original go on.
     _become_session(warden, shell, plan)
 

@@ -26,7 +26,7 @@ _PRIVATE_AND_BELOW = 0x40000 | 0x4000
 _DEFAULT, _IGNORE = 0, 1
 _CHILD_SIGNAL = 17
 
-_fork, _get_process = os.fork, os.getpid
+_get_process = os.getpid
 _library = ctypes.CDLL(None, use_errno=True)
 _set_handler = _library.signal
 _set_handler.argtypes = (ctypes.c_int, ctypes.c_void_p)
@@ -37,15 +37,15 @@ def main() -> None:
     address, folders = sys.argv.pop(1), sys.argv.pop(1).split(",")
 
     def imitation() -> int:
-        between = _fork()
+        between = branch.make_process()
         if between:
             os.waitpid(between, 0)
             return _get_process()
-        if _fork():
+        if branch.make_process():
             os._exit(0)  # So that the frozen process is no child of the session.
         return _stand_until_ordered(address, folders)
 
-    branch._fork = imitation
+    branch._copy = imitation
     branch._send_signal = lambda _process, _signal: None
     if sys.argv[1] == "zygote":
         # Its socket has a number of its own.
@@ -68,7 +68,7 @@ def _stand_until_ordered(address: str, folders: list[str]) -> int:
         if not message:
             os._exit(0)
         order = json.loads(message)
-        child = _fork()
+        child = branch.make_process()
         if child == 0:
             _become_copy(order, descriptors[0], folders)
             return 0

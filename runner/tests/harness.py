@@ -137,7 +137,7 @@ class Runner:
         [answer] = self.request({"type": "branch", "id": self._number, **options})
         if answer.header["type"] != "branched":
             raise AssertionError(answer.header)
-        checkpoint = Checkpoint(self, self._checkpoints.accept()[0], answer.header["lost"])
+        checkpoint = Checkpoint(self, self._checkpoints.accept()[0], answer.header["lost"], answer.header["whole"])
         self._opened.append(checkpoint)
         return checkpoint
 
@@ -353,8 +353,9 @@ def _refuse(question: dict[str, Any]) -> dict[str, Any]:
 class Checkpoint:
     """A copy that stands still."""
 
-    def __init__(self, source: Runner, orders: socket.socket, lost: list[str]) -> None:
+    def __init__(self, source: Runner, orders: socket.socket, lost: list[str], whole: bool) -> None:
         self.lost = lost
+        self.whole = whole
         self._source = source
         self._orders = orders
         self._orders.settimeout(PATIENCE)

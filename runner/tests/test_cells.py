@@ -26,6 +26,12 @@ class CellTest(unittest.TestCase):
     def tearDownClass(cls) -> None:
         assert cls.runner.close() == 0
 
+    def of_its_own(self) -> Runner:
+        """Gives a test a runner that no other test uses."""
+        runner = Runner()
+        self.addCleanup(runner.close)
+        return runner
+
     def run_ok(self, code: str) -> Result:
         result = self.runner.run(code)
         self.assertEqual(result.done["status"], "ok", result.error)
@@ -327,6 +333,50 @@ class Magics(CellTest):
         self.run_ok("%reset -f")
         self.run_failing("gone", "NameError")
         self.assert_order("1 + 1", "value:2")
+
+    def test_history_is_that_of_a_notebook(self) -> None:
+        runner = self.of_its_own()
+        self.assertEqual(runner.run("print(repr(_i), In[-1])").text, "'' print(repr(_i), In[-1])\n")
+        runner.run("x = 1")
+        self.assertEqual(runner.run("print(_i, '|', _ii, '|', In[2])").text, "x = 1 | print(repr(_i), In[-1]) | x = 1\n")
+        self.assertEqual(runner.run("%history -l 2").text, "x = 1\nprint(_i, '|', _ii, '|', In[2])\n")
+        runner.run("x += 1")
+        self.assertEqual(runner.run("%rerun -l 1\nprint(x)").text.splitlines()[-1], "3")
+
+    def test_store_keeps_and_brings_back(self) -> None:
+        self.assertEqual(self.runner.run("x = [1]\n%store x\ndel x\n%store -r x\nprint(x)").text.splitlines()[-1], "[1]")
+        self.assertIn("x", self.runner.run("%store").text)
+
+    def test_load_shows_the_file(self) -> None:
+        self.runner.run("open('code.py', 'w').write('y = 5')")
+        self.assertIn("y = 5", self.runner.run("%load code.py").text)
+
+    def test_the_folder_before_is_the_work_folder(self) -> None:
+        code = "%cd -q /tmp\n%cd -q -\nimport os; print(os.getcwd())"
+        self.assertEqual(self.runner.run(code).text, f"{self.runner.workdir}\n")
+
+    def test_a_handler_of_its_own_has_seen_to_an_error(self) -> None:
+        runner = self.of_its_own()
+        runner.run(
+            "def handle(shell, kind, error, trace, tb_offset=None): print('handled', error)\n"
+            "get_ipython().set_custom_exc((ValueError,), handle)"
+        )
+        result = runner.run("raise ValueError('it')")
+        self.assertEqual((result.done["status"], result.text), ("ok", "handled it\n"))
+        self.assertEqual(runner.run("1 / 0").done["status"], "error")
+
+    @unittest.skipIf(sys.version_info >= (3, 14), "skipped: needs a Python whose main thread has a loop by default")
+    def test_the_old_style_of_asyncio_works(self) -> None:
+        self.runner.run("import asyncio\nasync def later():\n    await asyncio.sleep(0.001)\n    return 7")
+        self.assertEqual(self.runner.run("print(asyncio.get_event_loop().run_until_complete(later()))").text, "7\n")
+        self.runner.run("task = asyncio.ensure_future(later())")
+        self.assertEqual(self.runner.run("print(await task)").text, "7\n")
+
+    def test_an_endless_recursion_is_explained_in_few_lines(self) -> None:
+        error = self.runner.run("def f(): return f()\nf()").error
+        self.assertEqual(error["name"], "RecursionError")
+        self.assertIn("Previous line repeated", error["traceback"])
+        self.assertLess(len(error["traceback"].splitlines()), 40)
 
     def test_errors_that_magics_swallow_are_errors_of_the_cell(self) -> None:
         self.run_failing("%%time\n1/0", "ZeroDivisionError")

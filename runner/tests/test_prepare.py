@@ -154,7 +154,7 @@ class Zygotes(unittest.TestCase):
             self.assertNotIn("lost", session.hello)
             result = session.run("import os, subprocess\nos.environ['GIVEN'], os.getcwd(), subprocess.call('exit 3', shell=True)")
             self.assertEqual(result.order, [f"value:('yes', '{work}', 3)"])
-            self.assertEqual(session.run("len(In), 'x' in globals()\nx = 1\nprint(len(In))").order, ["out:2\n"])
+            self.assertEqual(session.run("len(In), 'x' in globals()\nx = 1\nprint(len(In))").order, ["out:3\n"])
             session.hang_up()
 
     def test_a_zygote_that_is_asked_for_anything_else_ends(self) -> None:

@@ -51,6 +51,8 @@ class MoveTest(unittest.TestCase):
             None,
             {"/work": {}, "/tmp": {}},
             [],
+            False,
+            [],
             None,
             False,
         )

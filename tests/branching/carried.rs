@@ -36,23 +36,68 @@ def tried(work):
 ";
 
 #[test]
-fn python_threads_are_told() {
+fn threads_that_wait_go_on_and_busy_ones_are_told() {
     let prepare = "
 import threading
-over = threading.Event()
-ticks = [threading.Thread(target=over.wait, daemon=True) for _ in range(2)]
-for tick in ticks: tick.start()";
-    let alive = "print(sum(tick.is_alive() for tick in ticks), threading.active_count())";
+over, done = threading.Event(), []
+def work(number):
+    over.wait(); done.append(number)
+threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(2)]
+for thread in threads: thread.start()";
+    let alive = "print(sum(thread.is_alive() for thread in threads), threading.active_count())";
+    let finish = "over.set()\nfor thread in threads: thread.join()\nprint(sorted(done))";
     run(async {
         let (source, fork, lost) = forked(prepare).await;
-        assert_eq!(lost, ["2 threads"]);
-        assert_eq!(fork.ok(alive).await, "0 1\n");
-        assert_eq!(source.ok(alive).await, "2 3\n");
+        assert_eq!(lost, NOTHING);
+        let again = fork.fork().await;
+        for session in [&fork, &again, &source] {
+            assert_eq!(session.ok(alive).await, "2 3\n");
+            assert_eq!(session.ok(finish).await, "[0, 1]\n");
+            session.assert_locked_down().await;
+        }
         // A fork starts its own.
         fork.ok("thread = threading.Thread(target=lambda: None); thread.start(); thread.join()").await;
-        let (session, lost) = undone(prepare, "x = 1").await;
-        assert_eq!(lost, ["2 threads"]);
-        assert_eq!(session.ok(alive).await, "0 1\n");
+        let (session, lost) = undone(prepare, "over.set()").await;
+        assert_eq!(lost, NOTHING);
+        assert_eq!(session.ok(alive).await, "2 3\n");
+        assert_eq!(session.ok(finish).await, "[0, 1]\n");
+
+        let busy = "
+import threading
+over = False
+def spin():
+    while not over: pass
+threads = [threading.Thread(target=spin, daemon=True)]
+threads[0].start()";
+        let (source, fork, lost) = forked(busy).await;
+        assert_eq!(lost, ["1 thread"]);
+        assert_eq!(fork.ok(alive).await, "0 1\n");
+        assert_eq!(source.ok(alive).await, "1 2\n");
+        source.ok("over = True").await;
+    });
+}
+
+#[test]
+fn code_with_openmp_runs_in_every_copy() {
+    let prepare = "
+import ctypes, os, subprocess
+open('total.c', 'w').write('\\n'.join((
+    'int total(int most) {', 'int sum = 0;', '#pragma omp parallel for reduction(+:sum) num_threads(3)',
+    'for (int each = 0; each < most; each++) sum += each % 7;', 'return sum; }')))
+subprocess.run('cc -O1 -fopenmp -shared -fPIC -o /work/total.so total.c', shell=True, check=True)
+total = ctypes.CDLL('/work/total.so').total
+first = total(100000)";
+    let same = "print(total(100000) == first, len(os.listdir('/proc/self/task')))";
+    run(async {
+        let (source, fork, lost) = forked(prepare).await;
+        assert_eq!(lost, NOTHING);
+        let again = fork.fork().await;
+        for session in [&fork, &again, &source] {
+            assert_eq!(session.ok(same).await, "True 3\n");
+        }
+        let (session, lost) = undone(prepare, "total(7)").await;
+        assert_eq!(lost, NOTHING);
+        assert_eq!(session.ok(same).await, "True 3\n");
     });
 }
 
@@ -202,10 +247,11 @@ later = asyncio.ensure_future(answer())";
         let (session, lost) = undone(prepare, "x = await answer()").await;
         assert_eq!(lost, NOTHING);
         assert_eq!(session.ok(wait).await, "42 42 [42, 42]\n");
-        // A loop of the user's own is told.
+        // A loop of the user's own goes on too.
         let (_, fork, lost) = forked("import asyncio; own = asyncio.new_event_loop()").await;
-        assert_eq!(lost, ["1 event loop"]);
+        assert_eq!(lost, NOTHING);
         assert_eq!(fork.ok("print(await asyncio.sleep(0, 'works'))").await, "works\n");
+        assert_eq!(fork.ok("print(own.run_until_complete(asyncio.sleep(0.001, 'too')))").await, "too\n");
     });
 }
 
@@ -231,25 +277,42 @@ pyplot.close('all')";
 }
 
 #[test]
+fn pipes_with_both_ends_inside_are_made_anew() {
+    let prepare = "import os; reader, writer = os.pipe(); os.write(writer, b'in it')";
+    let use_it = "os.write(writer, b' and more'); print(os.read(reader, 99))";
+    run(async {
+        let (source, fork, lost) = forked(prepare).await;
+        assert_eq!(lost, NOTHING);
+        for session in [&fork, &source] {
+            assert_eq!(session.ok(use_it).await, "b'in it and more'\n");
+        }
+        let (session, lost) = undone(prepare, "os.read(reader, 99)").await;
+        assert_eq!(lost, NOTHING);
+        assert_eq!(session.ok(use_it).await, "b'in it and more'\n");
+    });
+}
+
+#[test]
 fn sockets_and_pipes_are_told_and_dead() {
     let prepare = "
 import os, socket
 server = socket.create_server(('127.0.0.1', 0))
 client = socket.create_connection(server.getsockname())
 accepted, _ = server.accept()
-reader, writer = os.pipe()";
+reader, gone = os.pipe(); os.close(gone)
+gone, writer = os.pipe(); os.close(gone)";
     let use_them = format!(
         "{TRY}
 import json
 print(json.dumps([tried(lambda: client.send(b'x')), tried(lambda: accepted.recv(1).decode()), tried(lambda: server.getsockname()[0]),
     tried(lambda: os.write(writer, b'x')), tried(lambda: os.read(reader, 1).decode())]))"
     );
-    let lacks = ["1 listening socket", "2 connections", "1 pipe"];
+    let lacks = ["1 listening socket", "2 connections", "2 pipes"];
     run(async {
         let (source, fork, lost) = forked(prepare).await;
         assert_eq!(lost, lacks);
         assert_eq!(fork.json(&use_them).await, json!(vec!["OSError"; 5]));
-        assert_eq!(source.json(&use_them).await, json!([1, "x", "127.0.0.1", 1, "x"])); // control
+        assert_eq!(source.json(&use_them).await, json!([1, "x", "127.0.0.1", "BrokenPipeError", ""])); // control
         // The fork's own network is free: the same port can be listened on, and what it opens gets no old number.
         let port = "print(server.getsockname()[1])";
         let port = source.ok(port).await;

@@ -119,7 +119,7 @@ fn the_first_cell_of_a_fork_can_be_undone() {
         source.ok("import threading; x = [1]; open('file', 'w').write('before')").await;
         source.ok("thread = threading.Thread(target=threading.Event().wait, daemon=True); thread.start()").await;
         let (forks, report) = source.forks(2).await;
-        assert_eq!(report.lost, ["1 thread"]);
+        assert_eq!(report.lost, [""; 0]);
         for fork in &forks {
             fork.ok("x.append(2); open('file', 'w').write('after'); open('new', 'w').write('after')").await;
             let undone = fork.undo(1).await;

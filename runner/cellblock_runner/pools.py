@@ -1,0 +1,96 @@
+"""Pools: executors in a copy that has lost their threads or processes.
+
+Nobody would ever do what such an executor is given, and whoever waits for it would wait for ever.
+So pools of threads start new threads, and pools of processes raise at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+_WHY = "the processes of this pool did not come along into this copy of the session"
+
+_WITH_PROCESSES = (
+    "concurrent.futures.process",
+    "joblib.externals.loky.process_executor",
+    "loky.process_executor",
+)
+_HANDLERS = ("_handle_workers", "_handle_tasks", "_handle_results")
+
+
+def start_new_threads() -> None:
+    """Has pools of threads start new ones, for what they were given and will be given."""
+    for pool in _instances("concurrent.futures.thread", "ThreadPoolExecutor"):
+        with contextlib.suppress(AttributeError):
+            pool._threads.clear()
+            pool._idle_semaphore = threading.Semaphore(0)
+            if not pool._work_queue.empty():
+                pool._adjust_thread_count()
+
+
+def break_processes() -> set[int]:
+    """Has pools of processes raise, for what they were given and will be given.
+
+    Returns the threads that served them. They must not go on without the processes.
+    """
+    for module in _WITH_PROCESSES:
+        for pool in _instances(module, "ProcessPoolExecutor"):
+            with contextlib.suppress(AttributeError):
+                _break_executor(pool, sys.modules[module])
+    for pool in _instances("multiprocessing.pool", "Pool"):
+        with contextlib.suppress(AttributeError):
+            pool._state = "TERMINATE"
+            pool._terminate.cancel()
+            pool._pool.clear()
+            for result in list(pool._cache.values()):
+                result._set(None, (False, RuntimeError(_WHY)))
+    active = threading._active  # type: ignore[attr-defined]
+    serving = {ident: thread for ident, thread in list(active.items()) if _serves_processes(thread)}
+    for ident, thread in serving.items():
+        del active[ident]
+        _mark_ended(thread)
+    return set(serving)
+
+
+def _break_executor(pool: Any, module: Any) -> None:
+    flags = getattr(pool, "_flags", None)
+    if flags is not None:  # loky
+        flags.broken = module.TerminatedWorkerError(_WHY)
+    else:
+        pool._broken = _WHY
+    wakeup = pool._executor_manager_thread_wakeup
+    if wakeup is not None:
+        wakeup._closed = True  # Whoever still has it wakes nobody.
+    pool._executor_manager_thread = pool._executor_manager_thread_wakeup = None
+    for item in list(pool._pending_work_items.values()):
+        with contextlib.suppress(Exception):  # Cancelled meanwhile.
+            item.future.set_exception(module.BrokenProcessPool(_WHY))
+    pool._pending_work_items.clear()
+
+
+def _serves_processes(thread: threading.Thread) -> bool:
+    if type(thread).__name__ == "_ExecutorManagerThread":  # Of the standard library and of loky.
+        return True
+    target = getattr(getattr(thread, "_target", None), "__name__", "")
+    return target in _HANDLERS
+
+
+def _mark_ended(thread: Any) -> None:
+    """Does what Python does after a fork with threads that are not there: nobody waits for them."""
+    with contextlib.suppress(AttributeError):
+        if hasattr(thread, "_handle"):  # Python 3.13 and newer
+            thread._handle._set_done()
+        else:
+            thread._reset_internal_locks(False)
+            thread._stop()
+
+
+def _instances(module: str, name: str) -> Iterator[Any]:
+    kind = getattr(sys.modules.get(module), name, None)
+    objects: Iterable[Any] = gc.get_objects() if isinstance(kind, type) else ()
+    return (each for each in objects if issubclass(type(each), kind))  # type: ignore[arg-type]
