@@ -41,9 +41,10 @@ const SCORE_OF_OLDER: &str = "1000";
 /// Descriptors that no new sandbox may take: interpreters, programs and the zygote need some for a
 /// moment, and a warden without any could do nothing for the sandboxes that exist.
 const RESERVED_DESCRIPTORS: u64 = 64;
-/// How long an init may take to be ready once the memory of its interpreter is copied. Nothing of a
-/// user delays it.
-const INIT_LIMIT: Duration = Duration::from_secs(5);
+/// How long the warden waits for an init once the memory of its interpreter is copied. An init that
+/// needs longer is starved of processor time, and must not delay other sandboxes: its fork is made
+/// when it is ready.
+const INIT_WAIT: Duration = Duration::from_millis(50);
 
 /// What the warden is started with.
 pub(crate) struct Start {
@@ -69,6 +70,8 @@ struct Sandbox {
     checkpoints: BTreeMap<u32, Twin>,
     /// Programs that the server started, by its numbers.
     errands: BTreeMap<u32, Pid>,
+    /// A fork that waits until the init is ready.
+    deferred: Option<(Command, Vec<OwnedFd>)>,
     /// False once the other end of `orders` is closed.
     listening: bool,
     /// False once the init has ended. The sandbox is told to be gone when nothing of it is left.
@@ -319,6 +322,10 @@ impl Warden {
             Command::Sweep { slot, number } => self.order(slot, &Order::Sweep { number }),
             Command::Fork { slot, generation, from, keep, programs } => {
                 let forked = self.fork(slot, generation, from, programs, &descriptors);
+                if let (Err(ForkError::InitLate), Some(sandbox)) = (&forked, self.sandboxes.get_mut(&slot)) {
+                    sandbox.deferred = Some((command, descriptors));
+                    return Ok(());
+                }
                 let kept = forked.and_then(|handle| {
                     if keep {
                         self.keep_beginning(slot).map_err(ForkError::Keep)?;
@@ -413,6 +420,7 @@ impl Warden {
             interpreter: None,
             checkpoints: BTreeMap::new(),
             errands: BTreeMap::new(),
+            deferred: None,
             listening: true,
             standing: true,
             unwanted: false,
@@ -465,12 +473,20 @@ impl Warden {
     ) -> Result<OwnedFd, ForkError> {
         let (channel, doors) = descriptors.split_first().ok_or(ForkError::NotReady)?;
         let family = self.family_for(slot, from)?;
+        if matches!(from, Origin::Checkpoint { last: true, .. }) {
+            // The checkpoint is used up by this, and there would be none for a later try.
+            self.await_init(slot, family)?;
+        }
         let mut twin = self.twin_from(from, family)?;
-        self.await_init(slot, family);
-        let sandbox = self.sandboxes.get(&slot).filter(|sandbox| !sandbox.namespaces.is_empty());
-        let (Some(sandbox), Some(family)) = (sandbox, self.families.get(&family)) else {
-            end_twin(&mut self.ending, slot, &twin);
-            return Err(ForkError::NotReady);
+        let ready = self
+            .await_init(slot, family)
+            .and_then(|()| self.sandboxes.get(&slot).zip(self.families.get(&family)).ok_or(ForkError::NotReady));
+        let (sandbox, family) = match ready {
+            Ok(ready) => ready,
+            Err(error) => {
+                end_twin(&mut self.ending, slot, &twin);
+                return Err(error);
+            }
         };
         let way = Way {
             channel,
@@ -524,25 +540,26 @@ impl Warden {
         }
     }
 
-    /// Waits until the init of a sandbox is ready or has failed. An init is made while the memory of
+    /// Waits for a moment until the init of a sandbox is ready. An init is made while the memory of
     /// its first interpreter is copied, so that it is usually ready by now.
-    fn await_init(&mut self, slot: Slot, id: FamilyId) {
+    fn await_init(&mut self, slot: Slot, id: FamilyId) -> Result<(), ForkError> {
         let begun = Instant::now();
         loop {
-            let Some(sandbox) = self.sandboxes.get(&slot).filter(|sandbox| sandbox.standing && sandbox.listening)
-            else {
-                return;
-            };
-            let Some(family) = self.families.get(&id).filter(|family| family.listening) else { return };
-            if !sandbox.namespaces.is_empty() || begun.elapsed() > INIT_LIMIT {
-                return;
+            let sandbox = self.sandboxes.get(&slot).ok_or(ForkError::NotReady)?;
+            if !sandbox.namespaces.is_empty() {
+                return Ok(());
+            }
+            let family = self.families.get(&id).filter(|family| family.listening);
+            let family = family.filter(|_| sandbox.standing && sandbox.listening).ok_or(ForkError::NotReady)?;
+            let left = INIT_WAIT.saturating_sub(begun.elapsed());
+            if left.is_zero() {
+                return Err(if is_stopped(family.pid) { ForkError::NotReady } else { ForkError::InitLate });
             }
             let mut events = [PollFd::new(&family.socket, PollFlags::IN), PollFd::new(&sandbox.orders, PollFlags::IN)];
-            let pause = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+            let pause = Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().into() };
             match rustix::event::poll(&mut events, Some(&pause)) {
-                Ok(0) if is_stopped(family.pid) => return,
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(_) => return,
+                Err(_) => return Err(ForkError::NotReady),
             }
             let [from_family, from_init] = [0, 1].map(|index| !events[index].revents().is_empty());
             // A server that cannot be told has ended, which the next command finds.
@@ -760,6 +777,7 @@ impl Warden {
     fn destroy(&mut self, slot: Slot) -> io::Result<()> {
         let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return self.tell(&Event::Destroyed { slot }, &[]) };
         sandbox.unwanted = true;
+        sandbox.deferred = None;
         if let Some(init) = &sandbox.init {
             let _ = rustix::process::pidfd_send_signal(init, Signal::KILL);
         }
@@ -880,10 +898,12 @@ impl Warden {
                 sandbox.rules = if descriptors.len() > JOINED.len() { descriptors.pop() } else { None };
                 let namespaces = descriptors.iter().map(identity_of).collect::<io::Result<_>>();
                 sandbox.namespaces = descriptors;
+                let deferred = sandbox.deferred.take();
                 match namespaces {
-                    Ok(namespaces) => self.tell(&Event::Prepared { slot, namespaces }, &[]),
-                    Err(error) => self.tell(&Event::Failed { slot, why: error.to_string() }, &[]),
+                    Ok(namespaces) => self.tell(&Event::Prepared { slot, namespaces }, &[])?,
+                    Err(error) => return self.tell(&Event::Failed { slot, why: error.to_string() }, &[]),
                 }
+                deferred.map_or(Ok(()), |(fork, descriptors)| self.carry_out(fork, descriptors))
             }
             Ok(Some((InitWord::Swept { number }, _))) => self.tell(&Event::Swept { slot, number }, &[]),
             Ok(Some((InitWord::Failed { why }, _))) => self.tell(&Event::Failed { slot, why }, &[]),
@@ -1067,6 +1087,8 @@ enum ForkError {
     NoOrigin,
     #[error("its sandbox is not ready")]
     NotReady,
+    #[error("the first process of its sandbox is not ready yet")]
+    InitLate,
     #[error("its sandbox belongs to another family")]
     Stranger,
     #[error("its memory could not be copied")]

@@ -346,3 +346,62 @@ fn a_server_with_little_memory_lives_and_undo_brings_a_neighbour_back() {
         scene.finish();
     }
 }
+
+/// A process that the kernel does not schedule, although nobody has stopped it. It continues when
+/// this is dropped.
+struct Frozen {
+    group: PathBuf,
+    /// The group that the process was in.
+    before: PathBuf,
+    process: u32,
+}
+
+impl Frozen {
+    /// Returns `None` where the machine has no freezer of version 1.
+    fn new(process: u32) -> Option<Frozen> {
+        let root = Path::new("/sys/fs/cgroup/freezer");
+        let membership = fs::read_to_string(format!("/proc/{process}/cgroup")).unwrap();
+        let path = membership.lines().find_map(|line| line.split_once(":freezer:/"))?.1;
+        let frozen = Frozen { group: root.join(format!("cellblock-test-{process}")), before: root.join(path), process };
+        fs::create_dir(&frozen.group).ok()?;
+        fs::write(frozen.group.join("cgroup.procs"), process.to_string()).unwrap();
+        fs::write(frozen.group.join("freezer.state"), "FROZEN").unwrap();
+        let state = || fs::read_to_string(frozen.group.join("freezer.state")).unwrap();
+        wait_for("a frozen process", || (state().trim() == "FROZEN").then_some(()));
+        Some(frozen)
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        let _ = fs::write(self.group.join("freezer.state"), "THAWED");
+        let _ = fs::write(self.before.join("cgroup.procs"), self.process.to_string());
+        let members = || fs::read_to_string(self.group.join("cgroup.procs")).unwrap_or_default();
+        // What it made meanwhile may still be on its way to its own group.
+        wait_for("an empty group", || members().is_empty().then_some(()));
+        let _ = fs::remove_dir(&self.group);
+    }
+}
+
+#[test]
+fn a_fork_whose_sandbox_is_late_delays_nobody_and_is_made_once_it_is_ready() {
+    let scene = Scene::new(Home::Inside);
+    assert_eq!(scene.text("neighbour", "x = 1; x"), "1");
+    assert_eq!(scene.text("victim", "x = 2; x"), "2");
+    let family = scene.interpreter_of("victim").init(scene.holder).family(scene.holder);
+    let Some(frozen) = Frozen::new(family.pid) else {
+        skipped("a freezer of control groups version 1, and the right to use it");
+        return;
+    };
+    let forked = scene.server().begin("fork_session", json!({"session_id": "victim", "names": ["fork"]}));
+    assert_eq!(scene.text("neighbour", "x"), "1");
+    for name in ["second", "third", "fourth"] {
+        scene.assert_new_session_works(name);
+    }
+    drop(frozen);
+    let forked = forked.result();
+    assert!(!forked.is_error(), "{}", forked.text());
+    assert_eq!(scene.text("fork", "x"), "2");
+    assert_eq!(scene.text("victim", "x"), "2");
+    scene.finish();
+}
