@@ -15,6 +15,7 @@ pub mod image;
 pub mod keeper;
 pub mod mcp;
 pub mod packages;
+pub mod reaction;
 pub mod runner_client;
 pub mod sandbox;
 pub mod session;

@@ -60,9 +60,10 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 
 use self::programs::Launched;
 use super::{
-    Asker, Backend, CheckpointError, CheckpointId, CpuWaits, Exit, ForkTerms, Gauge, Interpreter, Isolation,
-    LaunchError, Launcher, Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox,
+    Asker, Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError,
+    Launcher, Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox,
 };
+use crate::reaction::CpuWaits;
 
 const MARKER: [u8; 16] = *b"fake interpreter";
 

@@ -10,7 +10,6 @@ pub mod container;
 pub mod fake;
 pub mod isolation;
 pub mod native;
-pub mod reaction;
 pub mod way_out;
 
 use std::os::fd::OwnedFd;
@@ -25,9 +24,9 @@ pub use cellblock_egress::rules::{Rule, Rules};
 use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
 
+use crate::reaction::CpuWaits;
 pub use isolation::{Isolation, Layer, LayerKind};
 pub use native::WORK_FOLDER;
-pub use reaction::{CpuAccount, CpuWaits, ReactionLimit};
 pub use way_out::Network;
 
 /// Makes sandboxes.

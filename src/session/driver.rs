@@ -51,14 +51,12 @@ use super::{
     Status, Undo, UndoReport, Variable, VariableChanges, WorkFolder,
 };
 use crate::approval::Memory;
+use crate::reaction::{CpuAccount, ReactionLimit, within};
 use crate::runner_client::{
     self, Carried, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection, DoneClaim, MOST_LISTED,
     Trouble,
 };
-use crate::sandbox::{
-    Backend, CheckpointError, CheckpointId, CpuAccount, Exit, Interpreter, LaunchError, Process, ReactionLimit, Rules,
-    Sandbox,
-};
+use crate::sandbox::{Backend, CheckpointError, CheckpointId, Exit, Interpreter, LaunchError, Process, Rules, Sandbox};
 
 /// Bytes of a file that travel in one frame.
 const CHUNK: usize = 256 * 1024;
@@ -456,19 +454,19 @@ async fn restart(mut sandbox: Box<dyn Sandbox>) -> Finished {
 }
 
 async fn greet(interpreter: Interpreter) -> Result<Box<Live>, LaunchError> {
-    match tokio::time::timeout(GREETING_PATIENCE, Connection::open(interpreter.channel, interpreter.skew)).await {
-        Ok(Ok(connection)) => Ok(Box::new(Live {
+    match within(GREETING_PATIENCE, Connection::open(interpreter.channel, interpreter.skew)).await {
+        Some(Ok(connection)) => Ok(Box::new(Live {
             process: interpreter.process,
             connection: Ok(connection),
             beginning: interpreter.beginning,
             inheritance: Inheritance::default(),
             files_lost: interpreter.files_lost,
         })),
-        Ok(Err(error)) => {
+        Some(Err(error)) => {
             interpreter.process.kill();
             Err(LaunchError::Start { why: error.to_string() })
         }
-        Err(_) => {
+        None => {
             interpreter.process.kill();
             Err(LaunchError::TimedOut(GREETING_PATIENCE))
         }

@@ -13,7 +13,8 @@ use tokio::task::JoinHandle;
 
 use super::engine::Engine;
 use super::spec::User;
-use crate::sandbox::{CpuWaits, Gauge, MemoryUse};
+use crate::reaction::CpuWaits;
+use crate::sandbox::{Gauge, MemoryUse};
 
 /// How a container is doing, from the events of the engine.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -20,10 +20,13 @@ use super::line::{Fault, FaultKind, Line};
 use super::porter::Porters;
 use super::spec::{self, User};
 use super::way_out::{ContainerNetwork, WayOut};
+use crate::reaction::within;
 use crate::sandbox::{
     Asker, Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError,
     Launcher, Layer, LayerKind, MemoryUse, Process, Program, ProgramError, Rules, Sandbox, SandboxLimits,
 };
+
+// These mean "it does not react": time in which the machine was busy does not count (`reaction`).
 
 /// How long the supervisor may take to carry out an order. The slowest, ending a bomb of processes, takes three seconds.
 const ORDER_PATIENCE: Duration = Duration::from_secs(10);
@@ -196,9 +199,9 @@ impl Container {
         self.members.fetch_add(1, Ordering::Relaxed);
         let mut sandbox = self.sandbox(self.isolation.clone(), None, spec::WORK);
         let begun = sandbox.begin(how);
-        let interpreter = match tokio::time::timeout(patience, begun).await {
-            Ok(begun) => begun?,
-            Err(_) => return Err(LaunchError::TimedOut(patience)),
+        let interpreter = match within(patience, begun).await {
+            Some(begun) => begun?,
+            None => return Err(LaunchError::TimedOut(patience)),
         };
         if let Some(ready) = self.line.ready().await {
             sandbox.isolation.record(LayerKind::Landlock, landlock(ready.landlock));
@@ -226,10 +229,10 @@ impl Container {
 
     /// Sends an order, for so long as it may take.
     async fn order(&self, kind: u8, number: u32, order: Value) -> Result<(), String> {
-        match tokio::time::timeout(ORDER_PATIENCE, self.line.ask(kind, number, order)).await {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(why)) => Err(with(why, &self.line.complaints())),
-            Err(_) => Err("the container does not answer".to_owned()),
+        match within(ORDER_PATIENCE, self.line.ask(kind, number, order)).await {
+            Some(Ok(())) => Ok(()),
+            Some(Err(why)) => Err(with(why, &self.line.complaints())),
+            None => Err("the container does not answer".to_owned()),
         }
     }
 
@@ -246,8 +249,8 @@ impl Container {
         let ends = self.line.interpreter().map_err(|error| failed(error.to_string()))?;
         order["interpreter"] = json!(ends.number);
         let mark = self.meter.mark();
-        let made = tokio::time::timeout(patience, self.line.ask(kind, member, order)).await;
-        let made = made.unwrap_or_else(|_| Err("the container does not answer".to_owned()));
+        let made = within(patience, self.line.ask(kind, member, order)).await;
+        let made = made.unwrap_or_else(|| Err("the container does not answer".to_owned()));
         if let Err(why) = made {
             self.line.abandon(ends.number);
             return Err(failed(with(why, &self.line.complaints())));
@@ -446,16 +449,15 @@ impl Sandbox for ContainerSandbox {
         let given_up = GiveUp { container: self.container.clone(), member: self.member, checkpoint, done: false };
         // The line keeps the order of what is said on it, so the supervisor expects the copy before the interpreter is asked for it.
         let made = self.container.line.ask(b'c', self.member, json!({"checkpoint": checkpoint.0}));
-        let made = tokio::time::timeout(BRANCH_PATIENCE, begun_then(made, told)).await;
-        match made {
-            Ok(Ok(())) => {
+        match within(BRANCH_PATIENCE, begun_then(made, told)).await {
+            Some(Ok(())) => {
                 let mut given_up = given_up;
                 given_up.done = true;
                 self.kept().insert(checkpoint);
                 Ok(checkpoint)
             }
-            Ok(Err(why)) => Err(CheckpointError::Failed { why }),
-            Err(_) => Err(CheckpointError::Failed { why: "the session did not come to its branch point".to_owned() }),
+            Some(Err(why)) => Err(CheckpointError::Failed { why }),
+            None => Err(CheckpointError::Failed { why: "the session did not come to its branch point".to_owned() }),
         }
     }
 
@@ -582,15 +584,15 @@ impl Launcher for ContainerLauncher {
             "environment": environment,
             "input": input.map(|input| input.len()),
         });
-        match tokio::time::timeout(ORDER_PATIENCE, line.carry_out(b'g', self.member, order)).await {
-            Ok(Ok(_)) => Ok(Box::new(process)),
-            Ok(Err(Fault { why, kind })) => Err(match kind {
+        match within(ORDER_PATIENCE, line.carry_out(b'g', self.member, order)).await {
+            Some(Ok(_)) => Ok(Box::new(process)),
+            Some(Err(Fault { why, kind })) => Err(match kind {
                 FaultKind::Missing => ProgramError::Missing,
                 FaultKind::Refused => ProgramError::Refused { why },
                 FaultKind::Unsupported => ProgramError::Unsupported { why },
                 FaultKind::Other => ProgramError::Failed { why },
             }),
-            Err(_) => Err(failed("the container does not answer")),
+            None => Err(failed("the container does not answer")),
         }
     }
 }
@@ -709,7 +711,7 @@ impl Process for ContainerProcess {
         let (engine, id, mut exit) = (self.container.engine.clone(), self.container.id.clone(), self.exit.clone());
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             runtime.spawn(async move {
-                if tokio::time::timeout(KILL_PATIENCE, exit.wait_for(Option::is_some)).await.is_err() {
+                if within(KILL_PATIENCE, exit.wait_for(Option::is_some)).await.is_none() {
                     engine.kill(&id).await;
                 }
             });

@@ -26,6 +26,7 @@ use tempfile::NamedTempFile;
 use super::line::Line;
 use super::porter::{PorterError, Porters};
 use super::spec::ContainerBind;
+use crate::reaction::within;
 use crate::sandbox::way_out::{KNOCK_AT, Unproven, WayOutError};
 use crate::sandbox::{Asker, Blocked, LaunchError, LayerKind, Network, Reason, Rules};
 
@@ -260,7 +261,7 @@ impl Asker for Askers {
 /// Asks the supervisor which session has made a connection, as its kernel knows.
 async fn owner(line: &Line, from: SocketAddr) -> Option<u32> {
     let order = json!({"address": from.ip().to_canonical().to_string(), "port": from.port()});
-    let told = tokio::time::timeout(OWNER_PATIENCE, line.carry_out(b'v', 0, order)).await.ok()?.ok()?;
+    let told = within(OWNER_PATIENCE, line.carry_out(b'v', 0, order)).await?.ok()?;
     told["member"].as_u64().and_then(|member| u32::try_from(member).ok())
 }
 

@@ -23,7 +23,7 @@ use tokio::sync::watch;
 use super::STEP_LIMIT;
 use super::sandbox::{check_group, exit_of, next_number, verify};
 use super::warden::{Errand, View, Warden};
-use crate::sandbox::reaction::within;
+use crate::reaction::within;
 use crate::sandbox::{Exit, LaunchError, Launcher, Process, Program, ProgramError};
 
 /// What starts programs in one sandbox.

@@ -35,10 +35,10 @@ use super::jail::Jail;
 use super::pulse::{self, Look, Pulse};
 use super::warden::{self, Checkpoint, FamilyNumber, Slots, View, Warden};
 use super::{Inner, STEP_LIMIT};
-use crate::sandbox::reaction::{within, within_with};
+use crate::reaction::{CpuWaits, within, within_with};
 use crate::sandbox::{
-    Asker, CheckpointError, CheckpointId, CpuWaits, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError,
-    Launcher, MemoryUse, Network, Process, Sandbox, SandboxLimits,
+    Asker, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
+    MemoryUse, Network, Process, Sandbox, SandboxLimits,
 };
 
 /// Forks after which the warm interpreter is replaced, so that address layout and hash seed change.
@@ -643,7 +643,7 @@ impl NativeSandbox {
             view.destroyed
                 || view.checkpoint(number).is_some_and(|state| matches!(state, Checkpoint::Failed(_)) || wanted(state))
         });
-        match within_with(BRANCH_LIMIT, &*gauge, settled).await {
+        match within_with(BRANCH_LIMIT, || gauge.processor_time(), settled).await {
             None => failed("it did not come to its branch point in time"),
             Some(Err(_)) => failed("the jail ended"),
             Some(Ok(view)) => match view.checkpoint(number) {

@@ -27,7 +27,7 @@ use tracing::{debug, error, warn};
 
 use super::pulse::{self, Look, Pulse};
 use super::sandbox::Groups;
-use crate::sandbox::reaction::within;
+use crate::reaction::within;
 use crate::sandbox::{LaunchError, MemoryUse};
 
 /// A warm interpreter that dies this often within a minute is not started again at once.

@@ -19,6 +19,7 @@ use cellblock_jail::doors::{self, DoorsError, Namespace};
 use cellblock_jail::network::Door;
 
 use super::Network;
+use crate::reaction::within;
 
 /// Where the inside has to send its word: the door for names, by UDP.
 pub const KNOCK_AT: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::LOCALHOST, 53);
@@ -69,9 +70,9 @@ impl Unproven {
         let names = self.doors.iter().find(|(door, _)| *door == Door::Names).map(|(_, socket)| socket.try_clone());
         let names = names.unwrap_or_else(|| Err(io::ErrorKind::NotFound.into())).map_err(WayOutError::Gateway)?;
         let names = tokio::net::UdpSocket::from_std(UdpSocket::from(names)).map_err(WayOutError::Gateway)?;
-        match tokio::time::timeout(limit, arrival(&names, self.word.as_bytes())).await {
-            Ok(arrived) => arrived.map_err(WayOutError::Gateway)?,
-            Err(_) => return Err(WayOutError::Unheard),
+        match within(limit, arrival(&names, self.word.as_bytes())).await {
+            Some(arrived) => arrived.map_err(WayOutError::Gateway)?,
+            None => return Err(WayOutError::Unheard),
         }
         // Both would be told of questions otherwise.
         drop(names);

@@ -14,8 +14,6 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::Gauge;
-
 /// How much longer than its limit something may take on a busy machine. At a load of ten for each
 /// processor a process still gets its time.
 const MOST_STRETCHED: u32 = 10;
@@ -106,10 +104,10 @@ pub async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Option
     within_measured(limit, || CpuAccount { waits: CpuWaits::of_machine(), used: Duration::ZERO }, work).await
 }
 
-/// Waits for work that a sandbox and processes of the server share. What the sandbox uses of a
-/// processor counts.
-pub async fn within_with<T>(limit: Duration, gauge: &dyn Gauge, work: impl Future<Output = T>) -> Option<T> {
-    let account = || CpuAccount { waits: CpuWaits::of_machine(), used: gauge.processor_time() };
+/// Waits for work that a sandbox and processes of the server share. The processor time that the
+/// sandbox has `used` counts.
+pub async fn within_with<T>(limit: Duration, used: impl Fn() -> Duration, work: impl Future<Output = T>) -> Option<T> {
+    let account = || CpuAccount { waits: CpuWaits::of_machine(), used: used() };
     within_measured(limit, account, work).await
 }
 
