@@ -50,6 +50,8 @@ class Channel:
 
     def has_more(self) -> bool:
         """Tells whether the host has said something that was not received yet."""
+        if not self._early and (frame := self._decoder.next()) is not None:
+            self._early.append(frame)
         return bool(self._early or self._poll.poll(0))
 
     def wait(self, milliseconds: int, others: Sequence[int] = ()) -> None:

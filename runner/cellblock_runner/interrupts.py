@@ -1,6 +1,7 @@
 """Interrupts: when a SIGINT from the host becomes a KeyboardInterrupt.
 
-From the moment a cell's `started` is sent, so that none is lost, until its code has ended; and never in the middle of
+From the moment a cell's `started` is sent, so that none is lost, until its code has ended; between cells only while a
+request waits for the code of a background task to end; and never in the middle of
 writing a marker or a frame: half a frame would end the conversation, and a marker in one pipe only would confuse the
 order. Such an interrupt waits until the write is complete.
 
@@ -15,7 +16,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 # Two interrupts closer than this count as one. It gives the code that catches the first one time to close the gate,
@@ -34,6 +35,7 @@ class Gate:
         self._held = 0
         self._waiting = False
         self._last = 0.0
+        self._opens_if: Callable[[], bool] | None = None
         self.main_thread = threading.get_ident()
 
     def open(self) -> None:
@@ -50,6 +52,15 @@ class Gate:
     def close(self) -> None:
         """Ends it: from now on interrupts do nothing."""
         self._open = False
+
+    @contextlib.contextmanager
+    def open_if(self, somebody_waits: Callable[[], bool]) -> Iterator[None]:
+        """During the block, between two cells, lets an interrupt through if `somebody_waits` by then."""
+        self._opens_if = somebody_waits
+        try:
+            yield
+        finally:
+            self._opens_if = None
 
     def install(self) -> None:
         if signal.getsignal(signal.SIGINT) != self._arrived:
@@ -98,7 +109,7 @@ class Gate:
             self._interrupt()
 
     def _interrupt(self) -> None:
-        if not self._open:
+        if not self._open and (self._opens_if is None or not self._opens_if()):
             return
         now = time.monotonic()
         if now - self._last >= _ONE_INTERRUPT:

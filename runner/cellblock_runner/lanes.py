@@ -7,9 +7,10 @@ the frames on the channel comes from markers (PROTOCOL.md, "Order").
 Who may write what:
 
  1. While a cell runs, its main thread and the threads it started write into the cell.
- 2. A thread that was alive when the cell started is late, and what it prints is dropped, unless it works in the context
-    of this cell (asyncio.to_thread hands work, with its context, to threads of earlier cells).
- 3. Between cells nothing is written.
+ 2. A thread that was alive when the cell started is late, unless it works in the context of this cell
+    (asyncio.to_thread hands work, with its context, to threads of earlier cells).
+ 3. What late threads print, and what anything prints between cells, is kept within bounds and goes
+    into the `done` of the next cell: nothing is written that nobody waits for.
  4. A process that user code forked writes plainly, without markers, and has no channel.
 
 The private descriptors have high numbers and are not inherited: user code may close, or redirect, 1 and 2.
@@ -20,11 +21,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import fcntl
 import io
 import os
+import resource
 import select
 import sys
 import threading
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +38,8 @@ from .interrupts import Gate
 
 # Text without a newline is written at this size at the latest.
 _BUFFERED = 8192
+# Characters of late text that are kept. Far more than one reply shows, far less than memory.
+_LARGEST_LATE = 65536
 # Where the private write ends are, for good: high, because programs like to choose low numbers by themselves.
 _PRIVATE_DESCRIPTORS = (CHANNEL_DESCRIPTOR + 1, CHANNEL_DESCRIPTOR + 2)
 
@@ -46,6 +52,45 @@ _cell: contextvars.ContextVar[int] = contextvars.ContextVar("cellblock_cell", de
 _active: Lanes | None = None
 # True while the runner itself forks.
 _is_ours = False
+
+
+class LateText:
+    """Text that belongs to no open cell. The oldest is dropped first, and counted."""
+
+    def __init__(self, limit: int = _LARGEST_LATE) -> None:
+        self._limit = limit
+        self._pieces: deque[str] = deque()
+        self._size = 0
+        self._omitted = 0
+
+    def add(self, text: str) -> None:
+        if not text:
+            return
+        kept = text[-self._limit :]
+        self._pieces.append(kept)
+        self._size += len(kept)
+        self._omitted += len(text) - len(kept)
+        while self._size > self._limit:
+            oldest = self._pieces.popleft()
+            excess = self._size - self._limit
+            if len(oldest) > excess:
+                self._pieces.appendleft(oldest[excess:])
+            dropped = min(excess, len(oldest))
+            self._size -= dropped
+            self._omitted += dropped
+
+    def take(self) -> Header | None:
+        """Returns the member `late` of a `done` frame, and begins anew; None when nothing was printed."""
+        if not self._pieces:
+            return None
+        text = "".join(self._pieces).encode("utf-8", "backslashreplace").decode()
+        omitted = self._omitted
+        self.clear()
+        return {"text": text, "omitted": omitted}
+
+    def clear(self) -> None:
+        self._pieces.clear()
+        self._size = self._omitted = 0
 
 
 class Lanes:
@@ -63,6 +108,7 @@ class Lanes:
         self._cell_number = 0
         self._cell_is_open = False
         self._late: dict[int, threading.Thread] = {}
+        self._late_text = LateText()
         self._spawned = False
         self.forked = False
         self.stdout = OutStream(self, 0, "<stdout>", eager=False)
@@ -94,13 +140,17 @@ class Lanes:
             os.close(descriptor)
         self._cell_is_open = True
 
-    def close_cell(self) -> None:
-        """Ends the cell: all its text is in the pipes, and nothing more is taken."""
+    def close_cell(self) -> Header | None:
+        """Ends the cell: all its text is in the pipes, and what is printed from now on is late.
+
+        Returns what was printed late until now, as `done` tells it.
+        """
         flush_c_stdout()
         held = self._enter()
         try:
             self._flush_text()
             self._cell_is_open = False
+            return self._late_text.take()
         finally:
             self._leave(held)
 
@@ -132,6 +182,14 @@ class Lanes:
             stream.pending_size += len(text)
             if stream.eager or not text or text[-1] == "\n" or stream.pending_size >= _BUFFERED:
                 self._flush_text()
+        finally:
+            self._leave(held)
+
+    def write_late(self, text: str) -> None:
+        """Keeps text of a thread that does not belong to the open cell, or that is printed between cells."""
+        held = self._enter()
+        try:
+            self._late_text.add(text)
         finally:
             self._leave(held)
 
@@ -188,6 +246,7 @@ class Lanes:
         self._seq = 0
         self._last_used = None
         self._spawned = False
+        self._late_text.clear()  # The original tells it.
         for stream in (self.stdout, self.stderr):
             stream.pending.clear()
             stream.pending_size = 0
@@ -266,11 +325,14 @@ class OutStream(io.TextIOBase):
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        # A subclass of str may answer wrongly to anything we ask it.
+        plain = text if type(text) is str else str.__str__(text)
         if self._lanes.forked:
-            _write_all(self.fileno(), text.encode("utf-8", "backslashreplace"))
+            _write_all(self.fileno(), plain.encode("utf-8", "backslashreplace"))
         elif self._lanes.accepts_output():
-            # A subclass of str may answer wrongly to anything we ask it.
-            self._lanes.write(self, text if type(text) is str else str.__str__(text))
+            self._lanes.write(self, plain)
+        else:
+            self._lanes.write_late(plain)
         return len(text)
 
     def flush(self) -> None:
@@ -322,6 +384,8 @@ class ByteStream(io.BufferedIOBase):
             _write_all(self.fileno(), taken)
         elif self._lanes.accepts_output():
             self._lanes.write_bytes(self._text, taken)
+        else:
+            self._lanes.write_late(taken.decode("utf-8", "replace"))
         return len(taken)
 
     def flush(self) -> None:
@@ -344,22 +408,45 @@ def make_pipes(redirected: Collection[int] = ()) -> tuple[tuple[int, int], tuple
     """
     write_ends = []
     read_ends = []
-    # A session with a thousand open files has no lower numbers left, and a new pipe must not get those that are ours.
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for private in _PRIVATE_DESCRIPTORS:
-        if private != nothing:
-            os.dup2(nothing, private, inheritable=False)
-    if nothing not in _PRIVATE_DESCRIPTORS:
-        os.close(nothing)
-    for standard, private in zip((1, 2), _PRIVATE_DESCRIPTORS):
-        read_end, write_end = os.pipe()
-        if standard not in redirected:
-            os.dup2(write_end, standard, inheritable=True)
-        os.dup2(write_end, private, inheritable=False)
-        os.close(write_end)
-        write_ends.append(private)
-        read_ends.append(read_end)
+    with _room_for(_PRIVATE_DESCRIPTORS):
+        # A session with a thousand open files has no lower numbers left, and a new pipe must not get those that are ours.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for private in _PRIVATE_DESCRIPTORS:
+            if private != nothing:
+                with contextlib.suppress(OSError):
+                    os.dup2(nothing, private, inheritable=False)
+        if nothing not in _PRIVATE_DESCRIPTORS:
+            os.close(nothing)
+        for standard, private in zip((1, 2), _PRIVATE_DESCRIPTORS):
+            read_end, write_end = os.pipe()
+            if standard not in redirected:
+                os.dup2(write_end, standard, inheritable=True)
+            write_ends.append(_put_at(write_end, private))
+            os.close(write_end)
+            read_ends.append(read_end)
     return (write_ends[0], write_ends[1]), (read_ends[0], read_ends[1])
+
+
+@contextlib.contextmanager
+def _room_for(numbers: Iterable[int]) -> Iterator[None]:
+    """During the block, lifts a limit on descriptors that user code has set below these numbers, as far as it may be lifted."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_low = soft != resource.RLIM_INFINITY and soft <= max(numbers)
+    if is_low:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        if is_low:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _put_at(descriptor: int, number: int) -> int:
+    """Duplicates a descriptor there, or anywhere if the limit is too low for good. Returns where."""
+    try:
+        return os.dup2(descriptor, number, inheritable=False)
+    except OSError:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
 def watch_processes() -> None:

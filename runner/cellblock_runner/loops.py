@@ -3,13 +3,99 @@
 A loop of the standard library has an epoll and a pair of sockets, with which other threads wake it.
 Both are made anew under the same numbers (`private`), so the loop itself notices nothing: what
 waits for time goes on. What waits for a connection never does.
+
+Between two cells the loop of the shell runs in the main thread until the host's next request comes,
+as long as there is something to do in it: its tasks go on as they do in a notebook. It stands still
+while a cell runs that does not await, and while the session is copied.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any
+
+from .imported import when_imported
+
+
+def goes_on(loop: Any) -> bool:
+    """Tells whether something in a loop waits to be done, now or later."""
+    tasks = sys.modules.get("asyncio.tasks")
+    if loop is None or tasks is None:
+        return False
+    try:
+        if loop.is_closed() or loop.is_running():
+            return False
+        if tasks.all_tasks(loop):
+            return True
+        handles = (*getattr(loop, "_ready", ()), *getattr(loop, "_scheduled", ()))
+        if not all(handle.cancelled() for handle in handles):
+            return True
+        watches = getattr(loop, "_selector", None)
+        return watches is not None and len(watches.get_map()) > 1
+    except Exception:
+        return False  # A loop of the user's own kind.
+
+
+def run_until_readable(loop: Any, descriptor: int, is_readable: bool) -> None:
+    """Runs a loop until there is something to read, or the loop cannot be run.
+
+    When it `is_readable` already, everything that can be done now is done once: whoever asks without
+    a pause does not keep tasks from going on.
+    """
+    is_over = False
+
+    def stop() -> None:
+        nonlocal is_over
+        is_over = True
+        loop.stop()
+
+    try:
+        if is_readable:
+            loop.call_soon(stop)
+        else:
+            loop.add_reader(descriptor, stop)
+    except Exception:
+        return
+    try:
+        while not is_over:
+            try:
+                loop.run_forever()
+            except (KeyboardInterrupt, SystemExit):
+                continue  # It ended the task that raised it. The others go on.
+    except BaseException:
+        return
+    finally:
+        with contextlib.suppress(Exception):
+            loop.remove_reader(descriptor)
+
+
+def let_cells_create_tasks(loop_of_cells: Callable[[], Any]) -> None:
+    """Has `asyncio.create_task` work in a cell that does not await, as in a notebook: the task runs after the cell."""
+
+    def replace(tasks: ModuleType) -> None:
+        original, events = tasks.create_task, sys.modules["asyncio.events"]
+
+        @functools.wraps(original)
+        def create_task(*arguments: Any, **options: Any) -> Any:
+            if events._get_running_loop() is not None or threading.current_thread() is not threading.main_thread():
+                return original(*arguments, **options)
+            events._set_running_loop(loop_of_cells())
+            try:
+                return original(*arguments, **options)
+            finally:
+                events._set_running_loop(None)
+
+        tasks.create_task = create_task
+        package = sys.modules["asyncio"]
+        if vars(package).get("create_task") is original:
+            package.create_task = create_task
+
+    when_imported("asyncio.tasks", replace)
 
 
 def find(of_shell: Any, names: dict[str, Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import _thread
 import faulthandler
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,13 @@ from .threads import Hold
 _KEEP_THREADS = ("polars", "torch", "tensorflow", "pyarrow", "duckdb", "sklearn", "numba", "jax")
 _LARGEST_THREAD_COUNT = 64
 _EXITING = 0x4  # A flag of the kernel's tasks.
+
+# Limits of this kernel, by name. Each number once: RLIMIT_OFILE is an old name.
+_LIMITS = {
+    name: getattr(resource, name)
+    for name in sorted(dir(resource))
+    if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"
+}
 
 _SQLITE = b"SQLite format 3\0"
 
@@ -52,6 +60,13 @@ class Surroundings(NamedTuple):
     lanes: tuple[int, int]
 
 
+class Rights(NamedTuple):
+    """What the kernel lets the process use. Code may have less of it than it began with."""
+
+    limits: dict[int, tuple[int, int]]
+    niceness: int
+
+
 class Luggage(NamedTuple):
     request: Request
     folder: str | None
@@ -71,6 +86,7 @@ class Luggage(NamedTuple):
     loops: list[Any]
     generator: Any
     reports_faults: bool
+    rights: Rights
 
 
 class Arrival(NamedTuple):
@@ -127,7 +143,33 @@ def pack(request: Request, around: Surroundings, loops: list[Any], kept: folders
         loops,
         seeds.state(),
         faulthandler.is_enabled(),
+        look_at_rights(),
     )
+
+
+def look_at_rights() -> Rights:
+    limits = {number: resource.getrlimit(number) for number in _LIMITS.values()}
+    return Rights(limits, os.getpriority(os.PRIO_PROCESS, 0))
+
+
+def take_rights(rights: Rights) -> list[str]:
+    """In a copy, when everything else is in its place: makes do with what the original had. Returns what could not be set.
+
+    A copy begins with what every session has, and a process can only give up some of it.
+    """
+    lost = []
+    for name, number in _LIMITS.items():
+        try:
+            if resource.getrlimit(number) != rights.limits[number]:
+                resource.setrlimit(number, rights.limits[number])
+        except (OSError, ValueError):
+            lost.append(f"the limit {name}")
+    try:
+        if os.getpriority(os.PRIO_PROCESS, 0) != rights.niceness:
+            os.setpriority(os.PRIO_PROCESS, 0, rights.niceness)
+    except OSError:
+        lost.append("the niceness")
+    return lost
 
 
 def leave_behind(luggage: Luggage, held: Hold) -> None:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 import sys
 
-from .seeds import is_seeded
+from .seeds import is_seeded, share
 
 
 def reseed() -> None:
     """Renews every source of randomness this process has loaded. To be called in the child after every fork."""
+    share(None)
     random = sys.modules.get("random")
     if random is not None and not is_seeded("random"):
         random.seed()

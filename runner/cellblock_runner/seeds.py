@@ -3,16 +3,20 @@
 Whoever seeds one wants the numbers that follow. So it keeps its state in copies, while one that
 nobody has seeded is renewed (`reseed`). The functions that seed are replaced by functions that take
 note, when their module is imported.
+
+Variants that are compared with each other draw the same numbers: each gets the same seed for the
+generators that nobody has seeded (`share`). They still count as unseeded.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from .imported import when_imported
 
 # For each module: where its generator is seeded, by a function that is given a seed or a state.
 _SEEDING = {
@@ -24,18 +28,33 @@ _SEEDING = {
 _HANDED_ON = {"torch": "torch.random"}
 
 _seeded: set[str] = set()
+# What unseeded generators are given in this session, also those of modules that are imported later.
+_shared: int | None = None
 
 
 def watch() -> None:
     """Takes note of seeds from now on, also in modules that are imported later. For once only."""
     for name in _SEEDING:
-        if name in sys.modules:
-            _replace(sys.modules[name], name)
-    sys.meta_path.insert(0, _Finder())
+        when_imported(name, functools.partial(_begin, name=name))
+    for name, seeding in _HANDED_ON.items():
+        when_imported(name, functools.partial(_begin, name=seeding))
 
 
 def is_seeded(module: str) -> bool:
     return module in _seeded
+
+
+def seeded() -> list[str]:
+    """Returns the modules whose generator was seeded."""
+    return sorted(_seeded)
+
+
+def share(seed: int | None) -> None:
+    """Has all generators that nobody has seeded draw what they draw in every session that is given this seed."""
+    global _shared
+    _shared = seed
+    for name in _SEEDING:
+        _give_shared(name)
 
 
 def state() -> Any:
@@ -52,6 +71,26 @@ def bring_back(state: Any) -> None:
 def forget() -> None:
     """Takes all generators for unseeded."""
     _seeded.clear()
+    share(None)
+
+
+def _give_shared(name: str) -> None:
+    module = sys.modules.get(name)
+    if _shared is None or module is None or is_seeded(name):
+        return
+    # Below the functions that take note.
+    if name == "random":
+        module._inst.seed(_shared)
+    elif name == "numpy.random":
+        module.mtrand._rand.seed(_shared % 2**32)
+    elif hasattr(module, "manual_seed"):
+        getattr(module.manual_seed, "__wrapped__", module.manual_seed)(_shared % 2**63)
+
+
+def _begin(module: ModuleType, name: str) -> None:
+    _replace(module, name)
+    if module.__name__ != "torch.random":  # It cannot be used before the whole of torch is there.
+        _give_shared(name)
 
 
 def _replace(module: ModuleType, name: str) -> None:
@@ -73,38 +112,3 @@ def _noting(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         return result
 
     return noting
-
-
-class _Finder:
-    """Stands before all other finders, and has them find the modules that seed."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        watched = name if name in _SEEDING else _HANDED_ON.get(name)
-        if watched is None:
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, watched)
-                return spec
-        return None
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module as its own loader does, and replaces its functions afterwards."""
-
-    def __init__(self, loader: Any, watched: str) -> None:
-        self._loader, self._watched = loader, watched
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("exec_module", "_loader", "_watched"):
-            return object.__getattribute__(self, name)
-        return getattr(self._loader, name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        _replace(module, self._watched)

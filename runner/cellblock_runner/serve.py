@@ -153,7 +153,7 @@ def serve(
         sys.stdout = sys.__stdout__ = lanes.stdout
         sys.stderr = sys.__stderr__ = lanes.stderr
         lanes.activate()
-        while (request := channel.receive()) is not None:
+        while (request := session.next_request()) is not None:
             session.answer(*request)
         session.abandon_upload()
         status = 0
@@ -187,6 +187,8 @@ class Session:
         self._kept: folders.Tree | None = None
         self._process = _own_number()
         self._execution: Any = None
+        # Whether code ran since the last cell.
+        self._went_on = False
         self.desk = Desk(gate, lanes, channel)
         self._upload: Upload | None = None
         self._upload_id: Any = None
@@ -195,11 +197,24 @@ class Session:
         self._names = self._look_at_names() or {}
         self._folder = files.look(workdir)
 
+    def next_request(self) -> tuple[Header, bytes] | None:
+        """Waits for a request; None when the host has closed the channel.
+
+        Meanwhile the tasks of the shell's event loop go on. Their code is interrupted only when
+        somebody waits for it to end.
+        """
+        loop = self._shell.loop
+        if loops.goes_on(loop):
+            self._went_on = True
+            with self._gate.open_if(self._channel.has_more):
+                loops.run_until_readable(loop, self._channel.fileno(), self._channel.has_more())
+        return self._channel.receive()
+
     def answer(self, header: Header, payload: bytes) -> None:
         """Answers one request completely. Types that a newer host may know are ignored."""
         kind, number = header["type"], header.get("id")
         if kind == "execute":
-            self._execute(number, payload.decode("utf-8", "replace"))
+            self._execute(number, payload.decode("utf-8", "replace"), header.get("seed"))
             return
         if kind == "packages":
             self._add_packages(number, header.get("paths"))
@@ -285,6 +300,7 @@ class Session:
             else:
                 held.release()
                 lost, whole = luggage.put_down(packed, around, held)
+                whole = whole and not loops.goes_on(self._shell.loop)
                 self._channel.send({"type": "branched", "id": number, "lost": lost, "whole": whole})
                 if not request.fork:
                     # Forks are on their way, which need the processor more, and no copy is made before the next cell.
@@ -316,7 +332,9 @@ class Session:
         missing = held.go_on(arrival.ended)
         if missing:
             arrival.lost.append(descriptors.counted(missing, "thread"))
+        arrival.lost.extend(luggage.take_rights(packed.rights))
         hello = {"lost": arrival.lost, "files": arrival.files, "why": arrival.why, "mapped": arrival.mapped}
+        hello["seeded"] = seeds.seeded()
         self._greet(marker, read_ends, hello)
 
     def _take_tools(self, number: Any, header: Header, payload: bytes) -> None:
@@ -349,10 +367,16 @@ class Session:
         elif self._lanes.accepts_output():
             data, blobs, payload = bundles.pack(bundle)
             self._lanes.send({**header, "id": self._execution, "data": data, "blobs": blobs}, payload)
+        else:
+            text = bundle.get("text/plain", "")
+            self._lanes.write_late(f"{text}\n" if isinstance(text, str) else "")
 
-    def _execute(self, number: Any, code: str) -> None:
+    def _execute(self, number: Any, code: str, seed: int | None = None) -> None:
         self._execution = number
-        harmless = changes_nothing(code, self._shell)
+        if seed is not None:
+            seeds.share(seed)
+        went_on, self._went_on = self._went_on, False
+        harmless = not went_on and changes_nothing(code, self._shell)
         tool_modules.forget_changed()
         self._gate.open()
         self._lanes.open_cell({"type": "started", "id": number})
@@ -363,7 +387,7 @@ class Session:
             sys.stdout.flush()
             os._exit(0 if failure is None else 1)
         self.desk.close_cell()
-        self._lanes.close_cell()
+        late = self._lanes.close_cell()
         done = {
             "type": "done",
             "id": number,
@@ -372,7 +396,10 @@ class Session:
             "variables": self._variables(),
             "files": self._files(),
         }
-        if harmless if failure is None else not self._shell.has_run and is_undisturbed(self._shell):
+        if late is not None:
+            done["late"] = late
+        did_nothing = not went_on and not self._shell.has_run
+        if harmless if failure is None else did_nothing and is_undisturbed(self._shell):
             done["unchanged"] = True
         self._lanes.send(done)
 

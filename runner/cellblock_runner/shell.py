@@ -273,6 +273,9 @@ class Shell(InteractiveShell):
                 error = _first(result.error_before_exec, result.error_in_exec)
             finally:
                 gate.close()
+                _bring_back_builtins()
+                if self._loop is not None and loops.current() is None:
+                    asyncio.set_event_loop(self._loop)  # `asyncio.run` leaves none behind.
         except BaseException as escaped:
             # For example an interrupt in the last instant. It cannot be followed by another one so soon (see Gate).
             gate.close()
@@ -294,8 +297,17 @@ class Shell(InteractiveShell):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop of cells that await, once there was one."""
+        """The loop of cells, once there was one. `asyncio.get_event_loop()` may have made it."""
+        if self._loop is None or self._loop.is_closed():
+            mine = loops.current()
+            self._loop = None if mine is None or mine.is_closed() else mine
         return self._loop
+
+    def ensure_loop(self) -> asyncio.AbstractEventLoop:
+        """Returns the loop of cells, which stays: its tasks go on between cells."""
+        loop = self._loop = self.loop or asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        return loop
 
     def remember(self) -> Callable[[], None]:
         """Returns a function that brings names, counter and inputs back to what they are now."""
@@ -525,13 +537,8 @@ class Shell(InteractiveShell):
     # Await.
 
     def _run_in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a cell that awaits. The loop stays, so that tasks can live on until the next cell that awaits."""
-        if self._loop is None or self._loop.is_closed():
-            # One that `asyncio.get_event_loop()` has made may have tasks already.
-            mine = loops.current()
-            self._loop = asyncio.new_event_loop() if mine is None or mine.is_closed() else mine
-        loop = self._loop
-        asyncio.set_event_loop(loop)
+        """Runs a cell that awaits."""
+        loop = self.ensure_loop()
         cell = loop.create_task(coroutine)
         try:
             return loop.run_until_complete(cell)
@@ -618,6 +625,9 @@ def create_shell() -> Shell:
     InteractiveShell._instance = shell
     shell.db = Database()
     shell.extension_manager.load_extension("storemagic")
+    for name in ("edit", "ed"):
+        shell.register_magic_function(_refuse_editor, "line", name)
+    loops.let_cells_create_tasks(shell.ensure_loop)
     _refuse_input()
     return shell
 
@@ -638,8 +648,22 @@ def _refuse_input() -> None:
         refuse.__name__ = refuse.__qualname__ = name
         return refuse
 
-    builtins.input = refusing("input")
+    builtins.input = _known_builtins["input"] = refusing("input")
     getpass.getpass = refusing("getpass")
+
+
+def _refuse_editor(_line: str) -> NoReturn:
+    raise UsageError("%edit is not available: nobody can type into this session. Write the file with %%writefile.")
+
+
+# IPython and the runner need these, whatever a cell deletes. Below, none of them is looked up.
+_builtins = vars(builtins)
+_known_builtins = dict(_builtins)
+
+
+def _bring_back_builtins() -> None:
+    for name in _known_builtins.keys() - _builtins.keys():
+        _builtins[name] = _known_builtins[name]
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -9,16 +9,18 @@ all signals at their default but SIGCHLD, which is ignored, some blocked, anothe
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import sys
 from typing import Any
 
 from cellblock_runner import __main__ as runner
-from cellblock_runner import branch, zygote
+from cellblock_runner import branch, luggage, zygote
 from cellblock_runner.channel import CHANNEL_DESCRIPTOR
 
 _NEW_MOUNTS, _NEW_USER = 0x20000, 0x10000000
@@ -26,6 +28,8 @@ _PRIVATE_AND_BELOW = 0x40000 | 0x4000
 _DEFAULT, _IGNORE = 0, 1
 _CHILD_SIGNAL = 17
 
+_limits = luggage.look_at_rights().limits
+_niceness = os.getpriority(os.PRIO_PROCESS, 0)
 _get_process = os.getpid
 _library = ctypes.CDLL(None, use_errno=True)
 _set_handler = _library.signal
@@ -77,6 +81,7 @@ def _stand_until_ordered(address: str, folders: list[str]) -> int:
 
 
 def _become_copy(order: dict[str, Any], channel: int, folders: list[str]) -> None:
+    _give_back_rights(_limits, _niceness)
     if order["fork"]:
         _empty(folders)
     os.dup2(channel, CHANNEL_DESCRIPTOR, inheritable=False)
@@ -87,6 +92,15 @@ def _become_copy(order: dict[str, Any], channel: int, folders: list[str]) -> Non
     for number in range(1, 65):
         _set_handler(number, _IGNORE if number == _CHILD_SIGNAL else _DEFAULT)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGUSR1, signal.SIGINT})
+
+
+def _give_back_rights(limits: dict[int, tuple[int, int]], niceness: int) -> None:
+    """A copy begins with the limits and the priority of every session, as far as a test may raise them."""
+    for number, limit in limits.items():
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(number, limit)
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)
 
 
 def _empty(folders: list[str]) -> None:

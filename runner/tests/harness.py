@@ -170,13 +170,13 @@ class Runner:
                 shutil.rmtree(folder, ignore_errors=True)
         return status
 
-    def run(self, code: str) -> Result:
-        self.begin(code)
+    def run(self, code: str, **members: Any) -> Result:
+        self.begin(code, **members)
         return self.finish()
 
-    def begin(self, code: str) -> None:
+    def begin(self, code: str, **members: Any) -> None:
         self._number += 1
-        self._send({"type": "execute", "id": self._number}, code.encode())
+        self._send({"type": "execute", "id": self._number, **members}, code.encode())
 
     def finish(
         self, watch: Callable[[str], None] | None = None, when_started: Callable[[], None] | None = None

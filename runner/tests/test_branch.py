@@ -6,11 +6,14 @@ Copies are made by an imitation (`copying`), so these tests need no sandbox. For
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import unittest
 from importlib.util import find_spec
 from pathlib import Path
+
+from cellblock_runner import luggage
 
 from .harness import PATIENCE, Copy, Died, Result, Runner
 
@@ -197,6 +200,31 @@ class Randomness(BranchTest):
         one, other = (self.run_ok(checkpoint.spawn(b"u"), "random.random()").value for _ in range(2))
         self.assertNotEqual(one, other)
 
+    def test_copies_that_are_given_one_seed_draw_the_same_until_they_are_copied(self) -> None:
+        self.run_ok(self.source, "import random\ndef draw(): return random.random(), random.gauss(0, 1)")
+        checkpoint = self.source.branch()
+        numbers = "import sys\n" + (
+            "import numpy.random\ndraw(), numpy.random.rand()" if find_spec("numpy") else "draw()"
+        )
+        one, other, third = (checkpoint.spawn(b"u") for _ in range(3))
+        first, second = (each.run(numbers, seed=2**63 + 5).value for each in (one, other))
+        self.assertEqual(first, second)
+        self.assertNotEqual(first, third.run(numbers, seed=7).value)
+        # They go on alike, count as unseeded, and their own copies differ.
+        self.assertEqual(self.run_ok(one, "draw()").value, self.run_ok(other, "draw()").value)
+        kept = one.branch()
+        copies = [kept.spawn(b"u") for _ in range(2)]
+        self.assertEqual(copies[0].hello["seeded"], [])
+        self.assertNotEqual(*(str(self.run_ok(each, "draw()").value) for each in copies))
+
+    def test_a_shared_seed_leaves_a_seeded_generator_alone_and_the_hello_names_it(self) -> None:
+        self.run_ok(self.source, "import random\nrandom.seed(1)")
+        checkpoint = self.source.branch()
+        copy = checkpoint.spawn(b"u")
+        self.assertEqual(copy.hello["seeded"], ["random"])
+        shared = copy.run("random.random()", seed=5).value
+        self.assertEqual(shared, self.run_ok(self.source, "random.random()").value)
+
     def test_generators_that_a_user_keeps_are_state_like_any_other(self) -> None:
         self.run_ok(self.source, "import random\nmine = random.Random()")
         checkpoint = self.source.branch()
@@ -225,6 +253,27 @@ class Surroundings(BranchTest):
         self.run_ok(self.source, "import os, threading\nend = threading.Event(); threading.Thread(target=end.wait).start()")
         self.run_ok(self.source, "old = os.umask(0o027)")
         self.assert_shows(self.undo("end.set()"), "oct(os.umask(0))", "value:'0o27'")
+
+    def test_limits_and_niceness_stay(self) -> None:
+        limits = "[resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)]"
+        code = (
+            "import os, resource\nhard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))\n"
+            "resource.setrlimit(resource.RLIMIT_STACK, (4_000_000, 8_000_000))\nos.nice(3)\n"
+        )
+        self.run_ok(self.source, code)
+        niceness = self.run_ok(self.source, "os.nice(0)").value
+        expected = self.run_ok(self.source, limits).value
+        copy = self.undo()
+        self.assertEqual(copy.hello["lost"], [])
+        self.assertEqual(self.run_ok(copy, limits).value, expected)
+        self.assertEqual(self.run_ok(copy, "os.nice(0)").value, niceness)
+
+    def test_a_limit_that_cannot_be_set_is_named(self) -> None:
+        wanted = luggage.look_at_rights()
+        hard = wanted.limits[resource.RLIMIT_NOFILE][1]
+        wanted.limits[resource.RLIMIT_NOFILE] = (hard + 1, hard)
+        self.assertEqual(luggage.take_rights(wanted), ["the limit RLIMIT_NOFILE"])
 
     def test_handlers_of_signals_stay(self) -> None:
         self.run_ok(

@@ -224,14 +224,46 @@ class Order(CellTest):
             "out:from a thread\n",
         )
 
-    def test_threads_of_earlier_cells_are_not_heard(self) -> None:
+    def test_what_threads_of_earlier_cells_print_is_late(self) -> None:
         self.run_ok(
-            "import threading, queue\ntasks = queue.Queue()\ndef work():\n"
-            "  while (task := tasks.get()) is not None:\n    print(task)\n    display(task)\n    tasks.task_done()\n"
+            "import sys, threading, queue\ntasks = queue.Queue()\ndef work():\n"
+            "  while (task := tasks.get()) is not None:\n    print(task)\n    display(task)\n"
+            "    sys.stderr.buffer.write(b'bytes\\n')\n    tasks.task_done()\n"
             "late = threading.Thread(target=work)\nlate.start()"
         )
-        self.assert_order("tasks.put('late')\ntasks.join()\nprint('mine')", "out:mine\n")
-        self.run_ok("tasks.put(None)\nlate.join()")
+        result = self.run_ok("tasks.put('late')\ntasks.join()\nprint('mine')")
+        self.assertEqual(result.order, ["out:mine\n"])
+        self.assertEqual(result.done["late"], {"text": "late\n'late'\nbytes\n", "omitted": 0})
+        self.assertNotIn("late", self.run_ok("tasks.put(None)\nlate.join()").done)
+
+    def test_what_a_thread_prints_between_cells_is_told_by_the_next(self) -> None:
+        self.run_ok(
+            "import os, threading\nreading, writing = os.pipe()\ntold, telling = os.pipe()\ndef work():\n"
+            "  os.read(reading, 1); print('between'); os.write(telling, b'.')\n"
+            "thread = threading.Thread(target=work); thread.start()"
+        )
+        number = self.runner.process.pid
+        with open(f"/proc/{number}/fd/{self.run_ok('writing').value['text/plain']}", "wb", 0) as writing:
+            told = open(f"/proc/{number}/fd/{self.run_ok('told').value['text/plain']}", "rb", 0)
+            writing.write(b".")
+            told.read(1)
+            told.close()
+        self.assertEqual(self.run_ok("thread.join()").done["late"], {"text": "between\n", "omitted": 0})
+
+    def test_a_flood_of_late_text_is_bounded_and_the_newest_is_kept(self) -> None:
+        self.run_ok(
+            "import threading\ngo = threading.Event()\ndef work():\n  go.wait()\n"
+            "  for _ in range(100): print('x' * 9_999)\n  print('last \\udc80')\n"
+            "thread = threading.Thread(target=work); thread.start()"
+        )
+        late = self.run_ok("go.set(); thread.join()").done["late"]
+        self.assertEqual(len(late["text"]) + late["omitted"], 100 * 10_000 + len("last \\udc80\n"))
+        self.assertLess(len(late["text"]), 66_000)
+        self.assertTrue(late["text"].endswith("x\nlast \\udc80\n"))
+
+    def test_a_process_of_the_session_does_not_tell_late_text(self) -> None:
+        self.run_ok("import os\nprint('parent')")
+        self.assert_order("if os.fork() == 0:\n  print('child', flush=True); os._exit(0)\nos.wait();", "out:child\n")
 
     def test_work_given_to_an_old_thread_by_this_cell_is_heard(self) -> None:
         code = "import asyncio\nawait asyncio.to_thread(print, 'handed over')"
@@ -246,6 +278,19 @@ class Order(CellTest):
         )
         self.assert_order("print('first')\np.communicate(b'go\\n');\nprint('second')", "out:first\nsecond\n")
         self.assertGreater(self.runner.rotations, before)
+
+    def test_a_low_limit_on_descriptors_takes_no_pipe_away(self) -> None:
+        for limit in ("(200, hard)", "(200, 200)"):
+            with self.subTest(limit):
+                session = Runner()
+                self.addCleanup(session.close)
+                session.run(
+                    "import resource, subprocess\nhard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+                    f"resource.setrlimit(resource.RLIMIT_NOFILE, {limit})\nsubprocess.run('true');"
+                )
+                for _ in range(2):
+                    result = session.run("print(1); subprocess.run(['echo', '2']); resource.getrlimit(7)[0]")
+                    self.assertEqual(result.order, ["out:1\n2\n", "value:200"])
 
     def test_pipes_are_kept_when_nothing_was_started(self) -> None:
         self.run_ok("pass")
@@ -388,6 +433,22 @@ class Magics(CellTest):
         self.assert_order("task = asyncio.ensure_future(asyncio.sleep(0, 7))\nawait task", "value:7")
         self.assert_order("asyncio.run(asyncio.sleep(0, 8))", "value:8")
         self.assert_order("async with asyncio.Lock(): print('held')", "out:held\n")
+
+    def test_the_loop_of_cells_stays_after_asyncio_run(self) -> None:
+        self.run_ok("import asyncio\nawait asyncio.sleep(0)")
+        self.assert_order("asyncio.run(asyncio.sleep(0, 8))", "value:8")
+        self.assert_order("asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, 9))", "value:9")
+
+    def test_a_cell_cannot_take_builtins_away_from_the_runner(self) -> None:
+        for name in ("print", "isinstance", "next", "vars", "len"):
+            with self.subTest(name):
+                self.runner.run(f"del __builtins__.{name}")
+                self.assert_order("print(1)", "out:1\n")
+        self.run_failing("input()", "EOFError")
+
+    def test_the_editor_says_that_there_is_none(self) -> None:
+        for code in ("%edit", "%ed name"):
+            self.assertIn("%%writefile", self.run_failing(code, "UsageError").error["message"])
 
     def test_input_fails_at_once(self) -> None:
         self.assertIn("input() is not available", self.run_failing("input('name?')", "EOFError").error["message"])
