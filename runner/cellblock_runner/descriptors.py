@@ -6,7 +6,8 @@ opened, and an old object would read and write there.
 
     regular files, folders, devices    opened again by their path, at the same place; locks are taken again
     files without a name               made anew from the content, if it was small enough to keep
-    event counters, own pipes, epolls  made anew (`private`)
+    event counters, timers, epolls     made anew (`private`)
+    own pipes and pairs of sockets     made anew (`private`)
     what leads to our own pipes        leads to the new ones
     everything else                    is dead: reading and writing fail, and the loss is told
 """
@@ -100,7 +101,10 @@ def look(
                 alike.append(opened)
         found.append(opened)
     ends = [(item.number, item.identity) for item in found if item.kind == "pipe" and item.lane is None]
-    anew: dict[int, Private] = {} if has_children else private.look_at_pipes(ends)
+    sockets = [(item.number, item.identity[1]) for item in found if item.path == "unix"]
+    anew: dict[int, Private] = {}
+    if not has_children:
+        anew = {**private.look_at_pipes(ends), **private.look_at_noted(sockets)}
     anew.update(private.look_at_pairs(pairs))
     return [item._replace(private=anew[item.number]) if item.number in anew else item for item in found]
 

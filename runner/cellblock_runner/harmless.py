@@ -48,7 +48,7 @@ def changes_nothing(code: str, shell: Any) -> bool:
 
 
 def is_undisturbed(shell: Any) -> bool:
-    """Tells whether nothing runs besides the code of a cell: no thread, no task, no hook, no transformation by the user."""
+    """Tells whether nothing runs besides the code of a cell: no thread, task, hook or transformation."""
     if threading._active.keys() - {threading.main_thread().ident}:  # type: ignore[attr-defined]
         return False
     if loops.goes_on(shell.loop):
@@ -75,7 +75,8 @@ def _is_simple(statement: ast.stmt, names: dict[str, Any]) -> bool:
     if not isinstance(value, ast.Call):
         return _is_plain(value)
     is_print = isinstance(value.func, ast.Name) and value.func.id == "print" and "print" not in names
-    if not is_print or getattr(builtins, "print", None) is not _print or type(sys.stdout) is not OutStream or value.keywords:
+    is_ours = getattr(builtins, "print", None) is _print and type(sys.stdout) is OutStream
+    if not is_print or not is_ours or value.keywords:
         return False
     return all(_is_plain(part) and _has_plain_value(part, names) for part in value.args)
 

@@ -80,7 +80,7 @@ class LateText:
             self._omitted += dropped
 
     def take(self) -> Header | None:
-        """Returns the member `late` of a `done` frame, and begins anew; None when nothing was printed."""
+        """Returns the member `late` of a `done` frame, and begins anew; None when there is no text."""
         if not self._pieces:
             return None
         text = "".join(self._pieces).encode("utf-8", "backslashreplace").decode()
@@ -186,7 +186,7 @@ class Lanes:
             self._leave(held)
 
     def write_late(self, text: str) -> None:
-        """Keeps text of a thread that does not belong to the open cell, or that is printed between cells."""
+        """Keeps text that does not belong to the open cell, or is printed between cells."""
         held = self._enter()
         try:
             self._late_text.add(text)
@@ -409,7 +409,8 @@ def make_pipes(redirected: Collection[int] = ()) -> tuple[tuple[int, int], tuple
     write_ends = []
     read_ends = []
     with _room_for(_PRIVATE_DESCRIPTORS):
-        # A session with a thousand open files has no lower numbers left, and a new pipe must not get those that are ours.
+        # A session with a thousand open files has no lower numbers left, and a new pipe must not get
+        # those that are ours.
         nothing = os.open(os.devnull, os.O_RDWR)
         for private in _PRIVATE_DESCRIPTORS:
             if private != nothing:
@@ -429,7 +430,7 @@ def make_pipes(redirected: Collection[int] = ()) -> tuple[tuple[int, int], tuple
 
 @contextlib.contextmanager
 def _room_for(numbers: Iterable[int]) -> Iterator[None]:
-    """During the block, lifts a limit on descriptors that user code has set below these numbers, as far as it may be lifted."""
+    """During the block, lifts a limit that user code has set below these numbers, as far as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_low = soft != resource.RLIM_INFINITY and soft <= max(numbers)
     if is_low:

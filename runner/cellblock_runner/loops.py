@@ -2,7 +2,8 @@
 
 A loop of the standard library has an epoll and a pair of sockets, with which other threads wake it.
 Both are made anew under the same numbers (`private`), so the loop itself notices nothing: what
-waits for time goes on. What waits for a connection never does.
+waits for time goes on, and what waits for other descriptors that are made anew. What waits for a
+connection never does.
 
 Between two cells the loop of the shell runs in the main thread until the host's next request comes,
 as long as there is something to do in it: its tasks go on as they do in a notebook. It stands still
@@ -15,7 +16,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -44,8 +45,8 @@ def goes_on(loop: Any) -> bool:
 def run_until_readable(loop: Any, descriptor: int, is_readable: bool) -> None:
     """Runs a loop until there is something to read, or the loop cannot be run.
 
-    When it `is_readable` already, everything that can be done now is done once: whoever asks without
-    a pause does not keep tasks from going on.
+    When it `is_readable` already, everything that can be done now is done once: requests without a
+    pause do not keep tasks from going on.
     """
     is_over = False
 
@@ -75,14 +76,18 @@ def run_until_readable(loop: Any, descriptor: int, is_readable: bool) -> None:
 
 
 def let_cells_create_tasks(loop_of_cells: Callable[[], Any]) -> None:
-    """Has `asyncio.create_task` work in a cell that does not await, as in a notebook: the task runs after the cell."""
+    """Has `asyncio.create_task` work in a cell that does not await, as in a notebook.
+
+    The task runs after the cell.
+    """
 
     def replace(tasks: ModuleType) -> None:
         original, events = tasks.create_task, sys.modules["asyncio.events"]
 
         @functools.wraps(original)
         def create_task(*arguments: Any, **options: Any) -> Any:
-            if events._get_running_loop() is not None or threading.current_thread() is not threading.main_thread():
+            is_main = threading.current_thread() is threading.main_thread()
+            if events._get_running_loop() is not None or not is_main:
                 return original(*arguments, **options)
             events._set_running_loop(loop_of_cells())
             try:
@@ -117,13 +122,13 @@ def pairs(loops: Iterable[Any]) -> Iterator[tuple[int, int]]:
             continue  # Not one of the standard library.
 
 
-def count_lost_tasks(loops: Iterable[Any]) -> int:
-    """Counts the tasks that cannot go on, because their loop waits for more than time."""
+def count_lost_tasks(loops: Iterable[Any], carried: Collection[int]) -> int:
+    """Counts the tasks that cannot go on: their loop waits for more than time and what is `carried`."""
     tasks = sys.modules.get("asyncio.tasks")
     lost = 0
     for loop in loops if tasks is not None else ():
         try:
-            if not _waits_for_time_only(loop):
+            if not _can_go_on(loop, carried):
                 lost += len(tasks.all_tasks(loop))  # type: ignore[union-attr]
         except Exception:
             continue
@@ -162,6 +167,6 @@ def _running() -> Iterator[Any]:
             frame = frame.f_back  # type: ignore[assignment]
 
 
-def _waits_for_time_only(loop: Any) -> bool:
+def _can_go_on(loop: Any, carried: Collection[int]) -> bool:
     threads = getattr(getattr(loop, "_default_executor", None), "_threads", ())
-    return len(loop._selector.get_map()) <= 1 and not threads
+    return not threads and all(number in carried for number in loop._selector.get_map())

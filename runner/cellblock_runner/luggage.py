@@ -16,7 +16,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from . import branch, descriptors, folders, interrupts, mappings, pools, seeds
@@ -120,7 +120,8 @@ def pack(request: Request, around: Surroundings, loops: list[Any], kept: folders
         kept, why = None, f"the work folder cannot be read: {cause.strerror}"
     areas = mappings.keep(areas, nameless, around.work)
     carried: dict[str, folders.Tree] = {}
-    losses = list(_losses(loops, children))
+    anew = {item.number for item in opened if item.private is not None}
+    losses = list(_losses(loops, children, anew))
     if request.fork:
         for root in around.scratch if request.work_is_shared else (around.work, *around.scratch):
             try:
@@ -153,9 +154,9 @@ def look_at_rights() -> Rights:
 
 
 def take_rights(rights: Rights) -> list[str]:
-    """In a copy, when everything else is in its place: makes do with what the original had. Returns what could not be set.
+    """In a copy, when everything else is in its place: makes do with what the original had.
 
-    A copy begins with what every session has, and a process can only give up some of it.
+    Returns what could not be set. A copy begins with what every session has, and a process can only give up some of it.
     """
     lost = []
     for name, number in _LIMITS.items():
@@ -314,11 +315,11 @@ def _go_to(folder: str | None, work: str, lost: list[str]) -> None:
         lost.append(f"the current folder, which is {place} now")
 
 
-def _losses(loops: list[Any], children: int) -> Iterator[str]:
+def _losses(loops: list[Any], children: int, carried: Collection[int]) -> Iterator[str]:
     """Tells what cannot come along, apart from descriptors."""
     if children:
         yield counted(children, "subprocess").replace("processs", "processes")
-    tasks = count_lost_tasks(loops)
+    tasks = count_lost_tasks(loops, carried)
     if tasks:
         yield counted(tasks, "asyncio task")
     if any(signal.getitimer(which)[0] for which in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)):

@@ -1,8 +1,10 @@
 """Private: descriptors that no other process has, and that a copy can therefore make anew.
 
     event counters    with the same count
+    timers            with the time that was left
     pipes             with what is in them, if both ends are in this process and it has no children
-    pairs of sockets  of which somebody knows that they are one, with what is in them
+    pairs of sockets  likewise. The kernel does not tell which two are a pair, so note is taken when
+                      one is made
     epolls            with what they watch, once everything else is in its place
 
 Threads of libraries wake each other with these.
@@ -13,12 +15,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import os
+import select
 import socket
 import struct
 import termios
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Union
+from typing import Any, NamedTuple, Union
 
 _EPOLL_ADD = 1
 _SEMAPHORE = 1
@@ -26,8 +30,11 @@ _SET_SIZE, _GET_SIZE = 1031, 1032
 # What is in a pipe is looked at without taking it out, up to so many bytes.
 _LARGEST_CONTENT = 1024 * 1024
 _NO_WAITING = 2
-# A loop that was woken has a byte for each time.
-_LARGEST_WAKING = 65536
+# What waits in one socket, at most. More is not made anew.
+_LARGEST_WAITING = 1024 * 1024
+_SO_PEEK_OFF = 42
+_MOST_PAIRS = 4096
+_SECOND = 1_000_000_000
 
 _library = ctypes.CDLL(None, use_errno=True)
 
@@ -56,18 +63,55 @@ class Poll(NamedTuple):
     flags: int
 
 
+class Side(NamedTuple):
+    """One of two sockets: descriptors that lead to it, with flags, and what waits to be read."""
+
+    ends: tuple[tuple[int, int], ...]
+    waiting: tuple[bytes, ...]
+    # Nothing more will come: the other side has said so.
+    is_over: bool
+
+
 class Pair(NamedTuple):
-    """Two sockets that are connected with each other: number, flags, what waits to be read."""
+    """Two sockets that are connected with each other."""
 
-    sockets: tuple[tuple[int, int, bytes], tuple[int, int, bytes]]
+    kind: int
+    sides: tuple[Side, Side]
 
 
-Private = Union[Counter, Pipe, Poll, Pair]
+class Timer(NamedTuple):
+    """A timer: its clock, and nanoseconds that are left and from one time to the next."""
+
+    clock: int
+    left: int
+    interval: int
+    flags: int
+
+
+Private = Union[Counter, Pipe, Poll, Pair, Timer]
+
+# For each socket of a pair that this process has made, the other one.
+_noted: dict[int, int] = {}
+
+
+def note_pairs() -> None:
+    """Takes note of pairs of sockets from now on. For once only."""
+    original = socket.socketpair
+
+    @functools.wraps(original)
+    def socketpair(*arguments: Any, **options: Any) -> tuple[socket.socket, socket.socket]:
+        one, other = original(*arguments, **options)
+        if one.family == socket.AF_UNIX and len(_noted) < 2 * _MOST_PAIRS:
+            first, second = (os.fstat(each.fileno()).st_ino for each in (one, other))
+            _noted[first], _noted[second] = second, first
+        return one, other
+
+    socket.socketpair = socketpair
 
 
 def look(number: int, name: str) -> Private | None:
-    """Describes an event counter or an epoll; None for anything else."""
-    if name not in ("eventfd", "eventpoll"):
+    """Describes an event counter, a timer or an epoll; None for anything else."""
+    if name not in ("eventfd", "eventpoll", "timerfd"):
         return None
     facts: dict[str, str] = {}
     watched = []
@@ -83,6 +127,10 @@ def look(number: int, name: str) -> Private | None:
     if name == "eventpoll":
         return Poll(tuple(watched), flags)
     try:
+        if name == "timerfd":
+            left, interval = (_nanoseconds(facts[key]) for key in ("it_value", "it_interval"))
+            # One that has rung and was not asked yet rings again at once.
+            return Timer(int(facts["clockid"]), 1 if int(facts["ticks"]) else left, interval, flags)
         is_semaphore = facts.get("eventfd-semaphore", "0") != "0"
         count = int(facts["eventfd-count"], 16)
         return Counter(int(facts["eventfd-id"]), count, is_semaphore, flags)
@@ -91,11 +139,47 @@ def look(number: int, name: str) -> Private | None:
 
 
 def look_at_pairs(pairs: Iterable[tuple[int, int]]) -> dict[int, Private]:
+    """Describes pairs that somebody knows by the numbers of their sockets."""
     found: dict[int, Private] = {}
-    for one, other in pairs:
-        pair = Pair(((one, _flags(one), _waiting(one)), (other, _flags(other), _waiting(other))))
-        found[one] = found[other] = pair
+    for numbers in pairs:
+        found.update(_look_at_pair([[number] for number in numbers]))
     return found
+
+
+def look_at_noted(sockets: Iterable[tuple[int, int]]) -> dict[int, Private]:
+    """Describes the pairs of which both sockets are among these, given by number and inode.
+
+    For a process without children.
+    """
+    numbers: dict[int, list[int]] = {}
+    for number, inode in sockets:
+        numbers.setdefault(inode, []).append(number)
+    gone = [inode for inode, other in _noted.items() if not {inode, other} & numbers.keys()]
+    for inode in gone:
+        del _noted[inode]
+    found: dict[int, Private] = {}
+    for inode, other in _noted.items():
+        if inode < other and inode in numbers and other in numbers:
+            found.update(_look_at_pair([numbers[inode], numbers[other]]))
+    return found
+
+
+def _look_at_pair(numbers: list[list[int]]) -> dict[int, Private]:
+    sides = []
+    kind = 0
+    for each in numbers:
+        view = socket.socket(fileno=each[0])
+        try:
+            kind = view.type
+            waiting = _waiting(view)
+        finally:
+            view.detach()
+        if waiting is None:
+            return {}
+        ends = tuple((number, _flags(number)) for number in each)
+        sides.append(Side(ends, waiting, _is_over(each[0])))
+    pair = Pair(kind, (sides[0], sides[1]))
+    return {number: pair for each in numbers for number in each}
 
 
 def look_at_pipes(ends: Iterable[tuple[int, tuple[int, int]]]) -> dict[int, Private]:
@@ -138,7 +222,9 @@ class Maker:
             self._made.update(end[0] for end in what.ends)
         elif isinstance(what, Pair):
             self._make_pair(what)
-            self._made.update(each[0] for each in what.sockets)
+            self._made.update(number for side in what.sides for number, _ in side.ends)
+        elif isinstance(what, Timer):
+            _make_timer(number, what)
         else:
             _make_poll(number, what)
 
@@ -169,13 +255,21 @@ class Maker:
                 os.dup2(end, number, inheritable=not flags & os.O_CLOEXEC)
 
     def _make_pair(self, pair: Pair) -> None:
-        one, other = socket.socketpair()
+        one, other = socket.socketpair(socket.AF_UNIX, pair.kind)
         with self._high((one.detach(), other.detach())) as made:
-            for (number, flags, content), mine, theirs in zip(pair.sockets, made, made[::-1]):
-                if content:
-                    os.write(theirs, content)
-                fcntl.fcntl(mine, fcntl.F_SETFL, flags & os.O_NONBLOCK)
-                os.dup2(mine, number, inheritable=not flags & os.O_CLOEXEC)
+            for side, mine, theirs in zip(pair.sides, made, made[::-1]):
+                writing = socket.socket(fileno=theirs)
+                try:
+                    for message in side.waiting:
+                        writing.send(message, socket.MSG_DONTWAIT)
+                    if side.is_over:
+                        writing.shutdown(socket.SHUT_WR)
+                finally:
+                    writing.detach()
+            for side, mine in zip(pair.sides, made):
+                for number, flags in side.ends:
+                    fcntl.fcntl(mine, fcntl.F_SETFL, flags & os.O_NONBLOCK)
+                    os.dup2(mine, number, inheritable=not flags & os.O_CLOEXEC)
 
     @contextlib.contextmanager
     def _high(self, pair: tuple[int, int]) -> Iterator[tuple[int, int]]:
@@ -194,15 +288,48 @@ class Maker:
                 os.close(number)
 
 
-def _waiting(number: int) -> bytes:
-    """Returns what waits to be read from a socket, and stays there."""
-    view = socket.socket(fileno=number)
+def _waiting(view: socket.socket) -> tuple[bytes, ...] | None:
+    """Returns what waits to be read from a socket, and stays there; None when it is too much."""
+    messages: list[bytes] = []
+    room = _LARGEST_WAITING
     try:
-        return view.recv(_LARGEST_WAKING, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        # Each look begins where the last one ended.
+        view.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)
     except OSError:
-        return b""
+        return None
+    try:
+        while room > 0:
+            message = view.recv(room, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            if not message:
+                return tuple(messages)
+            messages.append(message)
+            room -= len(message)
+        return None
+    except OSError:
+        return tuple(messages)
     finally:
-        view.detach()
+        view.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, -1)
+
+
+def _is_over(number: int) -> bool:
+    poll = select.poll()
+    poll.register(number, select.POLLRDHUP)
+    return any(events & select.POLLRDHUP for _, events in poll.poll(0))
+
+
+def _nanoseconds(text: str) -> int:
+    """Reads `(1, 500000000)`: seconds and nanoseconds."""
+    seconds, _, rest = text.strip("()").partition(",")
+    return int(seconds) * _SECOND + int(rest)
+
+
+def _make_timer(number: int, timer: Timer) -> None:
+    made = _checked(_library.timerfd_create(timer.clock, timer.flags & os.O_NONBLOCK))
+    parts = (*divmod(timer.interval, _SECOND), *divmod(timer.left, _SECOND))
+    times = (ctypes.c_long * 4)(*parts)
+    if timer.left:
+        _checked(_library.timerfd_settime(made, 0, times, None))
+    _move(made, number, timer.flags)
 
 
 def _flags(number: int) -> int:

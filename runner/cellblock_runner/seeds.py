@@ -50,7 +50,7 @@ def seeded() -> list[str]:
 
 
 def share(seed: int | None) -> None:
-    """Has all generators that nobody has seeded draw what they draw in every session that is given this seed."""
+    """Gives this seed to all generators that nobody has seeded. Equal seeds draw alike."""
     global _shared
     _shared = seed
     for name in _SEEDING:

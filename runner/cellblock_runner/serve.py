@@ -34,6 +34,7 @@ from . import (
     loops,
     luggage,
     packages,
+    private,
     processes,
     seeds,
     threads,
@@ -94,6 +95,7 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
     """
     watch_processes()
     seeds.watch()
+    private.note_pairs()
     processes.install_script_magic()
     processes.install_pip(lambda: Shell.instance().gate)
     called.install()

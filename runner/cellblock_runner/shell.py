@@ -653,7 +653,8 @@ def _refuse_input() -> None:
 
 
 def _refuse_editor(_line: str) -> NoReturn:
-    raise UsageError("%edit is not available: nobody can type into this session. Write the file with %%writefile.")
+    why = "%edit is not available: nobody can type into this session."
+    raise UsageError(f"{why} Write the file with %%writefile.")
 
 
 # IPython and the runner need these, whatever a cell deletes. Below, none of them is looked up.

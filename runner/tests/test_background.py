@@ -1,4 +1,4 @@
-"""Tasks of the event loop between cells: they go on as in a notebook, and never hold up what the host asks."""
+"""Tasks of the event loop between cells: they go on as in a notebook, and requests are answered."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Background(CellTest):
         self.assertNotIn("unchanged", self.run_ok("1").done)
         self.assertTrue(self.run_ok("1").done["unchanged"])
 
-    def test_a_task_that_leaves_or_stops_the_loop_ends_neither_the_session_nor_other_tasks(self) -> None:
+    def test_a_task_that_leaves_or_stops_the_loop_ends_nothing_else(self) -> None:
         self.run_ok(_BEGIN)
         self.run_ok("async def leave(): raise SystemExit(3)\nleaving = asyncio.create_task(leave())")
         self.run_ok("asyncio.get_event_loop().call_soon(asyncio.get_event_loop().stop)")
@@ -117,7 +117,8 @@ class Copies(BranchTest):
             self.source,
             "import asyncio\nticks = 0\nasync def tick():\n    global ticks\n    while True:\n"
             "        ticks += 1\n        await asyncio.sleep(0.001)\n"
-            "async def goes_on():\n    before = ticks\n    while ticks < before + 3: await asyncio.sleep(0.001)\n"
+            "async def goes_on():\n    before = ticks\n"
+            "    while ticks < before + 3: await asyncio.sleep(0.001)\n"
             "    return True\n"
             "task = asyncio.create_task(tick())",
         )
@@ -134,12 +135,17 @@ class Copies(BranchTest):
         self.run_ok(
             self.source,
             "import asyncio, os\ntold, telling = os.pipe()\n"
-            "async def speak():\n    print('spoken'); os.write(telling, b'.')\ntask = asyncio.create_task(speak())",
+            "async def speak():\n    print('spoken'); os.write(telling, b'.')\n"
+            "task = asyncio.create_task(speak())",
         )
         number = _number(self.source, "told")
         with open(f"/proc/{self.source.process.pid}/fd/{number}", "rb", 0) as told:
             told.read(1)
-        self.run_ok(self.source, "async def later(): print('later'); os.write(telling, b'.')\nasyncio.create_task(later());")
+        self.run_ok(
+            self.source,
+            "async def later(): print('later'); os.write(telling, b'.')\n"
+            "asyncio.create_task(later());",
+        )
         with open(f"/proc/{self.source.process.pid}/fd/{number}", "rb", 0) as told:
             told.read(1)
         copy = self.source.branch().spawn(b"u")

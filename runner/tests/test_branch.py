@@ -503,12 +503,26 @@ class Lost(BranchTest):
     def test_a_task_that_waits_for_a_connection_is_told(self) -> None:
         self.run_ok(
             self.source,
-            "import asyncio, socket\na, b = socket.socketpair(); a.setblocking(False)\n"
-            "task = asyncio.create_task(asyncio.get_running_loop().sock_recv(a, 1))\nawait asyncio.sleep(0)",
+            "import asyncio, socket\nlistener = socket.create_server(('127.0.0.1', 0))\n"
+            "a = socket.create_connection(listener.getsockname()); a.setblocking(False)\n"
+            "b = listener.accept()[0]; listener.close()\n"
+            "task = asyncio.create_task(asyncio.get_running_loop().sock_recv(a, 1))\n"
+            "await asyncio.sleep(0)",
         )
         copy = self.undo("b.send(b'x'); await task")
         self.assertEqual(copy.hello["lost"], ["1 asyncio task", "2 connections"])
         self.assert_shows(copy, "await asyncio.sleep(0, 7)", "value:7")
+
+    def test_a_task_that_waits_for_a_pair_of_sockets_goes_on(self) -> None:
+        self.run_ok(
+            self.source,
+            "import asyncio, socket\na, b = socket.socketpair(); a.setblocking(False)\n"
+            "task = asyncio.create_task(asyncio.get_running_loop().sock_recv(a, 1))\n"
+            "await asyncio.sleep(0)",
+        )
+        copy = self.undo("b.send(b'x'); await task")
+        self.assertEqual(copy.hello["lost"], [])
+        self.assert_shows(copy, "b.send(b'x'); await asyncio.wait_for(task, 10)", "value:b'x'")
 
     def test_a_loop_that_a_user_keeps_goes_on(self) -> None:
         self.run_ok(self.source, "import asyncio\nmine = asyncio.new_event_loop()")
