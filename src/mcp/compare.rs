@@ -31,6 +31,9 @@ const LONGEST_VALUE: usize = 500;
 /// Names of changed variables in a line of the table.
 const TABLE_NAMES: usize = 6;
 
+/// Variants differ by their code only.
+const SAME_DRAWS: &str = "All variants drew the same random numbers from `random`, numpy and torch.";
+
 /// Renders an exploration. Variants that failed are part of the comparison and no failure of the call.
 pub(super) fn comparison(source: &SessionId, report: &ExploreReport, most_chars: usize) -> CallToolResult {
     let mut album = Album::default();
@@ -43,6 +46,7 @@ pub(super) fn comparison(source: &SessionId, report: &ExploreReport, most_chars:
     page.line("");
     page.line(&what_was_kept(source, report));
     report.notes.iter().for_each(|note| page.line(note));
+    page.line(SAME_DRAWS);
     if let Some(lost) = render::not_carried_over(&report.lost) {
         page.line(&lost);
     }

@@ -22,8 +22,8 @@ use crate::sandbox::{Exit, Isolation, Layer};
 use crate::session::install::InstallReport;
 use crate::session::tools::{CallEnd, ToolCalls};
 use crate::session::{
-    CheckpointInfo, FileChanges, FileNote, FilesCarried, ForkReport, Image, InsidePath, Outcome, Output, Part,
-    PythonError, ResetReport, SessionId, SessionInfo, StateAfter, Status, Stream, Underway, UndoReport, Variable,
+    CheckpointInfo, FileChanges, FileNote, FilesCarried, ForkReport, Image, InsidePath, LateOutput, Outcome, Output,
+    Part, PythonError, ResetReport, SessionId, SessionInfo, StateAfter, Status, Stream, Underway, UndoReport, Variable,
     VariableChanges, WorkFolder, most_undone,
 };
 
@@ -62,6 +62,8 @@ pub(super) fn execution(session: &SessionId, outcome: &Outcome) -> CallToolResul
             "lines": outcome.output.total_lines,
             "cut_chars": outcome.output.cut_chars,
             "resource": resource,
+            "late_chars": outcome.output.late.as_ref().map_or(0, |late| late.text.chars().count()),
+            "late_omitted_chars": outcome.output.late.as_ref().map_or(0, |late| late.omitted),
         },
         "can_undo": outcome.can_undo,
         "isolation": isolation_fields(&outcome.isolation),
@@ -372,7 +374,20 @@ fn execution_text(outcome: &Outcome, resource: Option<&str>) -> String {
     if let Some(ending) = ending(outcome) {
         page.line(&ending);
     }
+    if let Some(late) = &outcome.output.late {
+        page.line(&late_mark(late));
+        page.text.push_str(&late.text);
+    }
     page.finish()
+}
+
+/// The line before text that code of earlier cells has printed.
+fn late_mark(late: &LateOutput) -> String {
+    let omitted = match late.omitted {
+        0 => String::new(),
+        omitted => format!("; {omitted} older characters of it were dropped"),
+    };
+    format!("[Late output, printed by code of earlier cells{omitted}:]")
 }
 
 /// Says which calls of MCP tools did not end well; nothing when all did. The code may have kept it to itself.
@@ -682,6 +697,7 @@ mod tests {
                 total_lines: 1,
                 cut_chars: parts.iter().map(|part| if let Part::Cut { chars, .. } = part { *chars } else { 0 }).sum(),
                 parts,
+                late: None,
             },
             duration: Duration::from_micros(1500),
             memory: MemoryUse { now: 10, peak: 20 },
@@ -699,6 +715,22 @@ mod tests {
 
     fn text(stream: Stream, text: &str) -> Part {
         Part::Text { stream, text: text.to_owned() }
+    }
+
+    #[test]
+    fn late_output_follows_the_rest_and_is_marked() {
+        let mut outcome = outcome(Status::Completed, vec![text(Stream::Stdout, "mine")]);
+        outcome.output.late = Some(LateOutput { text: "theirs\n".to_owned(), omitted: 0 });
+        let told = rendered(&outcome);
+        let marked = "mine\n[Late output, printed by code of earlier cells:]\ntheirs\n";
+        assert_eq!(told["content"][0]["text"], marked);
+        assert_eq!(told["structuredContent"]["output"]["late_chars"], 7);
+        outcome.output.late = Some(LateOutput { text: "end".to_owned(), omitted: 12 });
+        let told = rendered(&outcome)["structuredContent"].clone();
+        let marked =
+            "mine\n[Late output, printed by code of earlier cells; 12 older characters of it were dropped:]\nend";
+        assert_eq!(told["text"].as_str().unwrap().trim_end(), marked);
+        assert_eq!(told["output"]["late_omitted_chars"], 12);
     }
 
     fn image(scaled_from: Option<(u32, u32)>) -> Part {

@@ -104,7 +104,7 @@ impl SessionAccess for FakeSessions {
         Ok(Executed::Finished(Box::new(Outcome {
             execution: ExecutionId(1),
             status,
-            output: Output { parts, total_chars: 6, total_lines: 1, cut_chars },
+            output: Output { parts, total_chars: 6, total_lines: 1, cut_chars, late: None },
             duration: Duration::from_millis(1),
             memory: MemoryUse::default(),
             processor_time: Duration::from_millis(3),

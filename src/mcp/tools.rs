@@ -691,7 +691,7 @@ fn execution_schema() -> Value {
         "peak_memory_bytes": {"type": "integer"},
         "variables": {"description": "null, or created, changed, deleted, omitted"},
         "files": {"description": "the same"},
-        "output": {"type": "object", "description": "chars, lines, cut_chars, resource"},
+        "output": {"type": "object", "description": "chars, lines, cut_chars, resource, late_chars, late_omitted_chars"},
         "can_undo": {"type": "integer"},
         "isolation": {"type": "object"},
         "blocked": {"type": "array"},

@@ -190,7 +190,12 @@ pub struct Carried {
     pub why: Option<String>,
     /// It holds files of the original in its memory until it has said this.
     pub mapped: bool,
+    /// Modules whose global random generator goes on from a seed, of those in `GENERATORS`.
+    pub seeded: Vec<&'static str>,
 }
+
+/// Modules with a random generator that the whole process shares.
+const GENERATORS: [&str; 3] = ["numpy.random", "random", "torch.random"];
 
 /// What a copy did about the files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -227,6 +232,16 @@ pub struct DoneClaim {
     pub files: Option<Changes<ClaimedFile>>,
     /// The cell certainly changed nothing.
     pub unchanged: bool,
+    /// What earlier code has printed since the last cell.
+    pub late: Option<ClaimedLate>,
+}
+
+/// Text of earlier code. `omitted` counts older characters that were dropped.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct ClaimedLate {
+    pub text: String,
+    pub omitted: u64,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -315,9 +330,11 @@ struct Header {
     variables: Option<Changes<ClaimedVariable>>,
     files: Option<Files>,
     unchanged: bool,
+    late: Option<ClaimedLate>,
     lost: Vec<String>,
     whole: bool,
     mapped: bool,
+    seeded: Vec<String>,
     loaded: Vec<String>,
     ask: Option<u64>,
     what: String,
@@ -391,6 +408,7 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
                 },
                 why: header.why.map(|why| shortened(without_controls(why), LONGEST_LOSS)),
                 mapped: header.mapped,
+                seeded: GENERATORS.into_iter().filter(|name| header.seeded.iter().any(|said| said == name)).collect(),
             },
         },
         "started" => Claim::Started { id: id()?, rotated: header.rotated },
@@ -416,6 +434,7 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
                 None => None,
             },
             unchanged: header.unchanged,
+            late: header.late,
         })),
         "file_data" => Claim::FileData { id: id()?, bytes: frame.payload.into() },
         "file_end" => Claim::FileEnd {
@@ -706,6 +725,8 @@ mod tests {
         };
         let told = carried(json!({"lost": ["2 threads", "1\nconnection"], "files": "left alone", "why": "too large"}));
         assert_eq!(told.lost, ["2 threads", "1 connection"]);
+        assert_eq!(told.seeded, [""; 0]);
+        assert_eq!(carried(json!({"seeded": ["random", "x\n", "random"]})).seeded, ["random"]);
         assert_eq!((told.files, told.why.as_deref()), (Some(CarriedFiles::LeftAlone), Some("too large")));
         assert_eq!(carried(json!({"files": "restored", "why": null})).files, Some(CarriedFiles::Restored));
         assert_eq!(carried(json!({"files": "shared"})).files, Some(CarriedFiles::Shared));
@@ -724,6 +745,14 @@ mod tests {
     fn a_cell_has_changed_something_unless_the_runner_says_otherwise() {
         assert!(!done(json!({"type": "done", "id": 1, "status": "ok"})).unchanged);
         assert!(done(json!({"type": "done", "id": 1, "status": "ok", "unchanged": true})).unchanged);
+    }
+
+    #[test]
+    fn a_cell_may_bring_late_text_of_earlier_code() {
+        assert_eq!(done(json!({"type": "done", "id": 1, "status": "ok"})).late, None);
+        let late = json!({"text": "late", "omitted": 3});
+        let late = done(json!({"type": "done", "id": 1, "status": "ok", "late": late})).late;
+        assert_eq!(late, Some(ClaimedLate { text: "late".to_owned(), omitted: 3 }));
         assert!(claim(json!({"type": "done", "id": 1, "status": "ok", "files": "shared"}), b"").is_err());
     }
 

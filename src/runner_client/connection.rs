@@ -61,6 +61,11 @@ pub enum Event {
         bytes: Vec<u8>,
     },
     Claim(Claim),
+    /// What a process that an earlier cell has started wrote to that cell's pipes. It has no place in the order.
+    Stray {
+        pipe: Pipe,
+        bytes: Vec<u8>,
+    },
     /// Everything that was sent has left. A maker of many frames goes on now.
     Sent,
     /// The other side is gone and all it wrote has been told.
@@ -96,7 +101,9 @@ pub struct Connection {
     /// Descriptors that arrived and whose frame has not been read yet.
     descriptors: VecDeque<OwnedFd>,
     pipes: [Option<PipeEnd>; 2],
-    retired: VecDeque<PipeEnd>,
+    retired: VecDeque<(Pipe, PipeEnd)>,
+    /// What was read from one of these and was not told yet.
+    stray: Option<(Pipe, Vec<u8>)>,
     merger: Merger,
     /// A frame with a large header, and the claim that is being made of it. Nothing else is read
     /// meanwhile, so that order is kept.
@@ -159,6 +166,7 @@ impl Connection {
             descriptors: VecDeque::new(),
             pipes: [None, None],
             retired: VecDeque::new(),
+            stray: None,
             merger: Merger::new([0; 16]),
             decoding: None,
             left: MAX_READ,
@@ -238,6 +246,21 @@ impl Connection {
         }
     }
 
+    /// Returns what processes of earlier cells have written by now, at most one piece of each pipe.
+    pub fn strays_now(&mut self) -> Vec<(Pipe, Vec<u8>)> {
+        let mut strays = Vec::from_iter(self.stray.take());
+        let Connection { retired, buffer, merger, .. } = self;
+        retired.retain_mut(|(pipe, end)| match end.read(buffer) {
+            Ok(0) => false,
+            Ok(size) => {
+                strays.push((*pipe, merger.without_markers(&buffer[..size])));
+                true
+            }
+            Err(_) => true,
+        });
+        strays
+    }
+
     /// Stops listening: after what was written until now, `next` says `Closed` and never waits again.
     pub fn hang_up(&mut self) -> Result<(), ConnectionError> {
         let mut left = LAST_WORDS;
@@ -294,9 +317,11 @@ impl Connection {
             for pipe in Pipe::BOTH {
                 progress |= self.poll_pipe(pipe, context).is_ready();
             }
-            self.poll_retired(context);
+            let has_stray = self.poll_retired(context);
             if progress {
                 self.late = Late::No;
+            }
+            if progress || has_stray {
                 continue;
             }
             if let Late::Awaited(until) = &mut self.late
@@ -325,6 +350,9 @@ impl Connection {
         loop {
             if let Some((pipe, bytes)) = self.merger.pop() {
                 return Ok(Step::Event(Event::Text { pipe, bytes }));
+            }
+            if let Some((pipe, bytes)) = self.stray.take() {
+                return Ok(Step::Event(Event::Stray { pipe, bytes }));
             }
             if self.left == 0 {
                 return Ok(Step::Paused);
@@ -461,7 +489,8 @@ impl Connection {
         };
         let new = [Some(PipeEnd::new(out)?), Some(PipeEnd::new(err)?)];
         self.merger.rotate();
-        self.retired.extend(std::mem::replace(&mut self.pipes, new).into_iter().flatten());
+        let old = std::mem::replace(&mut self.pipes, new);
+        self.retired.extend(Pipe::BOTH.into_iter().zip(old).filter_map(|(pipe, end)| Some((pipe, end?))));
         while self.retired.len() > MOST_RETIRED {
             self.retired.pop_front();
         }
@@ -569,18 +598,22 @@ impl Connection {
         }
     }
 
-    /// Throws away what processes of earlier cells still write, one piece each time.
-    fn poll_retired(&mut self, context: &mut Context<'_>) {
-        let buffer = &mut self.buffer;
-        self.retired.retain_mut(|end| match end.poll_read(context, buffer) {
-            Poll::Pending => true,
-            Poll::Ready(0) => false,
-            Poll::Ready(_) => {
-                // There may be more, and nobody else would wake us for it.
-                context.waker().wake_by_ref();
-                true
+    /// Reads one piece of what processes of earlier cells still write. Tells whether there is one to be told.
+    fn poll_retired(&mut self, context: &mut Context<'_>) -> bool {
+        let mut index = 0;
+        while self.stray.is_none()
+            && let Some((pipe, end)) = self.retired.get_mut(index)
+        {
+            match end.poll_read(context, &mut self.buffer) {
+                Poll::Pending => index += 1,
+                Poll::Ready(0) => drop(self.retired.remove(index)),
+                Poll::Ready(size) => {
+                    self.left = self.left.saturating_sub(size);
+                    self.stray = Some((*pipe, self.merger.without_markers(&self.buffer[..size])));
+                }
             }
-        });
+        }
+        self.stray.is_some()
     }
 }
 
@@ -869,7 +902,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn new_pipes_take_the_place_of_the_old_and_the_old_are_thrown_away() {
+    async fn new_pipes_take_the_place_of_the_old_and_the_old_are_told_apart() {
         let (mut connection, mut inside) = connect().await;
         let (out, mut new_out) = io::pipe().unwrap();
         let (err, _new_err) = io::pipe().unwrap();
@@ -879,11 +912,19 @@ mod tests {
             &[out.as_fd(), err.as_fd()],
         );
         assert_eq!(connection.next().await.unwrap(), Event::Claim(Claim::Started { id: 2, rotated: true }));
-        inside.write(Pipe::Out, b"of an earlier cell");
         new_out.write_all(&marker(1, b'F')).unwrap();
         new_out.write_all(b"of this cell").unwrap();
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "of this cell"));
+        inside.write(Pipe::Err, &[&marker(9, b'P')[..], b"of an earlier cell"].concat());
+        let stray = Event::Stray { pipe: Pipe::Err, bytes: b"of an earlier cell".to_vec() };
+        assert_eq!(connection.next().await.unwrap(), stray);
+        inside.write(Pipe::Out, b"more of it");
+        assert_eq!(connection.strays_now(), [(Pipe::Out, b"more of it".to_vec())]);
+        assert_eq!(connection.strays_now(), []);
         assert_eq!(connection.retired.len(), 2);
+        drop(inside.pipes);
+        new_out.write_all(b"more").unwrap();
+        assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "more"));
     }
 
     #[tokio::test]
@@ -929,6 +970,7 @@ mod tests {
     fn kind(event: &Event) -> &'static str {
         match event {
             Event::Text { .. } => "text",
+            Event::Stray { .. } => "stray",
             Event::Claim(Claim::Value { .. }) => "value",
             Event::Claim(Claim::Clear { .. }) => "clear",
             Event::Claim(_) => "other claim",

@@ -142,6 +142,24 @@ impl Merger {
         self.ready.clear();
     }
 
+    /// Returns bytes without the markers in them, for what has no place in the order.
+    pub(super) fn without_markers(&self, mut bytes: &[u8]) -> Vec<u8> {
+        let mut text = Vec::with_capacity(bytes.len());
+        loop {
+            let (length, marker) = next_marker(&self.prefix, bytes);
+            text.extend_from_slice(&bytes[..length]);
+            bytes = &bytes[length..];
+            match marker {
+                Some(_) => bytes = &bytes[MARKER..],
+                None => {
+                    // Half a marker: markers are written whole, so this is text.
+                    text.extend_from_slice(bytes);
+                    return text;
+                }
+            }
+        }
+    }
+
     /// Lets everything go that is held. The interpreter is gone; nothing will explain the order any more.
     pub(super) fn finish(&mut self) {
         for pipe in Pipe::BOTH {
@@ -578,6 +596,14 @@ mod tests {
         merger.finish();
         kept += std::iter::from_fn(|| merger.pop()).map(|(_, bytes)| bytes.len()).sum::<usize>();
         assert_eq!(kept, 100 * 65536);
+    }
+
+    #[test]
+    fn markers_are_taken_out_of_text_that_has_no_place() {
+        let merger = Merger::new(SECRET);
+        let bytes = [b"a", &marker(1, b'P')[..], &marker(2, b'F'), b"b\0", &marker(3, b'P')[..9]].concat();
+        assert_eq!(merger.without_markers(&bytes), [b"ab\0", &marker(3, b'P')[..9]].concat());
+        assert_eq!(merger.without_markers(b""), b"");
     }
 
     #[test]

@@ -715,7 +715,11 @@ impl Script {
         let path = || self.files.join(header["path"].as_str().unwrap_or_default());
         match header["type"].as_str() {
             _ if self.muted => Ok(()),
-            Some("execute") => self.execute(id, &String::from_utf8_lossy(&payload)).await,
+            Some("execute") => {
+                let seed = header.get("seed").map_or("none".to_owned(), Value::to_string);
+                self.variables.insert("seed".to_owned(), seed);
+                self.execute(id, &String::from_utf8_lossy(&payload)).await
+            }
             Some("list_files") => self.list_files(id, header["limit"].as_u64().unwrap_or(0) as usize).await,
             Some("read_file") if header.get("offset").is_some() => {
                 let number = |name: &str| header[name].as_u64().unwrap_or(0) as usize;
@@ -924,13 +928,14 @@ impl Script {
     async fn execute(&mut self, id: &Value, code: &str) -> Result<(), Interruption> {
         self.say_in_order(json!({"type": "started", "id": id, "rotated": false})).await?;
         let (mut late, mut twice, mut exit) = (None, false, None);
-        let mut error = Value::Null;
+        let (mut error, mut claimed_late) = (Value::Null, Value::Null);
         let mut unchanged = true;
         for (number, line) in code.lines().enumerate() {
             let (command, rest) = line.trim().split_once(' ').unwrap_or((line.trim(), ""));
             unchanged &= matches!(command, "" | "print" | "err" | "value" | "get" | "file");
             match command {
                 "late" => late = Some(rest.to_owned()),
+                "late-claim" => claimed_late = json!({"text": rest, "omitted": 2}),
                 "done-twice" => twice = true,
                 "exit-later" => exit = rest.parse().ok(),
                 _ => match self.run(id, command, rest).await {
@@ -950,6 +955,9 @@ impl Script {
             json!({"type": "done", "id": id, "status": status, "error": error, "variables": none, "files": none});
         if unchanged {
             done["unchanged"] = json!(true);
+        }
+        if !claimed_late.is_null() {
+            done["late"] = claimed_late;
         }
         self.say_in_order(done.clone()).await?;
         if twice {

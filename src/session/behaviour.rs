@@ -159,6 +159,32 @@ async fn a_thousand_short_cells_lose_nothing() {
 }
 
 #[tokio::test]
+async fn late_text_is_told_by_the_next_outcome_once_and_only_in_its_session() {
+    let setting = setting();
+    let late = |outcome: Outcome| outcome.output.late.map(|late| (late.text, late.omitted));
+    let first = setting.ok("a", "print mine\nlate between cells\n").await;
+    assert_eq!((text(&first), late(first)), ("mine\n".to_owned(), None));
+    assert_eq!(late(setting.ok("b", "print 1").await), None);
+    // What was printed between cells comes before what the runner has kept.
+    let next = setting.ok("a", "print mine\nlate-claim , and the rest").await;
+    assert_eq!(text(&next), "mine\n");
+    assert_eq!(late(next), Some(("between cells, and the rest".to_owned(), 2)));
+    assert_eq!(late(setting.ok("a", "print 1").await), None);
+}
+
+#[tokio::test]
+async fn late_text_has_a_share_of_the_room_and_ends_with_its_interpreter() {
+    let setting = setting();
+    setting.ok("a", &format!("late {}end", "x".repeat(10_000))).await;
+    let late = setting.ok("a", "print 1").await.output.late.unwrap();
+    assert_eq!((late.text.len(), late.omitted), (5000 / 4, 10_003 - 5000 / 4));
+    assert!(late.text.ends_with("xend"));
+    setting.ok("a", "late of the interpreter before").await;
+    setting.sessions.reset(&owner(), &id("a")).await.unwrap();
+    assert_eq!(setting.ok("a", "print 1").await.output.late, None);
+}
+
+#[tokio::test]
 async fn a_flood_keeps_head_tail_and_the_whole_text() {
     let setting = setting();
     let outcome = setting.ok("a", "flood 100000").await;

@@ -202,6 +202,25 @@ async fn copies_are_bounded_and_the_oldest_go_first() {
     assert_eq!(text(&setting.ok("a", "get x").await), "6\n");
 }
 
+#[tokio::test]
+async fn variants_of_one_exploration_have_one_seed_and_other_sessions_have_none() {
+    let setting = setting();
+    setting.ok("a", "set x 1").await;
+    let variants = [("one", "get seed"), ("two", "get seed")];
+    let mut seeds = Vec::new();
+    for _ in 0..2 {
+        let report = setting.explore("a", exploration(&variants, Keep::All)).await.unwrap();
+        let told = report.variants.iter().map(|variant| text(variant.ended.as_ref().unwrap())).collect::<Vec<_>>();
+        assert_eq!(told[0], told[1]);
+        seeds.push(told[0].trim().parse::<u64>().unwrap());
+    }
+    assert_ne!(seeds[0], seeds[1]);
+    // Also not a variant that was kept.
+    for session in ["a", "a-one"] {
+        assert_eq!(text(&setting.ok(session, "get seed").await), "none\n");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn an_undo_is_refused_while_a_cell_runs_or_nothing_is_kept() {
     let setting = setting();

@@ -41,14 +41,15 @@ use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
 use super::images;
 use super::kept_outputs::SessionOutputs;
+use super::late::LateText;
 use super::output::{Gatherer, Glance, Seen, bounded_text};
 use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State, Stop};
 use super::tools::{Grants, ToolCalls};
 use super::turns::{Crowded, Turn, Turns};
 use super::{
     Decision, ExecuteRequest, ExecutionEnded, ExecutionId, FileChanges, FileList, FileNote, InsidePath, Ledger,
-    Outcome, Principal, PythonError, RecorderId, Refused, ResetReport, Ruling, SessionId, SessionSettings, StateAfter,
-    Status, Undo, UndoReport, Variable, VariableChanges, WorkFolder,
+    Outcome, Output, Principal, PythonError, RecorderId, Refused, ResetReport, Ruling, SessionId, SessionSettings,
+    StateAfter, Status, Undo, UndoReport, Variable, VariableChanges, WorkFolder,
 };
 use crate::approval::Memory;
 use crate::reaction::{CpuAccount, ReactionLimit, within};
@@ -74,6 +75,8 @@ const GREETING_PATIENCE: Duration = Duration::from_secs(30);
 const EXIT_PATIENCE: Duration = Duration::from_millis(800);
 /// Events that are taken when the time for the running code is over.
 const MOST_HEARD_AT_ONCE: usize = 1000;
+/// Late output may have one part in so many of the characters that a cell's own output may have. It must not hide that.
+const LATE_SHARE: usize = 4;
 /// A time limit beyond this is none; the clock's arithmetic stays safe.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 
@@ -188,6 +191,11 @@ pub(super) enum Origin {
         fork: oneshot::Receiver<Box<Fork>>,
         note: Option<String>,
     },
+    /// A fork that is compared with others. They draw the same random numbers, because all have this seed.
+    Variant {
+        fork: oneshot::Receiver<Box<Fork>>,
+        seed: u64,
+    },
 }
 
 /// What others may see of a session without asking its driver.
@@ -286,6 +294,7 @@ pub(super) struct Beginning {
 /// Runs a session until it is gone.
 pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command>, on_gone: OnGone) {
     let Beginning { id, customer, origin, settings, numbers, shared } = beginning;
+    let seed = if let Origin::Variant { seed, .. } = origin { Some(seed) } else { None };
     let (future, note): (Pin<Box<dyn Future<Output = Finished> + Send>>, Option<String>) = match origin {
         Origin::Launch(backend) => {
             let note = match settings.work_folder {
@@ -296,6 +305,7 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
         }
         Origin::Hidden { backend, rules } => (Box::pin(launch_hidden(backend, rules)), None),
         Origin::Fork { fork, note } => (Box::pin(branching::arrive(fork)), note),
+        Origin::Variant { fork, .. } => (Box::pin(branching::arrive(fork)), None),
     };
     let machine = Machine::new(settings.undo != Undo::Off);
     // A session that was somebody's variant before has facts already.
@@ -331,6 +341,8 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
         nonsense: String::new(),
         exit: Exit::Unknown,
         notes: note.into_iter().collect(),
+        late: LateText::default(),
+        seed,
         questions: Questions::default(),
         parking: Parking::default(),
         names_wanted,
@@ -495,6 +507,7 @@ struct EndedCell {
     done: Option<Box<DoneClaim>>,
     tool_calls: ToolCalls,
     rulings: Vec<Ruling>,
+    max_output_chars: usize,
 }
 
 enum Task {
@@ -574,6 +587,10 @@ struct Driver {
     exit: Exit,
     /// What the next execution's reader must know.
     notes: Vec<String>,
+    /// What code of earlier cells has printed, for the next execution's reader.
+    late: LateText,
+    /// What random generators that nobody has seeded are given before each cell.
+    seed: Option<u64>,
     questions: Questions,
     parking: Parking,
     /// Connections to names that no rule lists, as the gateway reports them.
@@ -861,7 +878,11 @@ impl Driver {
                 let seen = Seen::default();
                 let task =
                     Task::Cell { gatherer, begun_inside: false, request, code: digest, done: None, teller, seen };
-                (task, deadline, json!({"type": "execute", "id": id}), code.into_bytes())
+                let mut header = json!({"type": "execute", "id": id});
+                if let Some(seed) = self.seed {
+                    header["seed"] = seed.into();
+                }
+                (task, deadline, header, code.into_bytes())
             }
             Job::Write { path, overwrite, source, reply } => {
                 let header = json!({"type": "write_begin", "id": id, "path": path.as_str(), "overwrite": overwrite});
@@ -1219,7 +1240,8 @@ impl Driver {
         }
     }
 
-    /// Takes a piece of the running request's result. What belongs to no running request is dropped.
+    /// Takes a piece of the running request's result. Text that belongs to no running cell is late, and everything
+    /// else that belongs to no running request is dropped.
     fn take(&mut self, event: runner_client::Event) {
         if let runner_client::Event::Claim(Claim::Branched { id, branched }) = event {
             return self.branched(id, branched);
@@ -1236,13 +1258,15 @@ impl Driver {
             }
             _ => {}
         }
+        let event = match event {
+            runner_client::Event::Stray { pipe, bytes } => return self.late.write(pipe, &bytes),
+            runner_client::Event::Text { pipe, bytes } if !self.runs_inside() => return self.late.write(pipe, &bytes),
+            event => event,
+        };
         let Some(running) = &mut self.running else { return };
         let id = running.id;
         match (&mut running.task, event) {
-            (
-                Task::Cell { gatherer, begun_inside: true, done: None, teller, .. },
-                runner_client::Event::Text { pipe, bytes },
-            ) => {
+            (Task::Cell { gatherer, teller, .. }, runner_client::Event::Text { pipe, bytes }) => {
                 gatherer.text(pipe, &bytes);
                 if teller.is_heard()
                     && let Some(line) = gatherer.latest_line()
@@ -1320,6 +1344,12 @@ impl Driver {
         }
     }
 
+    /// Tells whether a cell has begun inside and has not claimed its end.
+    fn runs_inside(&self) -> bool {
+        let task = self.running.as_ref().map(|running| &running.task);
+        matches!(task, Some(Task::Cell { begun_inside: true, done: None, .. }))
+    }
+
     /// Returns the running request when the runner has claimed its end.
     fn finished(&self) -> Option<RequestId> {
         let running = self.running.as_ref()?;
@@ -1362,8 +1392,9 @@ impl Driver {
                     teller.end(Err(self.refusal(answer)));
                     return;
                 };
-                let (recorder, begun) = (request.recorder, running.begun);
-                let ended = EndedCell { code, recorder, begun, status, done, tool_calls, rulings };
+                let ExecuteRequest { recorder, max_output_chars, .. } = request;
+                let begun = running.begun;
+                let ended = EndedCell { code, recorder, begun, status, done, tool_calls, rulings, max_output_chars };
                 self.report(running.id, ended, *gatherer, teller);
             }
             Task::Write { result, reply, .. } => {
@@ -1419,7 +1450,14 @@ impl Driver {
 
     /// Sends the outcome. Pictures are developed on another thread, and the session goes on meanwhile.
     fn report(&mut self, id: RequestId, ended: EndedCell, mut gatherer: Gatherer, teller: Teller) {
-        let EndedCell { code, recorder, begun, status, done, tool_calls, rulings } = ended;
+        let EndedCell { code, recorder, begun, status, mut done, tool_calls, rulings, max_output_chars } = ended;
+        if let Some(Live { connection: Ok(connection), .. }) = &mut self.live {
+            connection.strays_now().into_iter().for_each(|(pipe, bytes)| self.late.write(pipe, &bytes));
+        }
+        if let Some(late) = done.as_mut().and_then(|done| done.late.take()) {
+            self.late.add(&late.text, late.omitted);
+        }
+        let late = self.late.take(max_output_chars / LATE_SHARE);
         let duration = begun.elapsed();
         let execution = ExecutionId(id);
         let (error, variables, files) = match done {
@@ -1469,7 +1507,7 @@ impl Driver {
         let outcome = move |output| Outcome {
             execution,
             status,
-            output,
+            output: Output { late, ..output },
             duration,
             memory,
             processor_time,

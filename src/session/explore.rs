@@ -1,6 +1,7 @@
 //! Exploration: several cells tried side by side, each in a fork of its own.
 //!
-//! All forks are made of one copy, so that every variant begins with the same state, and the source is free again before the first variant runs. A
+//! All forks are made of one copy, so that every variant begins with the same state, and the source is free again before the first variant runs. All
+//! are given the same seed, so that they differ by their code only. A
 //! fork has a driver like any session, but nobody else can find it. When the variants are over, those to be kept give their sandbox and
 //! interpreter away: to a new session, or to the source itself. Whatever is not kept is destroyed, also when the caller goes away.
 
@@ -41,7 +42,8 @@ impl Sessions {
         let wanted = ForksWanted { count: total, undoable: false };
         let Forked { forks, lost, .. } = self.fork_of(owner, id, &source, wanted, &cancel).await?;
         let named = request.variants.iter().map(|variant| variant.name.as_str());
-        let hidden = named.zip(forks).map(|(name, fork)| self.hide(owner, id, name, fork));
+        let seed = random_seed();
+        let hidden = named.zip(forks).map(|(name, fork)| self.hide(owner, id, name, fork, seed));
         let entries = hidden.collect::<Result<Vec<_>, _>>()?;
 
         let exploration = Exploration {
@@ -192,6 +194,13 @@ fn check(request: &ExploreRequest) -> Result<(), Refused> {
         }
         _ => Ok(()),
     }
+}
+
+/// Returns what all variants of one exploration draw their random numbers from.
+fn random_seed() -> u64 {
+    let mut bytes = [0; 8];
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()).expect("the kernel has random bytes");
+    u64::from_le_bytes(bytes)
 }
 
 fn sessions_made(request: &ExploreRequest) -> usize {

@@ -187,7 +187,7 @@ impl Sessions {
             forked.forks.iter_mut().for_each(|fork| fork.grant_only(granted));
         }
         let forks = seats.into_iter().zip(forked.forks).map(|(seat, fork)| seat.take(Box::new(fork))).collect();
-        Ok(ForkReport { forks, lost: forked.lost, files: forked.files, notes: Vec::new() })
+        Ok(ForkReport { forks, lost: forked.lost, files: forked.files, notes: vec![forked.draws] })
     }
 
     /// Reads which tools forks may use, each entry a server or some of its tools. What the source may not use looks like what is not there.
@@ -674,11 +674,18 @@ impl Sessions {
         Ok(self.seat(&mut table, owner, id, note, shared))
     }
 
-    /// Starts a driver for a fork that only the caller sees. It ends when the caller lets go of it. Nothing in it is kept for an undo.
-    pub(super) fn hide(&self, owner: &Principal, source: &SessionId, name: &str, fork: Fork) -> Result<Entry, Refused> {
+    /// Starts a driver for a variant that only the caller sees. It ends when the caller lets go of it. Nothing in it is kept for an undo.
+    pub(super) fn hide(
+        &self,
+        owner: &Principal,
+        source: &SessionId,
+        name: &str,
+        fork: Fork,
+        seed: u64,
+    ) -> Result<Entry, Refused> {
         let (hand, arrival) = oneshot::channel();
         let _ = hand.send(Box::new(fork));
-        let origin = Origin::Fork { fork: arrival, note: None };
+        let origin = Origin::Variant { fork: arrival, seed };
         self.hide_as(named_after(source, name), Some(self.customer(owner, source)), origin)
     }
 

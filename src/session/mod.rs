@@ -39,6 +39,7 @@ mod history;
 mod images;
 pub mod install;
 mod kept_outputs;
+mod late;
 mod ledger;
 mod manager;
 mod outcome;

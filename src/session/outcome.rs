@@ -111,6 +111,17 @@ pub struct Output {
     pub total_lines: u64,
     /// Characters that were cut between head and tail; zero when nothing was.
     pub cut_chars: u64,
+    /// What code of earlier cells has printed since the last result: threads, tasks, processes.
+    #[serde(default)]
+    pub late: Option<LateOutput>,
+}
+
+/// Text of earlier code, the newest part of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LateOutput {
+    pub text: String,
+    /// Older characters that were dropped.
+    pub omitted: u64,
 }
 
 /// A piece of output.

@@ -602,6 +602,7 @@ impl Draft {
             total_chars: self.total_chars,
             total_lines: self.total_lines,
             cut_chars: self.cut_chars,
+            late: None,
         }
     }
 }

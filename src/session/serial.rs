@@ -149,7 +149,13 @@ mod tests {
         let outcome = Outcome {
             execution: ExecutionId(7),
             status: Status::Completed,
-            output: Output { parts: vec![Part::Image(image)], total_chars: 3, total_lines: 1, cut_chars: 0 },
+            output: Output {
+                parts: vec![Part::Image(image)],
+                total_chars: 3,
+                total_lines: 1,
+                cut_chars: 0,
+                late: None,
+            },
             duration: std::time::Duration::from_micros(1500),
             memory: Default::default(),
             processor_time: std::time::Duration::from_millis(3),

@@ -119,15 +119,25 @@ fn colours_are_removed_and_redrawn_lines_are_folded() {
 }
 
 #[test]
-fn text_of_a_late_thread_or_process_is_in_no_other_reply() {
+fn late_text_of_a_thread_or_process_is_told_apart_from_the_cells_own() {
     let session = session();
+    let mark = "[Late output, printed by code of earlier cells:]";
     session.text("import threading\ngo = threading.Event()\ndef late():\n    go.wait()\n    print('late thread')\nt = threading.Thread(target=late); t.start()");
-    assert_eq!(session.text("go.set(); t.join(); print('mine')"), "mine");
+    assert_eq!(session.text("go.set(); t.join(); print('mine')"), format!("mine\n{mark}\nlate thread"));
     session.text(
         "import os\nos.mkfifo('go')\nimport subprocess\np = subprocess.Popen('read line < go; echo late process', shell=True)",
     );
-    assert_eq!(session.text("n = open('go', 'w').write('x\\n'); p.wait(); print('mine too')"), "mine too");
+    let told = session.text("n = open('go', 'w').write('x\\n'); p.wait(); print('mine too')");
+    assert_eq!(told, format!("mine too\n{mark}\nlate process"));
     assert_eq!(session.text("print('next')"), "next");
+}
+
+#[test]
+fn tasks_go_on_between_cells_and_what_they_print_is_told_by_the_next() {
+    let session = session();
+    session.text("import asyncio\nasync def speak(): print('task')\ntask = asyncio.create_task(speak())");
+    let told = session.text("task.done()");
+    assert_eq!(told, "True\n[Late output, printed by code of earlier cells:]\ntask");
 }
 
 #[test]

@@ -19,6 +19,7 @@ use super::{Command, Driver, Finished, Inheritance, Live, Work, all, greet};
 use crate::runner_client::{Branched, Carried, CarriedFiles};
 use crate::sandbox::{CheckpointError, CheckpointId, ForkTerms, LaunchError, Sandbox};
 use crate::session::history::Copy;
+use crate::session::late::LateText;
 use crate::session::output::bounded_text;
 use crate::session::state::{Answer, Event, RequestId, State};
 use crate::session::tools::{Grant, Grants};
@@ -98,6 +99,8 @@ pub(in crate::session) struct Forked {
     pub(in crate::session) forks: Vec<Fork>,
     pub(in crate::session) lost: Vec<String>,
     pub(in crate::session) files: FilesCarried,
+    /// A sentence about the random numbers of the forks.
+    pub(in crate::session) draws: String,
 }
 
 /// A copy that is being made.
@@ -597,6 +600,8 @@ impl Driver {
 
     /// Says that the replacement is in its place.
     pub(super) fn replaced(&mut self, carried: &Carried) {
+        // What the interpreter before has printed is not of this one.
+        self.late = LateText::default();
         match self.replacement.take() {
             Some(Replacement::Undo { cells, copy, revived, reply }) => {
                 self.shared.facts().packages = copy.packages.clone();
@@ -610,7 +615,7 @@ impl Driver {
                     lost: without(united([&copy.lost, &carried.lost]), &copy.lacked),
                     files: files_carried(carried, FilesCarried::Restored),
                     left: self.history.undoable().into_iter().map(|entry| entry.info(now)).collect(),
-                    notes: Vec::new(),
+                    notes: seeded(carried).map(|seeded| format!("{seeded}, as they did before.")).into_iter().collect(),
                 }));
             }
             Some(Replacement::Fork { note, reply, .. }) => {
@@ -680,7 +685,17 @@ fn forked(mut forks: Vec<Fork>, lost: Vec<String>, inheritance: &Inheritance) ->
     let files = files
         .reduce(|known, next| if matches!(known, FilesCarried::LeftAlone { .. }) { known } else { next })
         .unwrap_or(FilesCarried::Copied);
-    Forked { forks, lost, files }
+    let draws = match carried.first().and_then(seeded) {
+        Some(seeded) => format!("{seeded} in each copy; generators without a seed draw other numbers in each copy."),
+        None => "Random generators without a seed draw other numbers in each copy.".to_owned(),
+    };
+    Forked { forks, lost, files, draws }
+}
+
+/// The beginning of a sentence about the random generators that go on from a seed; `None` when none does.
+fn seeded(carried: &Carried) -> Option<String> {
+    let names = carried.seeded.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+    (!names.is_empty()).then(|| format!("Random numbers of {names} go on from their seed"))
 }
 
 fn files_carried(carried: &Carried, whole: FilesCarried) -> FilesCarried {
