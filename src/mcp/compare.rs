@@ -45,8 +45,8 @@ pub(super) fn comparison(source: &SessionId, report: &ExploreReport, most_chars:
     page.line(&table(&report.variants));
     page.line("");
     page.line(&what_was_kept(source, report));
-    report.notes.iter().for_each(|note| page.line(note));
     page.line(SAME_DRAWS);
+    report.notes.iter().for_each(|note| page.line(note));
     if let Some(lost) = render::not_carried_over(&report.lost) {
         page.line(&lost);
     }
@@ -446,6 +446,7 @@ mod tests {
              absent | refused | – | – | – | –\n\
              \n\
              No copy was kept; session \"s\" is as it was.\n\
+             All variants drew the same random numbers from `random`, numpy and torch.\n\
              \n--- broken ---\nbefore\nTraceback …\nValueError: bad\n\
              \n--- absent ---\nIt has not run: the request was cancelled while it waited for its turn. It has not run"
         );
