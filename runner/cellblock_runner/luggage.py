@@ -61,10 +61,14 @@ class Surroundings(NamedTuple):
 
 
 class Rights(NamedTuple):
-    """What the kernel lets the process use. Code may have less of it than it began with."""
+    """What the kernel lets the process use: limits, and how it is scheduled."""
 
     limits: dict[int, tuple[int, int]]
     niceness: int
+
+
+# What this process has begun with. Code can only give up some of it.
+_given: Rights | None = None
 
 
 class Luggage(NamedTuple):
@@ -87,6 +91,7 @@ class Luggage(NamedTuple):
     generator: Any
     reports_faults: bool
     rights: Rights
+    given: Rights | None
 
 
 class Arrival(NamedTuple):
@@ -145,6 +150,7 @@ def pack(request: Request, around: Surroundings, loops: list[Any], kept: folders
         seeds.state(),
         faulthandler.is_enabled(),
         look_at_rights(),
+        _given,
     )
 
 
@@ -153,21 +159,28 @@ def look_at_rights() -> Rights:
     return Rights(limits, os.getpriority(os.PRIO_PROCESS, 0))
 
 
-def take_rights(rights: Rights) -> list[str]:
-    """In a copy, when everything else is in its place: makes do with what the original had.
+def note_rights() -> None:
+    """At the beginning of a session or a copy: notes what it was given."""
+    global _given
+    _given = look_at_rights()
 
-    Returns what could not be set. A copy begins with what every session has, and a process can only give up some of it.
+
+def take_rights(kept: Rights, given: Rights | None) -> list[str]:
+    """In a copy, when everything else is in its place: gives up what code in the original has given up.
+
+    Those are the differences between `kept` and what the original was `given`. Returns what could
+    not be set.
     """
     lost = []
     for name, number in _LIMITS.items():
         try:
-            if resource.getrlimit(number) != rights.limits[number]:
-                resource.setrlimit(number, rights.limits[number])
+            if given is not None and kept.limits[number] != given.limits[number]:
+                resource.setrlimit(number, kept.limits[number])
         except (OSError, ValueError):
             lost.append(f"the limit {name}")
     try:
-        if os.getpriority(os.PRIO_PROCESS, 0) != rights.niceness:
-            os.setpriority(os.PRIO_PROCESS, 0, rights.niceness)
+        if given is not None and kept.niceness != given.niceness:
+            os.setpriority(os.PRIO_PROCESS, 0, kept.niceness)
     except OSError:
         lost.append("the niceness")
     return lost

@@ -140,6 +140,7 @@ def serve(
     try:
         seeds.forget()
         reseed()
+        luggage.note_rights()
         os.chdir(workdir)
         # '' follows the user's chdir; the folder itself stays importable after it.
         sys.path[:] = ["", workdir, *(path for path in sys.path if path not in ("", workdir))]
@@ -334,7 +335,8 @@ class Session:
         missing = held.go_on(arrival.ended)
         if missing:
             arrival.lost.append(descriptors.counted(missing, "thread"))
-        arrival.lost.extend(luggage.take_rights(packed.rights))
+        luggage.note_rights()
+        arrival.lost.extend(luggage.take_rights(packed.rights, packed.given))
         hello = {"lost": arrival.lost, "files": arrival.files, "why": arrival.why, "mapped": arrival.mapped}
         hello["seeded"] = seeds.seeded()
         self._greet(marker, read_ends, hello)

@@ -56,6 +56,7 @@ class MoveTest(unittest.TestCase):
             None,
             False,
             luggage.Rights({}, 0),
+            None,
         )
         around = luggage.Surroundings("/work", ("/tmp",), "/tmp/home", (1, 2))
         moved, new_around = luggage.move(packed, around, "/forks/2")
