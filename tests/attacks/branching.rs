@@ -593,7 +593,11 @@ open('mine', 'w').write('source')
 held = os.open('/work', os.O_RDONLY | os.O_DIRECTORY)
 root = os.open('/', os.O_RDONLY | os.O_DIRECTORY)
 file = os.open('mine', os.O_RDWR)
-left, right = socket.socketpair()
+server = socket.create_server(('127.0.0.1', 0))
+left = socket.create_connection(server.getsockname())
+right = server.accept()[0]
+server.close()
+one, other = socket.socketpair()
 reader, writer = os.pipe()
 os.write(writer, b'from the source')
 inode = os.fstat(held).st_ino, os.fstat(held).st_dev";
@@ -624,18 +628,24 @@ def tried(work):
 print(json.dumps(tried(lambda: left.send(b'x'))))";
         let answer = fork.json(dead).await;
         assert!(answer.is_string(), "{answer}");
-        // The fork has a pipe of its own.
-        let through = "os.write(writer, b', of the fork'); print(os.read(reader, 99))";
-        assert_eq!(fork.ok(through).await, "b'from the source, of the fork'\n");
-        // Control: in the source they live.
-        assert_eq!(scene.hostile.ok("print(os.read(reader, 99), left.send(b'x'))").await, "b'from the source' 1\n");
+        // The fork has a pipe and a pair of sockets of its own.
+        let through = "os.write(writer, b', of the fork'); print(os.read(reader, 99), one.send(b'of the fork'))";
+        assert_eq!(fork.ok(through).await, "b'from the source, of the fork' 11\n");
+        // Control: in the source they live, and nothing has come from the fork.
+        let control = "print(os.read(reader, 99), left.send(b'x'), one.send(b'own'), other.recv(99))";
+        assert_eq!(scene.hostile.ok(control).await, "b'from the source' 1 3 b'own'\n");
         let sockets = "
 import json, os
 def leads_to(name):
     try: return os.readlink(f'/proc/self/fd/{name}')
     except OSError: return ''
-print(json.dumps([int(name) for name in os.listdir('/proc/self/fd') if leads_to(name).startswith('socket')]))";
-        assert_eq!(fork.json(sockets).await, json!([1000]), "the channel is the only socket of a fork");
+found = {int(name) for name in os.listdir('/proc/self/fd') if leads_to(name).startswith('socket')}
+print(json.dumps(sorted(found - {one.fileno(), other.fileno()})))";
+        assert_eq!(
+            fork.json(sockets).await,
+            json!([1000]),
+            "a fork has its channel, its own pair, and no other socket"
+        );
         scene.assert_unharmed().await;
     });
 }
