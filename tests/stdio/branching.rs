@@ -230,6 +230,22 @@ fn what_a_copy_cannot_have_is_named() {
 }
 
 #[test]
+fn variants_draw_the_same_random_numbers_and_a_second_exploration_others() {
+    let session = Server::shared().session();
+    let draw = "import random; random.random()";
+    let mut drawn = Vec::new();
+    for _ in 0..2 {
+        let result = explore(&session, &[("a", draw), ("b", draw)], json!({}));
+        let values = result.structured()["variants"].clone();
+        assert!(values[0]["value"].is_string(), "{}", result.text());
+        assert_eq!(values[0]["value"], values[1]["value"]);
+        assert!(result.text().contains("the same random numbers"), "{}", result.text());
+        drawn.push(values[0]["value"].clone());
+    }
+    assert_ne!(drawn[0], drawn[1]);
+}
+
+#[test]
 fn variants_are_compared_and_the_session_is_as_it_was() {
     // Sessions are counted, so nobody else may begin any.
     let server = Server::start(MINIMAL);
