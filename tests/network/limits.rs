@@ -70,7 +70,7 @@ impl Bare {
                 Event::Text { bytes, .. } => return String::from_utf8(bytes).unwrap(),
                 Event::Claim(Claim::Done(done)) => panic!("it ended without a word: {:?}", done.error),
                 Event::Closed => panic!("the interpreter is gone"),
-                Event::Claim(_) | Event::Sent => {}
+                Event::Claim(_) | Event::Stray { .. } | Event::Sent => {}
             }
         }
     }
