@@ -12,8 +12,11 @@
 //! One more, the *still* filter, refuses to start programs, with EPERM. An interpreter gets it where programs need somebody's approval; it is one of its own, so
 //! that the number of filters shows that it is there.
 //!
-//! A refused call answers ENOSYS, so that libraries take their fallback. Calls of another architecture, and x32 calls, end the process:
-//! their argument checks would mean something else.
+//! A refused call answers ENOSYS, so that libraries take their fallback, unless programs handle
+//! another answer: the list of *answers* says which. Whatever the list allows never gets that far.
+//! Calls of another architecture, and x32 calls, end the process: their argument checks would mean something else.
+
+use std::collections::BTreeMap;
 
 use seccompiler::{BpfProgram, TargetArch, sock_filter};
 use serde::{Deserialize, Serialize};
@@ -27,6 +30,10 @@ const STARTING: [&str; 2] = ["execve", "execveat"];
 /// Set in the numbers of x32 calls, which use the same architecture number as x86-64.
 const X32_BIT: u32 = 0x4000_0000;
 
+/// `BPF_RET | BPF_K` and `BPF_JMP | BPF_JA`.
+const RETURN: u16 = 0x06;
+const JUMP: u16 = 0x05;
+
 /// One line of the list.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -39,6 +46,48 @@ pub struct Rule {
     pub comment: String,
 }
 
+/// What a refused call answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+pub enum Errno {
+    /// No error. Nothing is done all the same.
+    Success,
+    Eperm,
+    Eopnotsupp,
+}
+
+impl Errno {
+    pub fn number(self) -> i32 {
+        match self {
+            Errno::Success => 0,
+            Errno::Eperm => libc::EPERM,
+            Errno::Eopnotsupp => libc::EOPNOTSUPP,
+        }
+    }
+}
+
+/// A line about a refused call that does not answer ENOSYS.
+///
+/// Its conditions exclude every call that the list allows: an engine that reads the list gives no
+/// order to its lines.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Answer {
+    pub syscall: String,
+    #[serde(default)]
+    pub args: Vec<Value>,
+    pub errno: Errno,
+    /// The reason.
+    pub comment: String,
+}
+
+impl Answer {
+    /// The calls that it is about.
+    pub fn rule(&self) -> Rule {
+        Rule { syscall: self.syscall.clone(), args: self.args.clone(), comment: self.comment.clone() }
+    }
+}
+
 /// The list as it is written down.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -46,6 +95,10 @@ pub struct Rules {
     pub common: Vec<Rule>,
     /// Calls that exist only there.
     pub x86_64: Vec<Rule>,
+    /// What refused calls answer if not ENOSYS.
+    pub answers: Vec<Answer>,
+    /// About calls that exist only there.
+    pub answers_x86_64: Vec<Answer>,
     /// Calls a fork makes on its way into the sandbox, and never again.
     pub entry: Vec<Rule>,
     /// Calls that guardian, warden, families and inits make, and no interpreter.
@@ -75,31 +128,76 @@ pub fn filters() -> Filters {
 fn filters_for(arch: TargetArch) -> Filters {
     let rules = rules();
     let is_x86_64 = matches!(arch, TargetArch::x86_64);
-    let mut allowed = rules.common;
+    let (mut allowed, mut answers) = (rules.common, rules.answers);
     if is_x86_64 {
         allowed.extend(rules.x86_64);
+        answers.extend(rules.answers_x86_64);
     }
     allowed.extend(rules.entry.iter().cloned());
-    let wide = allowlist(&allowed, arch);
+    let wide = allowlist(&allowed, &answers, arch);
     // A call with and one without conditions is one without.
     let is_free = |call: &Rule| rules.jail.iter().any(|rule| rule.syscall == call.syscall);
     let of_jail: Vec<Rule> = allowed.iter().filter(|call| !is_free(call)).chain(&rules.jail).cloned().collect();
-    let jail = allowlist(&of_jail, arch);
+    // A refusal by the jail's filter is answered by the newer filter of whoever has one.
+    let jail = allowlist(&of_jail, &[], arch);
     let not_permitted = json!({ "errno": libc::EPERM });
+    // The wide filter allows the entry calls, so the closing one has to give their answers, unless
+    // it is its own.
+    let closes = |answer: &Answer| rules.entry.iter().any(|entry| entry.syscall == answer.syscall);
+    answers.retain(|answer| closes(answer) && answer.errno != Errno::Eperm);
     let closing = compile(&rules.entry, not_permitted.clone(), json!("allow"), arch);
+    let closing = answered(&answers, &json!("allow"), closing, arch);
     let starting = allowed.iter().filter(|rule| STARTING.contains(&rule.syscall.as_str()));
     let still = compile(&starting.cloned().collect::<Vec<_>>(), not_permitted, json!("allow"), arch);
     Filters { jail, wide, closing, still }
 }
 
 /// A filter that refuses whatever is not in the list.
-fn allowlist(rules: &[Rule], arch: TargetArch) -> BpfProgram {
-    let mut program = compile(rules, json!("allow"), json!({ "errno": libc::ENOSYS }), arch);
+fn allowlist(rules: &[Rule], answers: &[Answer], arch: TargetArch) -> BpfProgram {
+    let no_such_call = json!({ "errno": libc::ENOSYS });
+    let end = vec![sock_filter { code: RETURN, jt: 0, jf: 0, k: encoded(&no_such_call) }];
+    let refusals = answered(answers, &no_such_call, end, arch);
+    let list = compile(rules, json!("allow"), no_such_call.clone(), arch);
+    // Behind the list: what is allowed pays nothing for the answers to what is not.
+    let mut program = followed_by(list, &no_such_call, refusals);
     if matches!(arch, TargetArch::x86_64) {
         // Jumps are relative, so instructions may be put in front.
         program.splice(0..0, refuse_x32());
     }
     program
+}
+
+/// A program that gives these answers, and goes on with the next one where none of them applies.
+/// `otherwise` is an action that none of them has.
+fn answered(answers: &[Answer], otherwise: &Value, next: BpfProgram, arch: TargetArch) -> BpfProgram {
+    let mut groups: BTreeMap<Errno, Vec<Rule>> = BTreeMap::new();
+    for answer in answers {
+        groups.entry(answer.errno).or_default().push(answer.rule());
+    }
+    groups.into_iter().fold(next, |next, (errno, rules)| {
+        let program = compile(&rules, json!({ "errno": errno.number() }), otherwise.clone(), arch);
+        followed_by(program, otherwise, next)
+    })
+}
+
+/// Has a program go on with another one wherever it would end with this action.
+fn followed_by(mut program: BpfProgram, action: &Value, next: BpfProgram) -> BpfProgram {
+    let (length, action) = (program.len(), encoded(action));
+    for (index, step) in program.iter_mut().enumerate() {
+        if step.code == RETURN && step.k == action {
+            *step = sock_filter { code: JUMP, jt: 0, jf: 0, k: (length - index - 1) as u32 };
+        }
+    }
+    program.extend(next);
+    program
+}
+
+/// An action as the kernel has it: "allow" or an error.
+fn encoded(action: &Value) -> u32 {
+    match action["errno"].as_u64() {
+        Some(errno) => libc::SECCOMP_RET_ERRNO | errno as u32,
+        None => libc::SECCOMP_RET_ALLOW,
+    }
 }
 
 impl Filters {
@@ -138,7 +236,7 @@ fn refuse_x32() -> [sock_filter; 3] {
     // Offset 0 of seccomp_data is the call's number.
     let load_number = sock_filter { code: 0x20, jt: 0, jf: 0, k: 0 };
     let if_at_least_x32 = sock_filter { code: 0x35, jt: 0, jf: 1, k: X32_BIT };
-    let kill_process = sock_filter { code: 0x06, jt: 0, jf: 0, k: libc::SECCOMP_RET_KILL_PROCESS };
+    let kill_process = sock_filter { code: RETURN, jt: 0, jf: 0, k: libc::SECCOMP_RET_KILL_PROCESS };
     [load_number, if_at_least_x32, kill_process]
 }
 
@@ -173,13 +271,13 @@ mod tests {
         "fanotify_init",
         "modify_ldt",
         "process_vm_writev",
-        "chroot",
     ];
 
     #[test]
     fn the_list_compiles_and_the_closing_filter_is_short() {
         let filters = filters();
-        assert!(filters.closing_bytes().len() / 8 < 120, "loading it is paid per session");
+        let length = filters.closing_bytes().len() / 8;
+        assert!(length < 120, "{length} steps, and loading it is paid per session");
         assert!(filters.wide.len().max(filters.jail.len()) < 4096, "the kernel's limit for one program");
     }
 
@@ -207,7 +305,10 @@ mod tests {
     fn every_line_has_a_reason_and_no_line_is_there_twice() {
         let rules = rules();
         let mut seen = BTreeSet::new();
-        for rule in rules.common.iter().chain(&rules.x86_64).chain(&rules.entry).chain(&rules.jail) {
+        let answers = rules.answers.iter().chain(&rules.answers_x86_64).map(Answer::rule);
+        let answers = answers.map(|rule| Rule { syscall: format!("answer of {}", rule.syscall), ..rule });
+        let lines = [rules.common, rules.x86_64, rules.entry, rules.jail].concat();
+        for rule in lines.into_iter().chain(answers) {
             assert!(rule.comment.len() > 5, "{} has no reason", rule.syscall);
             assert!(
                 seen.insert((rule.syscall.clone(), json!(rule.args).to_string())),
@@ -256,9 +357,8 @@ mod tests {
             "lookup_dcookie",
             "seccomp",
             "capset",
-            "setresuid",
-            "setuid",
             "setgroups",
+            "chroot",
             "openat2",
             "setxattr",
             "lsetxattr",
@@ -283,16 +383,17 @@ mod tests {
 
     #[test]
     fn the_jails_filter_refuses_what_is_not_listed() {
-        use std::os::unix::fs::chroot;
+        use rustix::mount::{FsPickFlags, fspick};
+        let attempt = || fspick(rustix::fs::CWD, "", FsPickFlags::empty()).unwrap_err().raw_os_error();
         // A filter belongs to the thread that loads it.
-        let refused = std::thread::spawn(|| {
-            let before = chroot("").unwrap_err().raw_os_error();
+        let refused = std::thread::spawn(move || {
+            let before = attempt();
             seccompiler::apply_filter(&filters().jail).unwrap();
             let open = std::fs::read("/proc/self/status").is_ok();
-            (before, chroot("").unwrap_err().raw_os_error(), open)
+            (before, attempt(), open)
         });
-        assert_eq!(refused.join().unwrap(), (Some(libc::ENOENT), Some(libc::ENOSYS), true));
-        assert_eq!(chroot("").unwrap_err().raw_os_error(), Some(libc::ENOENT), "control: another thread");
+        assert_eq!(refused.join().unwrap(), (libc::ENOENT, libc::ENOSYS, true));
+        assert_eq!(attempt(), libc::ENOENT, "control: another thread");
     }
 
     #[test]
@@ -308,6 +409,134 @@ mod tests {
                 "{} would stay open",
                 entry.syscall
             );
+        }
+    }
+
+    /// What a filter says about a call of x86-64, as the kernel would run it.
+    fn verdict(program: &[sock_filter], number: i64, arguments: [u64; 6]) -> u32 {
+        // struct seccomp_data: number, architecture, instruction pointer, arguments.
+        let mut data = Vec::new();
+        data.extend((number as u32).to_ne_bytes());
+        data.extend(0xC000_003E_u32.to_ne_bytes());
+        data.extend([0; 8]);
+        data.extend(arguments.iter().flat_map(|argument| argument.to_ne_bytes()));
+        let (mut accumulator, mut at) = (0_u32, 0);
+        loop {
+            let step = &program[at];
+            at += 1;
+            let jump = |holds: bool| usize::from(if holds { step.jt } else { step.jf });
+            match step.code {
+                0x20 => {
+                    let place = step.k as usize;
+                    accumulator = u32::from_ne_bytes(data[place..place + 4].try_into().unwrap());
+                }
+                0x54 => accumulator &= step.k,
+                JUMP => at += step.k as usize,
+                0x15 => at += jump(accumulator == step.k),
+                0x25 => at += jump(accumulator > step.k),
+                0x35 => at += jump(accumulator >= step.k),
+                RETURN => return step.k,
+                other => panic!("instruction {other:#x}"),
+            }
+        }
+    }
+
+    /// What an interpreter is told: the newest of the strictest answers.
+    fn answer(number: i64, arguments: [u64; 6]) -> Result<(), i32> {
+        let filters = filters_for(TargetArch::x86_64);
+        let verdicts = [&filters.closing, &filters.wide, &filters.jail].map(|each| verdict(each, number, arguments));
+        match verdicts.into_iter().find(|verdict| *verdict != libc::SECCOMP_RET_ALLOW) {
+            None => Ok(()),
+            Some(errno) if errno & 0xffff_0000 == libc::SECCOMP_RET_ERRNO => Err((errno & 0xffff) as i32),
+            Some(other) => panic!("verdict {other:#x}"),
+        }
+    }
+
+    fn check(number: i64, arguments: &[u64], expected: Result<(), i32>) {
+        let mut all = [0; 6];
+        all[..arguments.len()].copy_from_slice(arguments);
+        assert_eq!(answer(number, all), expected, "call {number} with {arguments:?}");
+    }
+
+    const DONE_WITHOUT_EFFECT: Result<(), i32> = Err(0);
+
+    #[test]
+    fn netlink_is_open_for_routes_and_for_no_other_family() {
+        let (netlink, raw) = (libc::AF_NETLINK as u64, (libc::SOCK_RAW | libc::SOCK_CLOEXEC) as u64);
+        check(libc::SYS_socket, &[netlink, raw, libc::NETLINK_ROUTE as u64], Ok(()));
+        for family in 1..32 {
+            check(libc::SYS_socket, &[netlink, raw, family], Err(libc::ENOSYS));
+        }
+        check(libc::SYS_socket, &[libc::AF_VSOCK as u64, raw, 0], Err(libc::ENOSYS));
+        check(libc::SYS_socket, &[libc::AF_PACKET as u64, raw, 0], Err(libc::ENOSYS));
+    }
+
+    #[test]
+    fn ids_are_left_to_the_kernel_and_groups_are_not() {
+        for call in [libc::SYS_setuid, libc::SYS_setresuid, libc::SYS_setresgid, libc::SYS_setregid] {
+            check(call, &[0, 0, 0], Ok(()));
+        }
+        check(libc::SYS_setgroups, &[0, 0], Err(libc::EPERM));
+        check(libc::SYS_capset, &[0, 0], Err(libc::EPERM));
+    }
+
+    #[test]
+    fn the_core_limit_is_told_as_set_and_never_set() {
+        let core = u64::from(libc::RLIMIT_CORE);
+        check(libc::SYS_prlimit64, &[0, core, 4096, 0], DONE_WITHOUT_EFFECT);
+        check(libc::SYS_setrlimit, &[core, 4096], DONE_WITHOUT_EFFECT);
+        check(libc::SYS_prlimit64, &[0, core, 4096, 8192], Err(libc::EPERM));
+        // Controls: reading it, and other limits.
+        check(libc::SYS_prlimit64, &[0, core, 0, 8192], Ok(()));
+        check(libc::SYS_prlimit64, &[0, u64::from(libc::RLIMIT_NOFILE), 4096, 0], Ok(()));
+    }
+
+    #[test]
+    fn refusals_answer_what_programs_handle() {
+        for mode in [0o4755, 0o2755, 0o6755] {
+            check(libc::SYS_chmod, &[4096, mode], Err(libc::EPERM));
+            check(libc::SYS_fchmodat, &[0, 4096, mode], Err(libc::EPERM));
+            check(libc::SYS_openat, &[0, 4096, 0o101, mode], Err(libc::EPERM));
+        }
+        check(libc::SYS_chmod, &[4096, 0o1755], Ok(())); // control
+        let device = u64::from(libc::S_IFCHR | 0o666);
+        check(libc::SYS_mknodat, &[0, 4096, device, 0x103], Err(libc::EPERM));
+        check(libc::SYS_mknodat, &[0, 4096, u64::from(libc::S_IFIFO | 0o666), 0], Ok(())); // control
+        for call in [libc::SYS_setxattr, libc::SYS_fsetxattr, libc::SYS_lremovexattr] {
+            check(call, &[4096, 4096, 4096, 0], Err(libc::EOPNOTSUPP));
+        }
+        for call in [libc::SYS_clock_settime, libc::SYS_sethostname, libc::SYS_mount, libc::SYS_chroot] {
+            check(call, &[], Err(libc::EPERM));
+        }
+        let ethtool = 0x8946;
+        check(libc::SYS_ioctl, &[3, ethtool, 4096], Err(libc::EOPNOTSUPP));
+        // Whatever is in no list.
+        for call in [libc::SYS_io_uring_setup, libc::SYS_clone3, libc::SYS_openat2, 4000] {
+            check(call, &[], Err(libc::ENOSYS));
+        }
+    }
+
+    #[test]
+    fn terminals_can_be_used_and_nothing_can_be_typed_into_them() {
+        for request in [libc::TIOCSTI, libc::TIOCLINUX, libc::TIOCCONS, libc::TIOCSETD] {
+            check(libc::SYS_ioctl, &[0, request, 4096], Err(libc::EPERM));
+            // The kernel looks at the lower half alone.
+            check(libc::SYS_ioctl, &[0, request | 1 << 32, 4096], Err(libc::EPERM));
+        }
+        for request in [libc::TIOCSCTTY, libc::TIOCGPTN, libc::TIOCSPTLCK, libc::TCSETS, libc::TIOCSWINSZ] {
+            check(libc::SYS_ioctl, &[0, request, 4096], Ok(()));
+        }
+    }
+
+    #[test]
+    fn no_answer_is_given_to_a_call_that_the_list_allows() {
+        let rules = rules();
+        let listed = [rules.common, rules.x86_64].concat();
+        for answer in rules.answers.iter().chain(&rules.answers_x86_64) {
+            // A line without conditions would hide all others from an engine, in either list.
+            let about: Vec<_> = listed.iter().filter(|rule| rule.syscall == answer.syscall).collect();
+            assert!(about.is_empty() || !answer.args.is_empty(), "{}", answer.syscall);
+            assert!(about.iter().all(|rule| !rule.args.is_empty()), "{}", answer.syscall);
         }
     }
 }

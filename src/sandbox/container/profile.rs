@@ -48,19 +48,25 @@ const TRIED_FIRST: [&str; 12] = [
 /// Returns the profile as JSON text, for this architecture and for sessions that may start programs, or may not.
 pub(super) fn text(programs: Programs) -> String {
     let rules = seccomp::rules();
-    let mut listed = rules.common;
+    let (mut listed, mut answers) = (rules.common, rules.answers);
     let architecture = match std::env::consts::ARCH {
         "x86_64" => {
             listed.extend(rules.x86_64);
+            answers.extend(rules.answers_x86_64);
             "SCMP_ARCH_X86_64"
         }
         _ => "SCMP_ARCH_AARCH64",
     };
-    let mut calls: Vec<Value> = listed.iter().flat_map(written).collect();
+    let mut calls: Vec<Value> =
+        listed.iter().flat_map(|rule| written(rule, &json!({"action": "SCMP_ACT_ALLOW"}))).collect();
+    for answer in &answers {
+        let action = json!({"action": "SCMP_ACT_ERRNO", "errnoRet": answer.errno.number()});
+        calls.extend(written(&answer.rule(), &action));
+    }
     let to_refuse = (programs == Programs::Refused).then_some(TO_REFUSE_PROGRAMS);
     for (name, argument, _) in FOR_OURSELVES.into_iter().chain(to_refuse) {
         let checks = argument.map(|value| vec![check(0, "SCMP_CMP_EQ", value, 0)]).unwrap_or_default();
-        calls.push(allowed(name, &checks));
+        calls.push(line(name, &checks, &json!({"action": "SCMP_ACT_ALLOW"})));
     }
     calls.push(json!({"names": TRIED_FIRST, "action": "SCMP_ACT_ERRNO", "errnoRet": NO_SUCH_CALL}));
     json!({
@@ -73,7 +79,7 @@ pub(super) fn text(programs: Programs) -> String {
 }
 
 /// Writes one line of the list as engines have it. A check of "is not" becomes several lines.
-fn written(rule: &Rule) -> Vec<Value> {
+fn written(rule: &Rule, action: &Value) -> Vec<Value> {
     let mut lines: Vec<Vec<Value>> = vec![Vec::new()];
     for argument in &rule.args {
         let choices = checks(argument);
@@ -84,7 +90,7 @@ fn written(rule: &Rule) -> Vec<Value> {
             })
             .collect();
     }
-    lines.iter().map(|checks| allowed(&rule.syscall, checks)).collect()
+    lines.iter().map(|checks| line(&rule.syscall, checks, action)).collect()
 }
 
 /// Returns the checks any of which must hold for an argument of the list.
@@ -109,8 +115,11 @@ fn check(index: u64, operation: &str, value: u64, second: u64) -> Value {
     json!({"index": index, "value": value, "valueTwo": second, "op": operation})
 }
 
-fn allowed(name: &str, checks: &[Value]) -> Value {
-    json!({"names": [name], "action": "SCMP_ACT_ALLOW", "args": checks})
+fn line(name: &str, checks: &[Value], action: &Value) -> Value {
+    let mut line = action.clone();
+    line["names"] = json!([name]);
+    line["args"] = json!(checks);
+    line
 }
 
 #[cfg(test)]
@@ -166,6 +175,22 @@ mod tests {
     }
 
     #[test]
+    fn refused_calls_answer_what_the_list_says() {
+        let profile = profile();
+        let lines = profile["syscalls"].as_array().unwrap();
+        let answers = |name: &str| {
+            let about = |line: &&Value| line["names"] == json!([name]) && line["action"] == "SCMP_ACT_ERRNO";
+            lines.iter().filter(about).map(|line| line["errnoRet"].as_i64().unwrap()).collect::<Vec<_>>()
+        };
+        assert_eq!(answers("setxattr"), [95]);
+        assert_eq!(answers("sethostname"), [1]);
+        assert_eq!(answers("fchmodat"), [1, 1]);
+        assert_eq!(answers("prlimit64"), [0, 1]);
+        assert!(answers("read").is_empty()); // control
+        assert_eq!(profile["defaultErrnoRet"], NO_SUCH_CALL);
+    }
+
+    #[test]
     fn a_filter_can_be_loaded_only_where_programs_are_refused() {
         let loads = |programs| {
             let profile: Value = serde_json::from_str(&text(programs)).unwrap();
@@ -180,7 +205,8 @@ mod tests {
     fn the_limit_of_core_files_cannot_be_named_with_other_upper_bits() {
         let profile = profile();
         let lines = profile["syscalls"].as_array().unwrap();
-        let about = |name: &str| lines.iter().filter(|line| line["names"][0] == name).cloned().collect::<Vec<_>>();
+        let is_about = |line: &&Value, name: &str| line["names"][0] == name && line["action"] == "SCMP_ACT_ALLOW";
+        let about = |name: &str| lines.iter().filter(|line| is_about(line, name)).cloned().collect::<Vec<_>>();
         assert!(about("setrlimit").iter().all(|line| line["args"][0]["op"] == "SCMP_CMP_EQ"));
         assert!(about("setrlimit").iter().all(|line| line["args"][0]["value"] != 4));
         assert_eq!(about("setrlimit").len(), 15); // control: all others are there
