@@ -37,6 +37,15 @@ pub const SERVER: &str = "-server";
 /// Exists where systemd manages the machine, which `sd_booted(3)` documents.
 const SYSTEMD: &str = "/run/systemd/system";
 
+/// The scheduler gives out CPU time once per period of this many microseconds.
+pub(crate) const CPU_PERIOD: u64 = 100_000;
+
+/// Returns the CPU time per period of a group that may use this many CPUs.
+pub(crate) fn cpu_quota(cpus: f64) -> u64 {
+    // The kernel refuses less than a millisecond.
+    (cpus * CPU_PERIOD as f64).max(1_000.0) as u64
+}
+
 /// What a group may use.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits {
@@ -297,20 +306,18 @@ impl Group {
     }
 
     fn limit(&self, limits: &Limits) -> io::Result<()> {
-        /// The scheduler gives out CPU time once per period.
-        const PERIOD: u64 = 100_000;
-        let quota = (limits.cpus * PERIOD as f64).max(1_000.0) as u64;
+        let (quota, period) = (cpu_quota(limits.cpus), CPU_PERIOD);
         match self.version {
             Version::Two => {
                 self.limit_memory(limits.memory)?;
                 // One process out of memory ends the sandbox's interpreter, not its files: no memory.oom.group.
                 self.write("pids.max", &limits.processes.to_string())?;
-                self.write_if_there("cpu.max", &format!("{quota} {PERIOD}"))
+                self.write_if_there("cpu.max", &format!("{quota} {period}"))
             }
             Version::One => {
                 self.limit_memory(limits.memory)?;
                 self.write("pids.max", &limits.processes.to_string())?;
-                self.write("cpu.cfs_period_us", &PERIOD.to_string())?;
+                self.write("cpu.cfs_period_us", &period.to_string())?;
                 self.write("cpu.cfs_quota_us", &quota.to_string())
             }
         }

@@ -20,6 +20,7 @@
 pub mod cgroup;
 pub mod doors;
 mod errand;
+mod etc;
 mod family;
 pub mod guardian;
 pub mod identity;
@@ -38,6 +39,7 @@ mod registers;
 pub mod root;
 pub mod seccomp;
 mod sys;
+pub mod sysfs;
 pub mod twin;
 mod warden;
 pub mod wire;

@@ -1,7 +1,7 @@
 //! The file system a sandbox sees.
 //!
 //! The warden builds one root on a memory file system: the host's system folders and the Python environment bound read-only, a small
-//! `/etc` of our own, five harmless devices. It then makes that root its own, so the host's files are gone for everything below
+//! `/etc` of our own (`etc`), a `/sys` of plain files (`sysfs`), five harmless devices. It then makes that root its own, so the host's files are gone for everything below
 //! it. Each family starts from a copy of the warden's mounts, with the operator's mounts of that family. Each sandbox starts from a copy of
 //! its family's, in which the kernel has locked everything, and adds what is private to it: `/work`, `/tmp`, `/dev/shm`, `/proc`.
 //!
@@ -20,7 +20,9 @@ use rustix::mount::{
 };
 use rustix::process::WaitOptions;
 
+use crate::etc;
 use crate::sys::{self, Forked, MountAttributes};
+use crate::sysfs::{self, ShownLimits};
 use crate::wire::{self, Bind, LeftOut, OperatorMount};
 
 /// The working folder of every session.
@@ -315,7 +317,12 @@ pub(crate) fn attach(mount: impl AsFd, place: &str) -> io::Result<()> {
 }
 
 /// Builds the root from opened mounts and makes it this process's own; the host's mounts are gone afterwards.
-pub(crate) fn become_root(trees: &[Tree], standing: &[Tree], leave_out: &[LeftOut]) -> Result<(), RootError> {
+pub(crate) fn become_root(
+    trees: &[Tree],
+    standing: &[Tree],
+    shown_limits: &ShownLimits,
+    leave_out: &[LeftOut],
+) -> Result<(), RootError> {
     // Nothing we mount may travel to the host, and nothing the host mounts later may appear here.
     rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
         .map_err(|cause| RootError::new("could not separate the mounts from the host's", cause))?;
@@ -325,12 +332,14 @@ pub(crate) fn become_root(trees: &[Tree], standing: &[Tree], leave_out: &[LeftOu
     let failed = |cause: io::Error| RootError::new(attempt(), cause);
     let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
     let root =
-        memory_file_system(&[("mode", "0755"), ("size", "4m"), ("nr_inodes", "4k")], attributes).map_err(failed)?;
+        memory_file_system(&[("mode", "0755"), ("size", "32m"), ("nr_inodes", "16k")], attributes).map_err(failed)?;
     attach(&root, "/tmp").map_err(failed)?;
 
     for folder in ["etc/ssl", "dev/shm", "proc", "tmp", "work", "var/empty", "var/mounts"] {
         fs::create_dir_all(place.join(folder)).map_err(failed)?;
     }
+    etc::copy(Path::new("/etc"), &place.join("etc")).map_err(failed)?;
+    sysfs::write(&place.join("sys"), shown_limits).map_err(failed)?;
     for (path, content) in ETC {
         fs::write(place.join(path), content).map_err(failed)?;
         fs::set_permissions(place.join(path), Permissions::from_mode(0o644)).map_err(failed)?;

@@ -153,7 +153,7 @@ fn run(start: Start) -> Result<(), RootError> {
     } else {
         Vec::new()
     };
-    root::become_root(&trees, &standing, &start.setup.leave_out)?;
+    root::become_root(&trees, &standing, &start.setup.shown_limits, &start.setup.leave_out)?;
     drop(trees);
     sys::bring_loopback_up().map_err(failed("could not bring up the loopback interface"))?;
     let mut warden = Warden {

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::identity::Identity;
 use crate::network::{Door, Doors};
+use crate::sysfs::ShownLimits;
 
 /// Larger than any message; the largest is `Setup` with its lists of mounts and variables.
 const LARGEST_MESSAGE: usize = 160 * 1024;
@@ -50,6 +51,8 @@ pub struct Setup {
     pub doors: Option<Doors>,
     /// Limits that hold where no cgroup does, and some that always hold.
     pub rlimits: Vec<ResourceLimit>,
+    /// What files inside say about limits.
+    pub shown_limits: ShownLimits,
     /// Groups of the server's cgroup directories to remove when the server is gone.
     pub cgroups: Vec<PathBuf>,
     /// Layers that are left out, because the operator allows their absence or a test wants to see the others hold.

@@ -9,6 +9,7 @@ use std::sync::{Arc, Weak};
 use cellblock_jail::cgroup;
 use cellblock_jail::identity::{Identity, IdentityLease};
 use cellblock_jail::posture::Posture;
+use cellblock_jail::sysfs::ShownLimits;
 use cellblock_jail::wire::{LeftOut, Programs, ResourceLimit, Scratch, Setup, ZygoteCommand};
 use cellblock_jail::{probe, root};
 
@@ -105,6 +106,10 @@ impl Jail {
             },
             doors: environment.network.as_ref().map(Network::doors),
             rlimits: settings.rlimits(instance.tree().is_some()),
+            shown_limits: ShownLimits {
+                memory: settings.limits.memory,
+                cpus: instance.tree().filter(|tree| tree.limits_cpu()).map(|_| settings.limits.cpus),
+            },
             cgroups: instance.tree().map(cgroup::Tree::folders).unwrap_or_default(),
             leave_out,
             skipped_steps: settings.skipped_steps.clone(),
