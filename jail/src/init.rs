@@ -142,6 +142,9 @@ fn build(start: &mut Start) -> Result<(), InitError> {
         step("cover the rest of /proc", root::cover_proc())?;
     }
     mount_scratch(start)?;
+    if let Some(terminals) = step("make pseudo-terminals", root::terminals())? {
+        step("mount the pseudo-terminals", root::attach(&terminals, "/dev/pts"))?;
+    }
     root::place_standing_mounts(&start.mounts)?;
     let rules = if start.leave_out.contains(&LeftOut::Landlock) { None } else { Some(landlock::ruleset()?) };
 

@@ -15,7 +15,9 @@ const OLDEST: ABI = ABI::V1;
 /// Folders a session may write to.
 const WRITABLE: [&str; 3] = [crate::root::WORK, "/tmp", "/dev/shm"];
 /// Devices a session may write to.
-const WRITABLE_DEVICES: [&str; 4] = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random"];
+const WRITABLE_DEVICES: [&str; 6] = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/tty", TERMINALS];
+/// The sandbox's own pseudo-terminals, in a folder in which nothing can be made.
+const TERMINALS: &str = "/dev/pts";
 
 /// Why there are no rules.
 #[derive(Debug, thiserror::Error)]

@@ -1,7 +1,7 @@
 //! The file system a sandbox sees.
 //!
 //! The warden builds one root on a memory file system: the host's system folders and the Python environment bound read-only, a small
-//! `/etc` of our own (`etc`), a `/sys` of plain files (`sysfs`), five harmless devices. It then makes that root its own, so the host's files are gone for everything below
+//! `/etc` of our own (`etc`), a `/sys` of plain files (`sysfs`), six harmless devices. It then makes that root its own, so the host's files are gone for everything below
 //! it. Each family starts from a copy of the warden's mounts, with the operator's mounts of that family. Each sandbox starts from a copy of
 //! its family's, in which the kernel has locked everything, and adds what is private to it: `/work`, `/tmp`, `/dev/shm`, `/proc`.
 //!
@@ -49,7 +49,9 @@ const SYSTEM: [&str; 15] = [
     "/etc/ssl/certs",
 ];
 
-const DEVICES: [&str; 5] = ["null", "zero", "full", "random", "urandom"];
+/// The last one stands for the controlling terminal of whoever opens it. No process of the jail has
+/// one, so that it is always one of the sandbox's own.
+const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
 
 /// Files of `/etc` that are ours: enough for name look-ups to work, nothing about the host.
 const ETC: [(&str, &str); 6] = [
@@ -279,6 +281,23 @@ pub(crate) fn memory_file_system(options: &[(&str, &str)], attributes: MountAttr
     Ok(rustix::mount::fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
 }
 
+/// Makes a detached set of pseudo-terminals of its own, or none where the kernel has no such thing.
+///
+/// None of the host's terminals are in it, nor those of other sandboxes. The number is limited,
+/// because all sets share one limit of the kernel (3,072 beside those of the host).
+pub(crate) fn terminals() -> io::Result<Option<OwnedFd>> {
+    let context = match rustix::mount::fsopen("devpts", FsOpenFlags::FSOPEN_CLOEXEC) {
+        Err(rustix::io::Errno::NODEV) => return Ok(None),
+        opened => opened?,
+    };
+    for (key, value) in [("ptmxmode", "0666"), ("mode", "0600"), ("max", "64")] {
+        rustix::mount::fsconfig_set_string(&context, key, value)?;
+    }
+    rustix::mount::fsconfig_create(&context)?;
+    let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    Ok(Some(rustix::mount::fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?))
+}
+
 /// Makes a detached `/proc` of the present pid namespace.
 pub(crate) fn process_file_system() -> io::Result<OwnedFd> {
     let context = rustix::mount::fsopen("proc", FsOpenFlags::FSOPEN_CLOEXEC)?;
@@ -335,7 +354,7 @@ pub(crate) fn become_root(
         memory_file_system(&[("mode", "0755"), ("size", "32m"), ("nr_inodes", "16k")], attributes).map_err(failed)?;
     attach(&root, "/tmp").map_err(failed)?;
 
-    for folder in ["etc/ssl", "dev/shm", "proc", "tmp", "work", "var/empty", "var/mounts"] {
+    for folder in ["etc/ssl", "dev/shm", "dev/pts", "proc", "tmp", "work", "var/empty", "var/mounts"] {
         fs::create_dir_all(place.join(folder)).map_err(failed)?;
     }
     etc::copy(Path::new("/etc"), &place.join("etc")).map_err(failed)?;
@@ -354,6 +373,7 @@ pub(crate) fn become_root(
         ("dev/stdin", "/proc/self/fd/0"),
         ("dev/stdout", "/proc/self/fd/1"),
         ("dev/stderr", "/proc/self/fd/2"),
+        ("dev/ptmx", "pts/ptmx"),
         ("var/tmp", "/tmp"),
     ] {
         symlink(target, place.join(link)).map_err(failed)?;

@@ -33,6 +33,8 @@ _MOST_SIMILAR = 16
 
 _KEPT_FLAGS = os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK | os.O_SYNC | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_PATH
 _PIECE = 1024 * 1024
+# Numbers of the drivers of terminals: /dev/tty and /dev/ptmx, and the eight of pseudo-terminals.
+_TERMINALS = (5, *range(136, 144))
 
 Identity = tuple[int, int]
 
@@ -211,6 +213,9 @@ def _describe(number: int, pipes: list[Identity], nameless: dict[Identity, int],
     if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFCHR):
         name = path.removeprefix("anon_inode:").strip("[]")
         return Opened(number, _kind_of_special(name), identity, path, private=private.look(number, name))
+    if kind == stat.S_IFCHR and os.major(status.st_rdev) in _TERMINALS:
+        # Opened again, it would be another terminal.
+        return Opened(number, "terminal", identity, path)
     if number == 0 and path == os.devnull:
         return None
     flags, offset, locks = _ask_kernel(number)

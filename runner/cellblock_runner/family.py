@@ -33,7 +33,7 @@ BRANCH_DESCRIPTOR = CHANNEL_DESCRIPTOR - 1
 # What every session can write beside its own folder. `/forks` holds the folders of forks, which enter a landlock of their own.
 SHARED_FOLDERS = ("/tmp", "/dev/shm")
 FORKS = "/forks"
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/ptmx", "/dev/pts")
 
 _LARGEST_ORDER = 1024 * 1024
 # Interpreters go before what serves all of them when memory runs out.

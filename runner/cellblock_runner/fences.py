@@ -23,8 +23,8 @@ _BENEATH = 1
 _FIRST, _REFER, _TRUNCATE, _DEVICES = (1 << 13) - 1, 1 << 13, 1 << 14, 1 << 15
 # Execute a file, read a file, read a folder.
 _LOOK = 0b1101
-# What a rule about a file, not a folder, may grant: execute, write, read, truncate.
-_OF_FILES = 0b111 | _TRUNCATE
+# What a rule about a file, not a folder, may grant: execute, write, read, truncate, control a device (terminals need that).
+_OF_FILES = 0b111 | _TRUNCATE | _DEVICES
 # What stays within a session since the sixth version: names of abstract sockets, and signals.
 _SCOPES = 0b11
 

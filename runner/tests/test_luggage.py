@@ -199,3 +199,13 @@ class Texts(unittest.TestCase):
             descriptors.Lock(of_whole_file=True, is_exclusive=False, start=0, length=0),
         )
         self.assertIsNone(descriptors._read_lock("1: LEASE ACTIVE WRITE 123".split()))
+
+    def test_a_terminal_is_lost_and_other_devices_are_opened_again(self) -> None:
+        outer, inner = os.openpty()
+        device = os.open(os.devnull, os.O_RDWR)
+        try:
+            kinds = [descriptors._describe(number, [], {}, 0) for number in (outer, inner, device)]
+        finally:
+            for number in (outer, inner, device):
+                os.close(number)
+        self.assertEqual([item and item.kind for item in kinds], ["terminal", "terminal", "file"])

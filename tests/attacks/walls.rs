@@ -28,8 +28,8 @@ fn hidden(place: Place) -> Vec<String> {
             "/run",
             "/etc/shadow",
             "/etc/machine-id",
-            "/dev/tty",
-            "/dev/ptmx",
+            "/dev/console",
+            "/dev/pts/0",
         ],
         // Those are of the image, and `/sys` is the kernel's, which cannot be written to. What must not be there is the engine.
         Place::Containers(_) => vec!["/var/run/docker.sock", "/run/docker.sock", "/run/podman/podman.sock"],
@@ -226,6 +226,54 @@ print(json.dumps([name for name in {PARTS_OF_PROC:?} if says(f'/proc/{{name}}')]
         assert!(outside.len() > 8 && outside.len() > told.len(), "{outside:?}");
     }
 
+    async fn terminals_are_those_of_the_sandbox_and_take_no_typing_from_others(place) {
+        // A terminal of the host: opening this makes one.
+        let _terminal = std::fs::File::open("/dev/ptmx").unwrap();
+        let (first, second) = (place.session(), place.session());
+        let code = format!(
+            "{TERMINALS}
+def seen():
+    return sorted(name for name in os.listdir('/dev/pts') if name != 'ptmx')
+before = seen()
+kept = os.openpty()
+print(json.dumps({{'before': before, 'after': seen(), 'controlling': opened('/dev/tty'), **in_child(attack)}}))"
+        );
+        for session in [&first, &second] {
+            let answer = session.json(&code).await;
+            // The terminal of the host is not there, nor that of the other session.
+            assert_eq!((&answer["before"], &answer["after"]), (&json!([]), &json!(["0"])), "{answer}");
+            assert_eq!(answer["controlling"], "ENXIO");
+            assert_eq!(answer["typed"], json!(["EPERM", "EPERM", "EPERM", "EPERM"]));
+            assert_eq!(answer["own"], "/dev/pts/1", "control: a process has a controlling terminal if it makes one");
+            assert_eq!(answer["read"], "sent\r\n");
+        }
+        // Control: where no filter holds, line disciplines can be chosen.
+        let outside: Value = serde_json::from_str(&native::outside(&code)).unwrap();
+        assert_eq!(outside["typed"][3], json!(""), "{outside}");
+        // The number of the test's own terminal is among those of the host.
+        assert!(!outside["before"].as_array().unwrap().is_empty());
+    }
+
+    async fn the_number_of_terminals_is_limited(place) {
+        if !place.is_native() {
+            skipped("a limit of an engine (pseudo-terminals have none there but the kernel's)");
+            return;
+        }
+        let code = "
+import json, os
+kept = []
+try:
+    while len(kept) < 200: kept.append(os.openpty())
+except OSError as error:
+    refused = error.errno
+count = len(kept)
+for pair in kept:
+    for end in pair: os.close(end)
+again = os.openpty()
+print(json.dumps([count, refused]))";
+        assert_eq!(place.session().json(code).await, json!([64, 28]));
+    }
+
     async fn the_first_process_can_be_neither_read_nor_ended(place) {
         let session = place.session();
         // Natively no signal reaches init. A supervisor listens to some, so that landlock has to keep them from it, which it can since Linux 6.12.
@@ -345,6 +393,49 @@ print(json.dumps({{
         drop(abstract_socket);
     }
 }
+
+/// What a process can do with a terminal: make one its own, use it, and try to type into it and to change what it is.
+const TERMINALS: &str = "
+import errno, fcntl, json, os, signal, termios, tty
+def opened(path):
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_NOCTTY))
+    except OSError as error:
+        return errno.errorcode[error.errno]
+    return 'opened'
+def request(end, number, value):
+    try:
+        fcntl.ioctl(end, number, value)
+    except OSError as error:
+        return errno.errorcode[error.errno]
+    return ''
+def attack():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.setsid()
+    outer, inner = os.openpty()
+    fcntl.ioctl(inner, termios.TIOCSCTTY, 0)
+    own = os.ttyname(inner)
+    assert opened('/dev/tty') == 'opened'
+    os.write(inner, b'sent\\n')
+    read = os.read(outer, 100).decode()
+    TIOCLINUX, TIOCCONS = 0x541C, 0x541D
+    typed = [request(inner, termios.TIOCSTI, b'x'), request(inner, TIOCLINUX, b'\\2'), request(inner, TIOCCONS, 0),
+             request(inner, termios.TIOCSETD, (0).to_bytes(4, 'little'))]
+    return {'typed': typed, 'own': own, 'read': read}
+def in_child(work):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, json.dumps(work()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, 'rb') as answers:
+        text = answers.read()
+    os.waitpid(child, 0)
+    return json.loads(text)
+";
 
 /// A folder of the host that anybody may write to, shown inside like the environment: read-only.
 fn open_folder() -> (TempDir, Bind) {

@@ -59,7 +59,9 @@ def _mount(line):
         return "the environment", kept
     if kind == "tmpfs":
         kept += sorted(word for word in special.split(",") if word.startswith(("size=", "nr_inodes=")))
-    return place, ([kind] if kind in ("tmpfs", "proc") else ["of the host"]) + kept
+    if kind == "devpts":
+        kept = sorted({*kept, *special.split(",")} - {"rw"}) + ["rw"] * ("rw" in kept)
+    return place, ([kind] if kind in ("tmpfs", "proc", "devpts") else ["of the host"]) + kept
 
 
 def mounts():
