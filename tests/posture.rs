@@ -26,6 +26,13 @@ const EXPECTED: &str = include_str!("posture/native.json");
 const ORDINARY: u32 = 65_534;
 
 fn expected() -> Value {
+    let mut expected = everything_expected();
+    // A session does not see its mounts; `the_mounts_of_a_session_are_as_written_down` looks at them.
+    expected["mounts"] = json!({});
+    expected
+}
+
+fn everything_expected() -> Value {
     serde_json::from_str(EXPECTED).expect("the expectation is JSON")
 }
 
@@ -100,6 +107,18 @@ for thread in started: thread.join()";
         let mut again = probe(&session).await;
         adapt(&mut json!({"limits": {}}), &mut again, true, !is_root());
         compare("after a reset", &again, &expected);
+    });
+}
+
+#[test]
+fn the_mounts_of_a_session_are_as_written_down() {
+    run(async {
+        // Without this step an interpreter has the same mounts, and sees the table of them.
+        let backend = Builder::new("minimal").skip_step("chroot").start();
+        let found = probe(&backend.session()).await;
+        let (found, expected) = (found["mounts"].clone(), everything_expected()["mounts"].clone());
+        compare("mounts", &found, &expected);
+        backend.end().await;
     });
 }
 

@@ -24,7 +24,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::process::{Gid, Uid};
 use rustix::thread::UnshareFlags;
 
-use crate::init::give_up_capabilities;
+use crate::init::{give_up_capabilities, take_root};
 use crate::seccomp::Filters;
 use crate::twin::Entry;
 use crate::wire::{ERRAND_BROKEN, ERRAND_NOT_STARTED, ERRAND_STANDS, Errand};
@@ -66,6 +66,7 @@ impl Luggage {
 pub(crate) struct Place<'a> {
     /// All but the pid namespace, which this process is in already; the user namespace last.
     pub(crate) namespaces: &'a [OwnedFd],
+    pub(crate) root: &'a OwnedFd,
     pub(crate) rules: &'a OwnedFd,
     /// `None` in a test that leaves them out.
     pub(crate) filters: Option<&'a Filters>,
@@ -143,7 +144,7 @@ fn places(errand: &Errand) -> Vec<String> {
 /// Goes into the sandbox and out of every right, in the order in which an interpreter does.
 fn prepare(luggage: &Luggage, place: &Place<'_>) -> io::Result<Prepared> {
     let step = |name: &'static str| move |error: io::Error| io::Error::new(error.kind(), format!("{name}: {error}"));
-    let mut kept = vec![&luggage.report, &luggage.gate, &luggage.output, &luggage.errors, place.rules];
+    let mut kept = vec![&luggage.report, &luggage.gate, &luggage.output, &luggage.errors, place.root, place.rules];
     kept.extend(luggage.input.iter().chain(&luggage.doors).chain(place.namespaces));
     kept.push(&luggage.plan);
     sys::close_all_but(&kept.into_iter().map(AsRawFd::as_raw_fd).collect::<Vec<_>>());
@@ -159,6 +160,7 @@ fn prepare(luggage: &Luggage, place: &Place<'_>) -> io::Result<Prepared> {
         let entered = rustix::thread::move_into_link_name_space(namespace.as_fd(), None);
         entered.map_err(|error| step("setns")(error.into()))?;
     }
+    take_root(place.root).map_err(step("take the root of the sandbox"))?;
     for limit in &place.entry.rlimits {
         sys::limit(limit.resource, limit.value).map_err(step("set a limit"))?;
     }

@@ -43,8 +43,8 @@ pub(crate) enum Word {
     Opened {
         doors: Vec<Door>,
     },
-    /// Carries the namespaces that interpreters join, in the order of `JOINED`, and the landlock
-    /// rules unless a test left them out.
+    /// Carries the namespaces that interpreters join, in the order of `JOINED`, the root that they
+    /// take, and the landlock rules unless a test left them out.
     Ready,
     Swept {
         number: u32,
@@ -86,7 +86,7 @@ pub(crate) fn main(mut start: Start) -> ! {
     kept.extend(start.doors.iter().map(AsRawFd::as_raw_fd));
     sys::close_all_but(&kept);
     let status = match build(&mut start) {
-        Ok(()) => {
+        Ok(_mounts) => {
             wait_for_orders(&start.warden);
             0
         }
@@ -115,7 +115,7 @@ fn step<T, E: Into<io::Error>>(attempt: &'static str, result: Result<T, E>) -> R
     result.map_err(|cause| InitError::Step(attempt, cause.into()))
 }
 
-fn build(start: &mut Start) -> Result<(), InitError> {
+fn build(start: &mut Start) -> Result<Mounts, InitError> {
     step("name init", rustix::thread::set_name(c"cb-init"))?;
     // Taken, so that the ways in are closed as soon as they were used.
     step("enter the control group", crate::cgroup::enter(&std::mem::take(&mut start.doors)))?;
@@ -147,10 +147,13 @@ fn build(start: &mut Start) -> Result<(), InitError> {
     }
     root::place_standing_mounts(&start.mounts)?;
     let rules = if start.leave_out.contains(&LeftOut::Landlock) { None } else { Some(landlock::ruleset()?) };
+    let mounts = step("hide the table of mounts", Mounts::leave())?;
 
     // Every mount above belongs to the family's user namespace. From here on this process, and every interpreter that joins it, is in a
     // user namespace that owns none of them.
     make_user_namespace()?;
+    // After that, because the kernel makes no user namespace for whoever has another root.
+    step("take the root of the sandbox", mounts.take_root())?;
     forbid_user_namespaces(&outer_proc)?;
     drop(outer_proc);
     let namespaces = JOINED.map(|name| File::open(format!("/proc/self/ns/{name}")));
@@ -160,8 +163,42 @@ fn build(start: &mut Start) -> Result<(), InitError> {
     // Otherwise a session of the same uid could read this process's memory, which is a copy of the warden's.
     step("become unreadable", rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable))?;
     seccompiler::apply_filter(&own_filter()).map_err(InitError::Seccomp)?;
-    let passed: Vec<_> = namespaces.iter().map(AsFd::as_fd).chain(rules.iter().map(AsFd::as_fd)).collect();
-    step("report", wire::send(&start.warden, &Word::Ready, &passed))
+    let passed = namespaces.iter().map(AsFd::as_fd).chain([mounts.root.as_fd()]).chain(rules.iter().map(AsFd::as_fd));
+    step("report", wire::send(&start.warden, &Word::Ready, &passed.collect::<Vec<_>>()))?;
+    Ok(mounts)
+}
+
+/// The mounts of the sandbox, in a mount namespace that no process is in.
+///
+/// The kernel shows a process the table of its mount namespace, as far as it is below the process's
+/// root: `/proc/PID/mountinfo`, with the paths of the host from which folders were mounted. Here
+/// every process is in a copy of the sandbox's mount namespace and has its root in the original. So
+/// it reads an empty table, whichever process it asks about, and uses the same files.
+pub(crate) struct Mounts {
+    root: OwnedFd,
+    /// Mounts end with their namespace.
+    _namespace: File,
+}
+
+impl Mounts {
+    /// Leaves the present mount namespace for a copy.
+    fn leave() -> io::Result<Mounts> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root = rustix::fs::open("/", flags, Mode::empty())?;
+        let namespace = File::open("/proc/self/ns/mnt")?;
+        sys::unshare(UnshareFlags::NEWNS)?;
+        Ok(Mounts { root, _namespace: namespace })
+    }
+
+    fn take_root(&self) -> io::Result<()> {
+        take_root(&self.root)
+    }
+}
+
+/// Makes a folder the root of this process.
+pub(crate) fn take_root(root: &OwnedFd) -> io::Result<()> {
+    rustix::process::fchdir(root)?;
+    Ok(rustix::process::chroot(".")?)
 }
 
 /// Makes the session's user namespace and maps the one user that the family has into it.

@@ -109,6 +109,8 @@ pub(crate) struct Way<'a> {
     pub(crate) own_pid_namespace: &'a OwnedFd,
     /// Those of the sandbox, in the order of `init::JOINED`.
     pub(crate) namespaces: &'a [OwnedFd],
+    /// The root of the sandbox, in a mount namespace that no process is in (`init::Mounts`).
+    pub(crate) root: &'a OwnedFd,
     pub(crate) rules: Option<&'a OwnedFd>,
     pub(crate) programs: Programs,
 }
@@ -118,6 +120,7 @@ impl Way<'_> {
     fn descriptors(&self) -> Vec<&OwnedFd> {
         let mut all = vec![self.channel, self.own_pid_namespace];
         all.extend(self.namespaces);
+        all.push(self.root);
         all.extend(self.rules);
         all.extend(self.family);
         all.extend(self.doors);
@@ -557,6 +560,7 @@ impl Twin {
         let mut next = || numbers.next().expect("there are more numbers than descriptors");
         let (channel, own_pid_namespace) = (next(), next());
         let [pid, mnt, net, ipc, uts, user] = std::array::from_fn(|_| next());
+        let root = next();
         let rules = way.rules.map(|_| next());
         if way.family.is_some() {
             program.call("setns family", libc::SYS_setns, &[next(), (libc::CLONE_NEWUSER as u64).into()]);
@@ -575,6 +579,9 @@ impl Twin {
         {
             program.call(name, libc::SYS_setns, &[namespace]);
         }
+        let here = data.put(b".\0");
+        program.call("fchdir", libc::SYS_fchdir, &[root]);
+        program.call("chroot", libc::SYS_chroot, &[here.into()]);
         let mut place = |taken: Argument, place: u64| {
             let flags = Argument::Value(libc::O_CLOEXEC as u64);
             program.call("dup3", libc::SYS_dup3, &[taken, place.into(), flags]);

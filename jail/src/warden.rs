@@ -65,6 +65,8 @@ struct Sandbox {
     orders: OwnedFd,
     /// Open from the moment the sandbox is ready.
     namespaces: Vec<OwnedFd>,
+    /// The root that its processes take.
+    root: Option<OwnedFd>,
     rules: Option<OwnedFd>,
     interpreter: Option<Live>,
     checkpoints: BTreeMap<u32, Twin>,
@@ -416,6 +418,7 @@ impl Warden {
             init: None,
             orders,
             namespaces: Vec::new(),
+            root: None,
             rules: None,
             interpreter: None,
             checkpoints: BTreeMap::new(),
@@ -478,10 +481,12 @@ impl Warden {
             self.await_init(slot, family)?;
         }
         let mut twin = self.twin_from(from, family)?;
-        let ready = self
-            .await_init(slot, family)
-            .and_then(|()| self.sandboxes.get(&slot).zip(self.families.get(&family)).ok_or(ForkError::NotReady));
-        let (sandbox, family) = match ready {
+        let ready = self.await_init(slot, family).and_then(|()| {
+            let sandbox = self.sandboxes.get(&slot).ok_or(ForkError::NotReady)?;
+            let root = sandbox.root.as_ref().ok_or(ForkError::NotReady)?;
+            Ok((sandbox, root, self.families.get(&family).ok_or(ForkError::NotReady)?))
+        });
+        let (sandbox, root, family) = match ready {
             Ok(ready) => ready,
             Err(error) => {
                 end_twin(&mut self.ending, slot, &twin);
@@ -494,6 +499,7 @@ impl Warden {
             family: matches!(from, Origin::Zygote).then_some(&family.user_namespace),
             own_pid_namespace: &family.pid_namespace,
             namespaces: &sandbox.namespaces,
+            root,
             rules: sandbox.rules.as_ref(),
             programs,
         };
@@ -577,6 +583,7 @@ impl Warden {
         let sandbox = self.sandboxes.get_mut(&slot).filter(|sandbox| sandbox.standing);
         let sandbox = sandbox.ok_or(ErrandError::NotReady)?;
         let (pid_namespace, namespaces) = sandbox.namespaces.split_first().ok_or(ErrandError::NotReady)?;
+        let root = sandbox.root.as_ref().ok_or(ErrandError::NotReady)?;
         // Without the rules, an interpreter could write to the memory of a program of the same user.
         let rules = sandbox.rules.as_ref().ok_or(ErrandError::NoRules)?;
         let filters = (!self.setup.leave_out.contains(&LeftOut::Seccomp)).then_some(&self.filters);
@@ -584,7 +591,7 @@ impl Warden {
         enter(pid_namespace).map_err(|error| ErrandError::Make(error.into()))?;
         let forked = sys::clone_process(0);
         if let Ok(Forked::Child) = &forked {
-            errand::main(luggage, &Place { namespaces, rules, filters, entry: &self.entry });
+            errand::main(luggage, &Place { namespaces, root, rules, filters, entry: &self.entry });
         }
         // Whatever else is made is no business of the sandbox.
         enter(&self.pid_namespace).map_err(|error| ErrandError::Lost(error.into()))?;
@@ -895,7 +902,8 @@ impl Warden {
                 self.tell_or_fail(slot, &Event::Opened { slot, doors }, &sockets.iter().collect::<Vec<_>>())
             }
             Ok(Some((InitWord::Ready, mut descriptors))) => {
-                sandbox.rules = if descriptors.len() > JOINED.len() { descriptors.pop() } else { None };
+                sandbox.rules = if descriptors.len() > JOINED.len() + 1 { descriptors.pop() } else { None };
+                sandbox.root = descriptors.pop();
                 let namespaces = descriptors.iter().map(identity_of).collect::<io::Result<_>>();
                 sandbox.namespaces = descriptors;
                 let deferred = sandbox.deferred.take();

@@ -457,6 +457,44 @@ def attempt(path, flags):
 print(json.dumps([attempt('/opt/open/file', os.O_CREAT | os.O_WRONLY), attempt('/proc/sys/kernel/core_pattern', os.O_WRONLY),
                   attempt('/work/file', os.O_CREAT | os.O_WRONLY)]))";
 
+/// Natively only: engines show the table, and with it where their own folders are.
+#[test]
+fn no_process_shows_from_where_on_the_host_folders_were_mounted() {
+    run(async {
+        let folder = tempfile::Builder::new().prefix("cellblock-canary-").tempdir().unwrap();
+        let name = folder.path().file_name().unwrap().to_string_lossy().into_owned();
+        let mount =
+            OperatorMount { host: folder.path().to_owned(), inside: PathBuf::from("/work/shown"), writable: false };
+        let code = "
+import glob, json, subprocess
+def told(path):
+    try:
+        return open(path).read()
+    except OSError:
+        return ''
+child = subprocess.Popen(['sleep', '60'])
+places = [path for what in ('mountinfo', 'mounts', 'mountstats') for path in glob.glob(f'/proc/[0-9]*/{what}') + glob.glob(f'/proc/[0-9]*/task/*/{what}')]
+text = ''.join(told(path) for path in places) + told('/proc/mounts') + told('/proc/self/mountinfo')
+child.kill(); child.wait()
+import os
+print(json.dumps([len(places) >= 12, text, os.path.isdir('/work/shown')]))";
+        let backend = Builder::new("minimal").mount(mount.clone()).start();
+        let session = backend.session();
+        assert_eq!(session.json(code).await, json!([true, "", true]));
+        assert_eq!(session.fork().await.json(code).await, json!([true, "", true]), "in a fork");
+        session.undo(1).await;
+        assert_eq!(session.json(code).await, json!([true, "", true]), "after undo");
+        session.reset().await;
+        assert_eq!(session.json(code).await, json!([true, "", true]), "after a reset");
+        backend.end().await;
+        // Control: in the copy of its mount namespace, an interpreter sees the table.
+        let backend = Builder::new("minimal").mount(mount).skip_step("chroot").start();
+        let told = backend.session().json(code).await;
+        assert!(told[1].as_str().unwrap().contains(&name), "{told}");
+        backend.end().await;
+    });
+}
+
 /// Natively only: an engine makes no container without one of its layers for us.
 #[test]
 fn read_only_mounts_and_landlock_each_hold_alone() {

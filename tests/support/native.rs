@@ -536,6 +536,7 @@ pub(crate) struct HostProcess {
     pub(crate) inner: Option<u32>,
     /// How many pid namespaces deep it is.
     pub(crate) depth: usize,
+    pub(crate) parent: u32,
 }
 
 impl HostProcess {
@@ -554,10 +555,17 @@ pub(crate) fn own_depth() -> usize {
 /// The processes that see a folder: all of one backend's, when the folder was bound into its sandboxes.
 pub(crate) fn marked_processes(folder: &Path) -> Vec<HostProcess> {
     let name = folder.file_name().expect("a folder with a name").to_string_lossy().into_owned();
-    let sees = |process: &HostProcess| {
-        std::fs::read_to_string(format!("/proc/{}/mountinfo", process.pid)).is_ok_and(|mounts| mounts.contains(&name))
+    // Sessions have no table of mounts, but whoever made them has.
+    let all = processes();
+    let parents: std::collections::HashMap<u32, u32> = all.iter().map(|each| (each.pid, each.parent)).collect();
+    let shows = |pid: &u32| {
+        std::fs::read_to_string(format!("/proc/{pid}/mountinfo")).is_ok_and(|mounts| mounts.contains(&name))
     };
-    processes().into_iter().filter(sees).collect()
+    let sees = |process: &HostProcess| {
+        std::iter::successors(Some(process.pid), |pid| parents.get(pid).copied()).any(|pid| shows(&pid))
+    };
+    let seeing: Vec<bool> = all.iter().map(sees).collect();
+    all.into_iter().zip(seeing).filter_map(|(process, sees)| sees.then_some(process)).collect()
 }
 
 /// Every process the host can see now.
@@ -572,6 +580,7 @@ pub(crate) fn processes() -> Vec<HostProcess> {
             Some(HostProcess {
                 pid,
                 name: field("Name")?.to_owned(),
+                parent: field("PPid")?.parse().ok()?,
                 depth: field("NSpid").map_or(1, |numbers| numbers.split_whitespace().count()),
                 inner: field("NSpid").and_then(|numbers| numbers.split_whitespace().last()?.parse().ok()),
             })
