@@ -95,10 +95,34 @@ pub struct OutOfMemory {
 }
 
 impl OutOfMemory {
+    pub fn new(kills: u64, at_own_limit: bool) -> OutOfMemory {
+        OutOfMemory { kills, at_own_limit }
+    }
+
     /// Tells whether the group's own limit has cost a process since `before`. A kill for the limit of somebody further out is not its doing.
     pub fn happened_since(self, before: OutOfMemory) -> bool {
         self.kills > before.kills && self.at_own_limit
     }
+
+    /// Tells whether a process was killed since `before` although the group's own limit was never
+    /// reached: memory ran out further out.
+    pub fn happened_outside_since(self, before: OutOfMemory) -> bool {
+        self.kills > before.kills && !self.at_own_limit
+    }
+
+    /// Tells whether the group's own limit was reached.
+    pub fn is_at_own_limit(self) -> bool {
+        self.at_own_limit
+    }
+}
+
+/// Counts the processes that the kernel killed for want of memory around this one, where sessions
+/// have no groups of their own: those of its group, or those of the machine if nobody counts for
+/// the group.
+pub fn kills_around_this_process() -> u64 {
+    let own = Group::of_process(std::process::id()).ok().and_then(|group| group.counted_kills());
+    let machine = || field_of(&fs::read_to_string("/proc/vmstat").unwrap_or_default(), "oom_kill");
+    own.or_else(machine).unwrap_or(0)
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -261,6 +285,11 @@ impl Family {
         group.limit(limits)?;
         Ok(group)
     }
+
+    /// Reads how often memory ran out for all members together.
+    pub fn out_of_memory(&self) -> OutOfMemory {
+        self.group.out_of_memory()
+    }
 }
 
 impl Drop for Family {
@@ -407,8 +436,16 @@ impl Group {
     /// Reads a line of a file that has one name and number in each. Zero when there is none.
     fn field(&self, file: &str, name: &str) -> u64 {
         let text = self.find(file).and_then(|path| fs::read_to_string(path).ok()).unwrap_or_default();
-        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-        value.and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0)
+        field_of(&text, name).unwrap_or(0)
+    }
+
+    /// How many processes of the group were killed for want of memory, where that is counted.
+    fn counted_kills(&self) -> Option<u64> {
+        let file = match self.version {
+            Version::Two => "memory.events.local",
+            Version::One => "memory.oom_control",
+        };
+        field_of(&fs::read_to_string(self.find(file)?).ok()?, "oom_kill")
     }
 
     /// Whether the peak of a version 1 group came within a hair of its limit.
@@ -756,6 +793,12 @@ fn remove_tree(folder: &Path) {
     remove_folder(folder);
 }
 
+/// Finds a number in a text that has one name and number in each line.
+fn field_of(text: &str, name: &str) -> Option<u64> {
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
+    value.trim().parse().ok()
+}
+
 fn remove_folder(folder: &Path) {
     // A process that has just died leaves its group a moment later.
     for attempt in 0..50 {
@@ -892,6 +935,9 @@ mod tests {
         assert!(OutOfMemory { kills: 2, at_own_limit: true }.happened_since(before));
         assert!(!OutOfMemory { kills: 2, at_own_limit: false }.happened_since(before));
         assert!(!OutOfMemory { kills: 1, at_own_limit: true }.happened_since(before));
+        assert!(OutOfMemory { kills: 2, at_own_limit: false }.happened_outside_since(before));
+        assert!(!OutOfMemory { kills: 2, at_own_limit: true }.happened_outside_since(before));
+        assert!(!OutOfMemory { kills: 1, at_own_limit: false }.happened_outside_since(before));
     }
 
     #[test]

@@ -16,7 +16,7 @@ use crate::session::{
 };
 
 /// Counts changes that an older peer would not understand.
-pub const PROTOCOL: u32 = 5;
+pub const PROTOCOL: u32 = 6;
 
 /// What every call is answered with.
 pub(super) type Answer<T> = Result<T, Refused>;

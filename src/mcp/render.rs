@@ -495,6 +495,11 @@ fn ending(outcome: &Outcome) -> Option<String> {
             bytes_text(*limit),
             if exit.files_kept() { lost(can_undo) } else { LOST_WITH_FILES }
         ),
+        Status::Died { exit: exit @ Exit::OutOfMemoryOutside { whose, .. } } => format!(
+            "The execution was stopped because {whose}. {} Then load the data in smaller parts, or end sessions that \
+             are not needed.",
+            if exit.files_kept() { lost(can_undo) } else { LOST_WITH_FILES }
+        ),
         Status::Died { exit } if !exit.files_kept() => {
             format!("The session is lost: {}. {LOST_WITH_FILES}", exit_text(*exit))
         }
@@ -555,6 +560,7 @@ pub(super) fn exit_text(exit: Exit) -> String {
             None => format!("signal {signal}"),
         },
         Exit::OutOfMemory { limit, .. } => format!("it used more than {} of memory", bytes_text(limit)),
+        Exit::OutOfMemoryOutside { whose, .. } => whose.to_string(),
         Exit::SandboxGone { .. } => {
             "its sandbox was ended from outside, or the jail or the container engine went away".to_owned()
         }
@@ -681,7 +687,7 @@ mod tests {
     use super::super::tools::ToolName;
     use super::super::tools::tests::assert_valid_output;
     use super::*;
-    use crate::sandbox::{Blocked, LayerKind, MemoryUse, Reason, Rules};
+    use crate::sandbox::{Blocked, LayerKind, MemoryUse, OuterMemory, Reason, Rules};
     use crate::session::ExecutionId;
 
     fn outcome(status: Status, parts: Vec<Part>) -> Outcome {
@@ -950,6 +956,15 @@ mod tests {
         check_failure(
             out_of_memory(false),
             &["more than this session's 512 MiB of memory", "files are gone", "`reset`", "smaller parts"],
+        );
+        let outside = |whose, files_kept| died(Exit::OutOfMemoryOutside { whose, files_kept });
+        check_failure(
+            outside(OuterMemory::Machine, true),
+            &["memory of the machine, or of the control group", "ran out", "are kept", "`reset`", "smaller parts"],
+        );
+        check_failure(
+            outside(OuterMemory::Family { limit: 1 << 30 }, false),
+            &["its checkpoints and its forks together used more than 1024 MiB", "files are gone", "`reset`"],
         );
         check_failure(died(Exit::Signal(11)), &["signal 11, SIGSEGV", "are gone", "`reset`"]);
         check_failure(died(Exit::Signal(31)), &["a system call that the sandbox forbids"]);

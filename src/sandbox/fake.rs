@@ -61,7 +61,7 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use self::programs::Launched;
 use super::{
     Asker, Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError,
-    Launcher, Layer, LayerKind, MemoryUse, Preparation, Process, Sandbox,
+    Launcher, Layer, LayerKind, MemoryUse, OuterMemory, Preparation, Process, Sandbox,
 };
 use crate::reaction::CpuWaits;
 
@@ -1082,6 +1082,10 @@ impl Script {
             }
             "exit" => Err(Interruption::Exit(Exit::Code(rest.parse().unwrap_or(0)))),
             "crash" => Err(Interruption::Exit(Exit::Signal(11))),
+            "oom" if rest == "outside" => {
+                let whose = OuterMemory::Machine;
+                Err(Interruption::Exit(Exit::OutOfMemoryOutside { whose, files_kept: true }))
+            }
             "oom" => {
                 let files_kept = rest != "everywhere";
                 Err(Interruption::Exit(Exit::OutOfMemory { limit: 512 * 1024 * 1024, files_kept }))

@@ -233,6 +233,30 @@ pub enum ProgramError {
     Failed { why: String },
 }
 
+/// Whose memory ran out, when it was not the sandbox's own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OuterMemory {
+    /// That of the session with its checkpoints and forks.
+    Family { limit: u64 },
+    /// That of the machine, or of a control group that the server is in.
+    Machine,
+}
+
+impl std::fmt::Display for OuterMemory {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            OuterMemory::Family { limit } => write!(
+                formatter,
+                "the session, its checkpoints and its forks together used more than {} MiB of memory",
+                limit >> 20
+            ),
+            OuterMemory::Machine => {
+                formatter.write_str("the memory of the machine, or of the control group that the server is in, ran out")
+            }
+        }
+    }
+}
+
 /// How an interpreter ended, as the kernel tells it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Exit {
@@ -242,6 +266,12 @@ pub enum Exit {
     OutOfMemory {
         limit: u64,
         /// The sandbox goes on without it, or its working folder is the operator's.
+        files_kept: bool,
+    },
+    /// Memory ran out further out than its sandbox, and the kernel chose this process.
+    OutOfMemoryOutside {
+        whose: OuterMemory,
+        /// As above.
         files_kept: bool,
     },
     /// Its whole sandbox was ended from outside, or the jail or engine that made it went away.
@@ -257,7 +287,9 @@ impl Exit {
     /// Tells whether the files of the working folder are still there after it.
     pub fn files_kept(self) -> bool {
         match self {
-            Exit::OutOfMemory { files_kept, .. } | Exit::SandboxGone { files_kept } => files_kept,
+            Exit::OutOfMemory { files_kept, .. }
+            | Exit::OutOfMemoryOutside { files_kept, .. }
+            | Exit::SandboxGone { files_kept } => files_kept,
             Exit::Code(_) | Exit::Signal(_) | Exit::Unknown => true,
         }
     }

@@ -14,7 +14,7 @@ use super::driver::Job;
 use super::images::tests::png;
 use super::*;
 use crate::sandbox::fake::FakeBackend;
-use crate::sandbox::{Exit, Layer, Preparation};
+use crate::sandbox::{Exit, Layer, OuterMemory, Preparation};
 
 pub(super) struct Setting {
     pub(super) backend: Arc<FakeBackend>,
@@ -359,6 +359,11 @@ async fn a_dead_interpreter_is_reported_at_once_with_what_it_printed() {
             "512 MiB of memory; variables are gone, files",
         ),
         ("oom everywhere", Exit::OutOfMemory { limit: 512 << 20, files_kept: false }, "variables and files are gone"),
+        (
+            "oom outside",
+            Exit::OutOfMemoryOutside { whose: OuterMemory::Machine, files_kept: true },
+            "memory of the machine, or of the control group that the server is in, ran out; variables are gone, files",
+        ),
     ] {
         let setting = setting();
         setting.ok("other", "set x 1").await;

@@ -1691,6 +1691,7 @@ fn describe(exit: Exit) -> String {
         Exit::Signal(11) => "its Python process crashed (signal 11, a fault in native code)".to_owned(),
         Exit::Signal(signal) => format!("its Python process was ended by signal {signal}"),
         Exit::OutOfMemory { limit, .. } => format!("it used more than its {} MiB of memory", limit / (1024 * 1024)),
+        Exit::OutOfMemoryOutside { whose, .. } => format!("its Python process was killed because {whose}"),
         Exit::SandboxGone { .. } => {
             "its sandbox was ended from outside, or the jail or the container engine went away".to_owned()
         }

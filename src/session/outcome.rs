@@ -76,7 +76,7 @@ impl Status {
             Status::Raised(_) => "error",
             Status::TimedOut { .. } => "timeout",
             Status::Cancelled { .. } => "cancelled",
-            Status::Died { exit: Exit::OutOfMemory { .. } } => "out_of_memory",
+            Status::Died { exit: Exit::OutOfMemory { .. } | Exit::OutOfMemoryOutside { .. } } => "out_of_memory",
             Status::Died { .. } => "died",
             Status::Nonsense { .. } => "protocol_error",
             Status::Reset => "reset",

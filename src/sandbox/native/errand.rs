@@ -11,7 +11,6 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
 use async_trait::async_trait;
-use cellblock_jail::cgroup::{Group, OutOfMemory};
 use cellblock_jail::posture::{Expected, Posture};
 use cellblock_jail::wire::{self, Command, ERRAND_BROKEN, ERRAND_NOT_STARTED, ERRAND_STANDS, Slot};
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -21,10 +20,11 @@ use tokio::net::unix::pipe::Receiver;
 use tokio::sync::watch;
 
 use super::STEP_LIMIT;
-use super::sandbox::{check_group, exit_of, next_number, verify};
+use super::sandbox::{Groups, check_group, exit_of, next_number, verify};
+use super::shortage::MemoryWatch;
 use super::warden::{Errand, View, Warden};
 use crate::reaction::within;
-use crate::sandbox::{Exit, LaunchError, Launcher, Process, Program, ProgramError};
+use crate::sandbox::{Exit, LaunchError, Launcher, Process, Program, ProgramError, SandboxLimits};
 
 /// What starts programs in one sandbox.
 pub(super) struct NativeLauncher {
@@ -33,14 +33,14 @@ pub(super) struct NativeLauncher {
     pub(super) view: watch::Receiver<View>,
     /// The number of the last one.
     pub(super) numbers: Arc<AtomicU32>,
-    pub(super) group: Option<Arc<Group>>,
+    pub(super) groups: Groups,
     pub(super) expected: Expected,
     pub(super) host: Posture,
     /// The namespaces of the sandbox.
     pub(super) home: Arc<[PathBuf]>,
     /// The variables of a fresh session.
     pub(super) environment: Arc<Vec<(String, String)>>,
-    pub(super) memory_limit: u64,
+    pub(super) limits: SandboxLimits,
 }
 
 fn failed(error: impl ToString) -> ProgramError {
@@ -56,7 +56,7 @@ impl Launcher for NativeLauncher {
         let input = input.map(|bytes| sealed(c"input", &bytes)).transpose().map_err(failed)?;
         let (report, their_report) = io::pipe().map_err(failed)?;
         let (their_gate, gate) = io::pipe().map_err(failed)?;
-        let doors = match &self.group {
+        let doors = match &self.groups.own {
             Some(group) => group.doors().map_err(failed)?,
             None => Vec::new(),
         };
@@ -67,9 +67,7 @@ impl Launcher for NativeLauncher {
             slot: self.slot,
             number,
             view: self.view.clone(),
-            group: self.group.clone(),
-            out_of_memory_before: self.group.as_ref().map(|group| group.out_of_memory()).unwrap_or_default(),
-            memory_limit: self.memory_limit,
+            memory: MemoryWatch::begin(&self.groups, &self.limits),
         };
         self.warden.expect_errand(self.slot, number);
         let mut passed = vec![plan.as_fd(), their_report.as_fd(), their_gate.as_fd(), output.as_fd(), errors.as_fd()];
@@ -81,7 +79,7 @@ impl Launcher for NativeLauncher {
         let handle = process.made().await?;
         let mut report = Receiver::from_owned_fd(report.into()).map_err(failed)?;
         expect_standing(&mut report).await?;
-        let confined = self.group.as_ref().map_or(Ok(()), |group| check_group(group, &handle));
+        let confined = self.groups.own.as_ref().map_or(Ok(()), |group| check_group(group, &handle));
         confined
             .and_then(|()| verify(&self.warden, &handle, &self.expected, &self.host, &self.home))
             .map_err(refused)?;
@@ -162,9 +160,7 @@ struct NativeProgram {
     slot: Slot,
     number: u32,
     view: watch::Receiver<View>,
-    group: Option<Arc<Group>>,
-    out_of_memory_before: OutOfMemory,
-    memory_limit: u64,
+    memory: MemoryWatch,
 }
 
 impl NativeProgram {
@@ -206,10 +202,7 @@ impl Process for NativeProgram {
             Ok(Some(Errand::Ended(status))) => *status,
             _ => return Exit::Unknown,
         };
-        exit_of(std::os::unix::process::ExitStatusExt::from_raw(status), || {
-            let now = self.group.as_ref()?.out_of_memory();
-            now.happened_since(self.out_of_memory_before).then_some(self.memory_limit)
-        })
+        exit_of(std::os::unix::process::ExitStatusExt::from_raw(status), || self.memory.exit())
     }
 }
 

@@ -3,7 +3,7 @@
 //! `jail` stands the processes of the jail up and knows what they enforce, `warden` speaks with them, `instance` keeps what must be found
 //! again after a crash, `groups` finds a place for control groups and `systemd` is asked for one.
 //! `sandbox` makes one sandbox and checks each interpreter in it against the kernel, `errand`
-//! starts programs beside them; `pool` keeps some ready. This
+//! starts programs beside them, `shortage` tells whose memory ran out; `pool` keeps some ready. This
 //! file joins them into a backend.
 //!
 //! A jail that ends or hangs (`pulse`) takes its sandboxes along. It is reported, removed, and
@@ -18,6 +18,7 @@ mod jail;
 mod pool;
 mod pulse;
 mod sandbox;
+mod shortage;
 mod systemd;
 mod warden;
 

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use cellblock_egress::gateway::{Blocked, Gateway};
 use cellblock_egress::rules::Rules;
-use cellblock_jail::cgroup::{self, Family, Group, OutOfMemory};
+use cellblock_jail::cgroup::{self, Family, Group};
 use cellblock_jail::identity::Identity;
 use cellblock_jail::posture::{Expected, Posture};
 use cellblock_jail::wire::{BEGINNING, Command, Generation, LeftOut, Origin, Programs, Slot};
@@ -33,6 +33,7 @@ use tracing::warn;
 use super::errand::NativeLauncher;
 use super::jail::Jail;
 use super::pulse::{self, Look, Pulse};
+use super::shortage::MemoryWatch;
 use super::warden::{self, Checkpoint, FamilyNumber, Slots, View, Warden};
 use super::{Inner, STEP_LIMIT};
 use crate::reaction::{CpuWaits, within, within_with};
@@ -128,9 +129,9 @@ pub(super) struct NativeSandbox {
 #[derive(Clone, Default)]
 pub(super) struct Groups {
     /// What the interpreter counts against.
-    own: Option<Arc<Group>>,
+    pub(super) own: Option<Arc<Group>>,
     /// What it and all its forks count against.
-    family: Option<Arc<Family>>,
+    pub(super) family: Option<Arc<Family>>,
 }
 
 impl Groups {
@@ -342,7 +343,7 @@ impl NativeSandbox {
     /// Makes an interpreter, checks it while it stands still, and lets it go through its gate. With `keep`, there is a checkpoint of its beginning.
     async fn interpreter_from(&mut self, from: Origin, keep: bool, gate: &[u8]) -> Result<Interpreter, LaunchError> {
         let failed = |error: io::Error| LaunchError::Start { why: error.to_string() };
-        let out_of_memory_before = self.groups.own.as_ref().map(|group| group.out_of_memory()).unwrap_or_default();
+        let memory = MemoryWatch::begin(&self.groups, &self.limits);
         self.generation.0 += 1;
         let generation = self.generation;
         let (mut channel, theirs) = UnixStream::pair().map_err(failed)?;
@@ -378,9 +379,7 @@ impl NativeSandbox {
             init: self.view.borrow().init.clone(),
             files_outlive_it: !self.owns_work_folder,
             view: self.view.clone(),
-            group: self.groups.own.clone(),
-            out_of_memory_before,
-            memory_limit: self.limits.memory,
+            memory,
         };
         let beginning = keep.then_some(CheckpointId(BEGINNING));
         Ok(Interpreter { channel, skew: Duration::ZERO, process: Box::new(process), beginning, files_lost: false })
@@ -549,12 +548,12 @@ impl Sandbox for NativeSandbox {
             slot: self.slot,
             view: self.view.clone(),
             numbers: Arc::clone(&self.errands),
-            group: self.groups.own.clone(),
+            groups: self.groups.clone(),
             expected: Expected { seccomp_filters: self.expected.seccomp_filters.min(FILTERS), ..self.expected },
             host: self.host.clone(),
             home: self.home.clone().unwrap_or_default(),
             environment: Arc::clone(&self.environment),
-            memory_limit: self.limits.memory,
+            limits: self.limits.clone(),
         })
     }
 
@@ -746,9 +745,7 @@ struct NativeProcess {
     /// The work folder is a mount of the operator's.
     files_outlive_it: bool,
     view: watch::Receiver<View>,
-    group: Option<Arc<Group>>,
-    out_of_memory_before: OutOfMemory,
-    memory_limit: u64,
+    memory: MemoryWatch,
 }
 
 #[async_trait]
@@ -769,10 +766,7 @@ impl Process for NativeProcess {
         let gone = Exit::SandboxGone { files_kept: self.files_outlive_it };
         let Some(status) = ended.ok().and_then(|view| view.end_of(generation)) else { return gone };
         let status = std::os::unix::process::ExitStatusExt::from_raw(status);
-        let exit = exit_of(status, || {
-            let now = self.group.as_ref()?.out_of_memory();
-            now.happened_since(self.out_of_memory_before).then_some(self.memory_limit)
-        });
+        let exit = exit_of(status, || self.memory.exit());
         // The kernel ends an init before it kills the processes of its namespace, and kills the
         // processes of a family in the order of their numbers, an init before its interpreters. So
         // whoever was killed because of that finds it exiting.
@@ -780,6 +774,9 @@ impl Process for NativeProcess {
             Exit::Signal(_) if self.sandbox_ended() => gone,
             Exit::OutOfMemory { limit, .. } if self.sandbox_ended() => {
                 Exit::OutOfMemory { limit, files_kept: self.files_outlive_it }
+            }
+            Exit::OutOfMemoryOutside { whose, .. } if self.sandbox_ended() => {
+                Exit::OutOfMemoryOutside { whose, files_kept: self.files_outlive_it }
             }
             exit => exit,
         }
@@ -796,14 +793,10 @@ pub(super) fn next_number(last: &AtomicU32) -> u32 {
     last.fetch_add(1, Ordering::Relaxed) + 1
 }
 
-pub(super) fn exit_of(status: std::process::ExitStatus, out_of_memory: impl Fn() -> Option<u64>) -> Exit {
+pub(super) fn exit_of(status: std::process::ExitStatus, out_of_memory: impl Fn() -> Option<Exit>) -> Exit {
     use std::os::unix::process::ExitStatusExt;
     match (status.signal(), status.code()) {
-        (Some(signal), _) if signal == Signal::KILL.as_raw() => match out_of_memory() {
-            // Only a process ended: the folder is its sandbox's.
-            Some(limit) => Exit::OutOfMemory { limit, files_kept: true },
-            None => Exit::Signal(signal),
-        },
+        (Some(signal), _) if signal == Signal::KILL.as_raw() => out_of_memory().unwrap_or(Exit::Signal(signal)),
         (Some(signal), _) => Exit::Signal(signal),
         (None, Some(code)) => Exit::Code(code),
         (None, None) => Exit::Unknown,

@@ -118,6 +118,7 @@ async fn run(ask: u64, command: &ShellCommand, launcher: Arc<dyn Launcher>, outl
             let most = limit / (1024 * 1024);
             (-9, Some(format!("the command was ended because the session used more than its {most} MiB of memory")))
         }
+        Exit::OutOfMemoryOutside { whose, .. } => (-9, Some(format!("the command was ended because {whose}"))),
         Exit::SandboxGone { .. } | Exit::Unknown => (-9, Some("the command was ended with its sandbox".to_owned())),
     };
     json!({"type": "answer", "ask": ask, "ok": true, "code": code, "text": text})
