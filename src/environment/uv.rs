@@ -127,8 +127,55 @@ pub(super) struct Failure {
 
 impl Failure {
     pub(super) fn during(self, attempt: &str) -> EnvironmentError {
-        EnvironmentError::Installer { attempt: attempt.to_owned(), output: self.output }
+        EnvironmentError::Installer { attempt: attempt.to_owned(), output: shortened(&self.output) }
     }
+}
+
+/// How much of an installer's words an error has. An agent reads it, and pays for it.
+const MOST_LINES: usize = 10;
+const MOST_CHARS: usize = 800;
+
+/// Shortens what an installer said to what happened, with what helps where that is known.
+fn shortened(output: &str) -> String {
+    if let Some(reason) = unreachable_index(output) {
+        return format!(
+            "the package index cannot be reached: {reason}\nSee that the network works and that the index \
+             (UV_DEFAULT_INDEX or PIP_INDEX_URL) and the proxy (HTTPS_PROXY) are right"
+        );
+    }
+    let is_told = |line: &&str| !CHATTER.iter().any(|start| line.trim_start().starts_with(start));
+    let told: Vec<&str> = output.lines().filter(is_told).collect();
+    // A failure begins where it is called one; what comes before is how it went until then.
+    let is_error = |line: &&str| line.to_ascii_lowercase().contains("error") || line.contains('×');
+    let begin = told.iter().position(|line| is_error(line)).unwrap_or(told.len().saturating_sub(MOST_LINES));
+    let text = told[begin..].iter().take(MOST_LINES).copied().collect::<Vec<_>>().join("\n");
+    match text.char_indices().nth(MOST_CHARS) {
+        Some((end, _)) => format!("{} […]", &text[..end]),
+        None => text,
+    }
+}
+
+/// How lines begin that tell of progress.
+const CHATTER: [&str; 8] =
+    ["Using ", "Resolved ", "Downloading ", "Downloaded ", "Prepared ", "Building ", "WARNING: ", "[notice]"];
+
+/// Returns why the index was not reached, if it was not. Both installers name it last in a chain of
+/// causes; pip goes on to say that there is no such package, which it cannot know.
+fn unreachable_index(output: &str) -> Option<String> {
+    let of_pip =
+        output.lines().rev().find_map(|line| line.split_once("after connection broken by ")).map(|(_, error)| {
+            // The words of the innermost exception end with its quote.
+            let words = error.rsplit_once(": /").map_or(error, |(error, _)| error).trim_end_matches('\'');
+            let words = &words[..words.rfind(['\'', '"']).unwrap_or(words.len())];
+            let reason = words.rsplit(": ").next().unwrap_or(words);
+            reason.strip_prefix("[Errno ").and_then(|rest| rest.split_once("] ")).map_or(reason, |(_, reason)| reason)
+        });
+    let of_uv = || {
+        let causes = output.lines().filter_map(|line| line.trim_start().split_once("ause").map(|(_, rest)| rest));
+        let causes = causes.filter_map(|rest| rest.split_once(": ").map(|(_, cause)| cause));
+        causes.last().filter(|_| output.contains("error sending request"))
+    };
+    of_pip.or_else(of_uv).map(|reason| reason.trim().to_owned())
 }
 
 /// Runs a program to its end, gives each line it writes to `line`, and keeps the last lines for the failure.
@@ -331,6 +378,75 @@ mod tests {
             ("installed packages", 28, Some(28)),
         ];
         assert_eq!(told, expected);
+    }
+
+    #[test]
+    fn an_index_that_is_not_reached_is_told_in_one_line_with_what_helps() {
+        let retrying = |error: &str| {
+            let line = format!(
+                "WARNING: Retrying (Retry(total=4, connect=None, read=None, redirect=None, status=None)) after \
+                 connection broken by '{error}': /simple/uv/\n"
+            );
+            line.repeat(5)
+                + "ERROR: Could not find a version that satisfies the requirement uv (from versions: none)\n\
+                   ERROR: No matching distribution found for uv"
+        };
+        let uv = |cause: &str| {
+            format!(
+                "Using CPython 3.11.7 interpreter at: /usr/bin/python\nerror: Request failed after 3 retries in 11.0s\n  \
+                 cause: Failed to fetch: http://index.test/simple/ipython/\n  \
+                 cause: error sending request for url (http://index.test/simple/ipython/)\n  \
+                 cause: client error (Connect)\n  cause: {cause}"
+            )
+        };
+        let older_uv = uv("Connection refused (os error 111)").replace("cause:", "Caused by:");
+        for (output, reason) in [
+            (
+                retrying(
+                    "NewConnectionError('<pip._vendor.urllib3.connection.HTTPConnection object at 0x7f22c7e74250>: \
+                     Failed to establish a new connection: [Errno 111] Connection refused')",
+                ),
+                "Connection refused",
+            ),
+            (
+                retrying(
+                    "ReadTimeoutError(\"HTTPSConnectionPool(host='index.test', port=443): Read timed out. (read \
+                     timeout=15)\")",
+                ),
+                "Read timed out. (read timeout=15)",
+            ),
+            (
+                retrying(
+                    "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify \
+                     failed: self-signed certificate (_ssl.c:1017)'))",
+                ),
+                "self-signed certificate (_ssl.c:1017)",
+            ),
+            (uv("failed to lookup address information: Name or service not known"), "Name or service not known"),
+            (older_uv, "Connection refused (os error 111)"),
+        ] {
+            let told = Failure { output }.during("install uv with pip").to_string();
+            let (first, cure) = told.trim_start_matches("could not install uv with pip:\n").split_once('\n').unwrap();
+            let expected = first.strip_prefix("the package index cannot be reached: ");
+            assert!(expected.is_some_and(|told| told.ends_with(reason)), "{told}");
+            assert!(cure.contains("PIP_INDEX_URL") && told.len() < 300, "{told}");
+        }
+    }
+
+    #[test]
+    fn other_failures_are_told_from_where_they_begin_and_within_a_limit() {
+        let uv = "Using CPython 3.11.7 interpreter at: /usr/bin/python\nerror: No solution found when resolving \
+                  dependencies\n  cause: Because nosuch was not found in the package registry, no.";
+        assert_eq!(shortened(uv), uv.split_once('\n').unwrap().1);
+        let missing = "ERROR: No matching distribution found for uv";
+        assert_eq!(shortened(missing), missing, "an index that answers is not called unreachable");
+        assert_eq!(
+            shortened("it ended with exit status: 1 and said nothing"),
+            "it ended with exit status: 1 and said nothing"
+        );
+        let long: String = (0..500).map(|number| format!("error {number} {}\n", "x".repeat(200))).collect();
+        assert!(shortened(&long).chars().count() < MOST_CHARS + 10);
+        assert!(shortened(&long).starts_with("error 0 "));
     }
 
     #[tokio::test]
