@@ -335,13 +335,39 @@ async fn reason(error: &Error, complaints: Option<&Complaints>) -> String {
     said.unwrap_or_else(|| told(error))
 }
 
-/// The error and its causes in one line.
-fn told(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(inner) = cause {
-        text = format!("{text}: {inner}");
-        cause = inner.source();
+/// Why an attempt failed, in one line. The HTTP client wraps the reason in several errors of its
+/// own that only say that something failed, so of those the innermost cause is told alone.
+fn told(error: &(dyn std::error::Error + 'static)) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    let texts: Vec<String> = causes.map(ToString::to_string).collect();
+    let is_http = matches!(error.downcast_ref::<Error>(), Some(Error::HyperLegacyError { .. }));
+    match texts.last() {
+        Some(innermost) if is_http => innermost.clone(),
+        _ => texts.join(": "),
     }
-    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn an_engine_that_cannot_be_reached_is_told_without_the_layers_of_the_http_client() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("engine.sock");
+        // Nobody listens there any more.
+        drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+        let refused = Engine::connect(EngineKind::Docker, &EngineAddress::Unix(socket)).await;
+        let Err(EngineError::Unreachable { why, .. }) = refused else { panic!("there is no engine") };
+        assert_eq!(why, "Connection refused (os error 111)");
+    }
+
+    #[test]
+    fn other_errors_are_told_with_their_causes() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("ca.pem cannot be used")]
+        struct Outer(#[source] std::io::Error);
+        let inner = std::io::Error::other("it holds no certificate");
+        assert_eq!(told(&Outer(inner)), "ca.pem cannot be used: it holds no certificate");
+    }
 }

@@ -15,6 +15,7 @@ use futures_util::{Stream, StreamExt};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
+use tracing::debug;
 
 use super::engine::{Attached, Engine, EngineError};
 use super::spec::{self, LABEL_IMAGE, LABEL_ROLE, LABEL_RUNNER, ROLE_RUNNER};
@@ -118,7 +119,8 @@ pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, Str
             Err(_) => return Err(format!("looking at the image {name} took longer than {} s", PATIENCE.as_secs())),
         }
     }
-    Err(format!("the image {name} has no Python that could be started ({})", failures.join("; ")))
+    debug!(image = name, failures = failures.join("; "), "no Python in the image");
+    Err(format!("the image {name} has no Python that could be started"))
 }
 
 enum Failure {
