@@ -98,7 +98,12 @@ impl Drop for Instance {
 
 fn sweep(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
-        let path = entry?.path();
+        let entry = entry?;
+        // A folder or a pipe is not an entry of a server, whoever put it here.
+        if !entry.file_type()?.is_file() {
+            continue;
+        }
+        let path = entry.path();
         if let Ok(file) = File::open(&path) {
             sweep_entry(&path, &file)?;
         }
@@ -198,6 +203,18 @@ mod tests {
         drop(live);
         drop(second);
         assert_eq!(fs::read_dir(folder.path().join("instances")).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_folder_or_a_pipe_among_the_entries_does_not_keep_a_server_from_starting() {
+        let folder = tempfile::tempdir().unwrap();
+        let entries = folder.path().join("instances");
+        fs::create_dir_all(entries.join("folder/deep")).unwrap();
+        rustix::fs::mkfifoat(rustix::fs::CWD, entries.join("pipe"), rustix::fs::Mode::RUSR).unwrap();
+        fs::write(entries.join("cellblock-0-0"), "").unwrap();
+        let live = Instance::register(folder.path()).unwrap();
+        assert!(live.file.exists() && entries.join("folder/deep").exists());
+        assert!(!entries.join("cellblock-0-0").exists(), "what a dead server left is still removed"); // control
     }
 
     #[test]
