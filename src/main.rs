@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+use std::io::Write;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -13,7 +14,8 @@ fn main() -> ExitCode {
         // Becomes a server of another maker, which ends with whoever started it.
         Some(argument) if argument == cellblock::app::WRAPPER_ARGUMENT => {
             let error = cellblock_upstream::exec_with_parent(std::env::args_os().skip(2));
-            eprintln!("cellblock: the program could not be started: {error}");
+            // Standard error may be closed, and then `eprintln!` would panic.
+            let _ = writeln!(std::io::stderr(), "cellblock: the program could not be started: {error}");
             ExitCode::from(127)
         }
         _ => cellblock::app::main(),

@@ -20,7 +20,7 @@
 //! hear something through them before relying on them.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -233,7 +233,8 @@ pub(crate) fn told(result: io::Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("cellblock: doors were not opened: {error}");
+            // Standard error may be closed, and then `eprintln!` would panic.
+            let _ = writeln!(io::stderr(), "cellblock: doors were not opened: {error}");
             ExitCode::FAILURE
         }
     }

@@ -7,7 +7,7 @@
 //! On a server that runs as root the guardian keeps root's rights, because only they can make id-mapped mounts; it does so when the
 //! warden asks. It never touches anything a session can write to.
 
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::ExitCode;
 
@@ -46,7 +46,8 @@ pub fn main() -> ExitCode {
     match run(&lifeline) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("cellblock: the jail's guardian ended: {error}");
+            // Standard error may be closed, and then `eprintln!` would panic.
+            let _ = writeln!(io::stderr(), "cellblock: the jail's guardian ended: {error}");
             ExitCode::FAILURE
         }
     }
