@@ -219,7 +219,22 @@ fn an_operator_cannot_stop_a_keeper_at_work_by_accident() {
     assert_eq!((code, printed.contains("has ended")), (Some(0), true), "{errors}");
     ends(&keeper, PATIENCE);
     assert_eq!(scene.status(), None);
-    assert!(scene.stop(&[]).1.contains("there is no keeper"));
+    let (code, printed, errors) = scene.stop(&[]);
+    assert_eq!((code, printed.as_str()), (Some(2), ""), "there is nothing left to stop");
+    assert!(errors.contains(&format!("there is no keeper {}", scene.name)), "{errors}");
+}
+
+#[test]
+fn a_server_that_ends_says_which_sessions_go_on_and_how_to_end_them() {
+    let scene = Scene::new();
+    // The keeper writes to the log of the first server, which started it.
+    let first = scene.server();
+    assert_eq!(run(&first, "a", "1"), "1");
+    let second = scene.server();
+    assert_eq!(run(&second, "b", "2"), "2");
+    let log = second.finish();
+    let told = format!("2 sessions go on; `cellblock keeper stop {}` ends them", scene.name);
+    assert!(log.contains(&told), "{log}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! All tests that need the real program, in one binary so that it is linked once.
 //!
 //! `support` holds the mechanics. `contract` runs the same cases on every backend, `containers` what only containers have; `expectations` has what programs rely on; `posture` and `attacks` look at a session from inside and
-//! out; `approvals` has a person behind the client, who decides; `auth` meets a real issuer of tokens; `branching` copies sessions; `faults` takes processes and resources away under a server; `network` reaches out of them, with `secrets` in its hands; `stdio`, `cli`, `audit`,
+//! out; `approvals` has a person behind the client, who decides; `auth` meets a real issuer of tokens; `branching` copies sessions; `faults` takes processes and resources away under a server; `network` reaches out of them, with `secrets` in its hands; `stdio`, `cli`, `cli_words`, `audit`,
 //! `keeper`, `leaks`, `images` and `profiles` use the built program as its users do; `upstream` has sessions call tools of another MCP server; `clients` and `conformance` are other people's programs; `tidy` reads the tree.
 
 mod approvals;
@@ -10,6 +10,7 @@ mod audit;
 mod auth;
 mod branching;
 mod cli;
+mod cli_words;
 mod clients;
 mod conformance;
 mod containers;

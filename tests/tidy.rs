@@ -120,18 +120,35 @@ fn no_module_is_a_drawer_for_everything() {
     assert_none(found.collect(), "find the room that owns it");
 }
 
+/// The sources of the program without their tests.
+fn program_sources() -> impl Iterator<Item = Source> {
+    let is_program = |source: &Source| {
+        let folder = source.path.split("src/").next().unwrap_or_default();
+        let is_ours = ["", "egress/", "jail/", "json/", "typed/", "upstream/"].contains(&folder);
+        is_ours && !["/tests.rs", "/fixtures.rs"].iter().any(|end| source.path.ends_with(end))
+    };
+    rust().filter(is_program).map(|source| {
+        // What follows the tests' heading runs in no server.
+        let text = source.text.split("#[cfg(test)]\nmod ").next().unwrap_or_default().to_owned();
+        Source { text, ..source }
+    })
+}
+
 #[test]
 fn every_channel_of_the_server_is_bounded() {
     let unbounded =
         [["unbounded", "_channel"].concat(), ["Unbounded", "Sender"].concat(), ["mpsc::channel", "()"].concat()];
-    let sources = rust().filter(|source| source.path.starts_with("src/")).map(|source| {
-        // What follows the tests' heading runs in no server.
-        let text = source.text.split("#[cfg(test)]\nmod ").next().unwrap_or_default().to_owned();
-        Source { text, ..source }
-    });
-    let sources = sources.filter(|source| !source.path.ends_with("/tests.rs"));
+    let sources = program_sources().filter(|source| source.path.starts_with("src/"));
     let found = offences(sources, |_, line| unbounded.iter().any(|word| code(line).contains(word.as_str())));
     assert_none(found, "a channel has a bound, so that a slow reader slows its writer");
+}
+
+#[test]
+fn nothing_panics_because_its_output_is_closed() {
+    let prints = [["print", "ln!("].concat(), ["print", "!("].concat()];
+    let found = offences(program_sources(), |_, line| prints.iter().any(|word| code(line).contains(word.as_str())));
+    assert_none(found, "these macros panic when the reader is gone; see src/app/output.rs");
+    assert!(program_sources().count() > 100, "the rule looks at the program"); // control
 }
 
 #[test]
@@ -288,7 +305,7 @@ fn commands_in_documents_exist() {
             let mut words =
                 command.split_whitespace().take_while(|word| word.chars().all(|letter| letter.is_ascii_lowercase()));
             let mut path: Vec<&str> = words.by_ref().take(1).collect();
-            if matches!(path[..], ["env"] | ["audit"] | ["key"] | ["keeper"] | ["packages"]) {
+            if matches!(path[..], ["env"] | ["audit"] | ["config"] | ["image"] | ["key"] | ["keeper"] | ["packages"]) {
                 path.extend(words.by_ref().take(1));
             }
             let (status, help, errors) = finished(program().args(&path).arg("--help"));

@@ -2,7 +2,7 @@
 //!
 //! What is printed came from callers. It is written as JSON writes it, so that it can neither move the cursor nor begin a line.
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -15,18 +15,9 @@ use crate::audit::verify::{Known, Line, Lines, Report, verify};
 
 /// Carries out the command. A log that is not as it was written is status 1, one that cannot be read an error.
 pub(super) fn execute(command: AuditCommand, output: &mut impl Write) -> anyhow::Result<ExitCode> {
-    let done = match command {
+    match command {
         AuditCommand::Verify(arguments) => execute_verify(&arguments, output),
         AuditCommand::Show(arguments) => show(&arguments, output).map(|()| ExitCode::SUCCESS),
-    };
-    match done {
-        // A reader that has gone away has seen enough.
-        Err(error)
-            if error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe) =>
-        {
-            Ok(ExitCode::SUCCESS)
-        }
-        done => done,
     }
 }
 

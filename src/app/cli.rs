@@ -2,9 +2,13 @@
 //!
 //! Flags that are settings are handed on as they were written; `config` lays them over the file and the environment and checks them.
 
+use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::{ArgGroup, Args, Parser, Subcommand};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{ArgGroup, Args, CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
 
 use crate::audit::Kind;
 use crate::audit::verify::Noted;
@@ -22,6 +26,61 @@ pub(super) struct Arguments {
     pub general: GeneralArguments,
     #[command(subcommand)]
     pub command: Command,
+    /// Every flag as it was typed, without its value.
+    #[arg(skip)]
+    typed: BTreeSet<String>,
+}
+
+impl Arguments {
+    /// Reads the command line of this process. Prints and ends it where help or a mistake is the
+    /// answer.
+    pub(super) fn of_this_process() -> Arguments {
+        Arguments::read(std::env::args_os().collect()).unwrap_or_else(|answer| answer.exit())
+    }
+
+    fn read(line: Vec<OsString>) -> Result<Arguments, clap::Error> {
+        let words = line.iter().skip(1).filter_map(|word| word.to_str()).take_while(|word| *word != "--");
+        let flags = words.filter(|word| word.starts_with("--"));
+        let typed = flags.map(|flag| flag.split('=').next().unwrap_or(flag).to_owned()).collect();
+        let arguments = Arguments::try_parse_from(&line).map_err(with_likely_names)?;
+        Ok(Arguments { typed, ..arguments })
+    }
+
+    /// Returns a script that completes commands and flags in a shell.
+    pub(super) fn completions(shell: Shell) -> Vec<u8> {
+        let mut script = Vec::new();
+        clap_complete::generate(shell, &mut Arguments::command(), "cellblock", &mut script);
+        script
+    }
+}
+
+/// Leaves of the commands that an error suggests those that a mistyped word can have meant. The
+/// parser suggests every name with a few of the same letters.
+fn with_likely_names(mut error: clap::Error) -> clap::Error {
+    if error.kind() != ErrorKind::InvalidSubcommand {
+        return error;
+    }
+    let typed = match error.get(ContextKind::InvalidSubcommand) {
+        Some(ContextValue::String(typed)) => typed.to_ascii_lowercase(),
+        _ => return error,
+    };
+    if let Some(ContextValue::Strings(names)) = error.remove(ContextKind::SuggestedSubcommand) {
+        let likely: Vec<String> = names.into_iter().filter(|name| is_likely(&typed, name)).collect();
+        if !likely.is_empty() {
+            error.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(likely));
+        }
+    }
+    error
+}
+
+/// Tells whether somebody who typed one word can have meant the other: one typing mistake in every
+/// three letters, or a name that is cut short or goes on.
+fn is_likely(typed: &str, name: &str) -> bool {
+    const LEAST_COMMON: usize = 3;
+    let shorter = typed.len().min(name.len());
+    let mistakes = strsim::damerau_levenshtein(typed, name);
+    let goes_on = shorter >= LEAST_COMMON && (typed.starts_with(name) || name.starts_with(typed));
+    goes_on || mistakes <= (shorter / 3).max(1)
 }
 
 const EXAMPLES: &str = "\
@@ -30,6 +89,7 @@ Examples:
   cellblock run analysis.py --workspace .     run a script that can see this folder
   cellblock mcp --workspace ~/work            serve an MCP client over standard input and output
   cellblock doctor                            show what this machine can enforce
+  cellblock config show                       show all settings, and where each was written
 
 Every flag can also be a line of the configuration file or a variable: --memory 2G, \"memory: 2G\", CELLBLOCK_MEMORY=2G.
 Flags win over variables, variables over the file.";
@@ -79,12 +139,64 @@ pub(super) enum Command {
     /// Show and stop the processes that keep sessions while their server restarts
     #[command(subcommand, arg_required_else_help = true)]
     Keeper(KeeperCommand),
+    /// Check the configuration, or show all settings and where each was written
+    #[command(subcommand, arg_required_else_help = true)]
+    Config(ConfigCommand),
+    /// Print a script that completes commands and flags in a shell
+    #[command(after_help = COMPLETIONS_EXAMPLES)]
+    Completions {
+        /// The shell
+        shell: Shell,
+    },
+    /// Print the version
+    Version,
     /// The same as "image build", under the name that ipybox has for it
     #[command(hide = true)]
     Build(ImageArguments),
     /// Remove what nothing uses, where "ipybox cleanup" removes containers; see docs/migrate/ipybox.md
     #[command(hide = true)]
     Cleanup(IpyboxCleanupArguments),
+}
+
+const COMPLETIONS_EXAMPLES: &str = "\
+Examples:
+  source <(cellblock completions bash)                                        in ~/.bashrc
+  cellblock completions zsh > ~/.zfunc/_cellblock                             with ~/.zfunc in fpath
+  cellblock completions fish > ~/.config/fish/completions/cellblock.fish";
+
+#[derive(Subcommand)]
+pub(super) enum ConfigCommand {
+    /// Check the configuration file together with the variables, and make nothing
+    #[command(after_help = CHECK_EXAMPLES)]
+    Check {
+        /// The configuration file [default: --config, $CELLBLOCK_CONFIG, then the usual place]
+        #[arg(value_name = "FILE")]
+        file: Option<PathBuf>,
+    },
+    /// Show the settings that a server would have, and where each was written; secrets are hidden
+    #[command(after_help = CONFIG_EXAMPLES)]
+    Show(ConfigShowArguments),
+}
+
+const CHECK_EXAMPLES: &str = "\
+Example:
+  cellblock config check new.yaml && mv new.yaml ~/.config/cellblock/config.yaml
+
+The exit status is 0 if a server would start with it, 2 if not. Variables of the environment count too: they win over the file.";
+
+const CONFIG_EXAMPLES: &str = "\
+Examples:
+  cellblock config show
+  cellblock config show --profile pyexec --memory 1G          with flags, as \"cellblock serve\" would have them
+  cellblock config show --json | jq .memory";
+
+#[derive(Args)]
+pub(super) struct ConfigShowArguments {
+    /// Print the settings as JSON
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    server: ServeArguments,
 }
 
 /// What `ipybox cleanup` takes.
@@ -698,13 +810,12 @@ impl Arguments {
         let flags = Flags::default()
             .single(Key::LogLevel, self.general.log_level.clone())
             .single(Key::LogFormat, self.general.log_format.clone());
-        match &self.command {
+        let flags = match &self.command {
             Command::Mcp(McpArguments { other, sandbox, branching, watch, upstream, keeping }) => {
                 keeping.add_to(watch.add_to(upstream.add_to(branching.add_to(sandbox.add_to(other.add_to(flags))))))
             }
-            Command::Serve(ServeArguments { service, sandbox, branching, watch, upstream, keeping }) => {
-                service.add_to(keeping.add_to(watch.add_to(upstream.add_to(branching.add_to(sandbox.add_to(flags))))))
-            }
+            Command::Serve(serve) => serve.add_to(flags),
+            Command::Config(ConfigCommand::Show(show)) => show.server.add_to(flags),
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
             Command::Doctor(DoctorArguments { backend, container_tag, runtime, .. }) => flags
                 .single(Key::Backend, backend.clone())
@@ -717,8 +828,19 @@ impl Arguments {
             | Command::Packages(_)
             | Command::Build(_)
             | Command::Cleanup(_)
+            | Command::Config(ConfigCommand::Check { .. })
+            | Command::Completions { .. }
+            | Command::Version
             | Command::Keeper(_) => flags,
-        }
+        };
+        flags.as_typed(&self.typed)
+    }
+}
+
+impl ServeArguments {
+    fn add_to(&self, flags: Flags) -> Flags {
+        let ServeArguments { service, sandbox, branching, watch, upstream, keeping } = self;
+        service.add_to(keeping.add_to(watch.add_to(upstream.add_to(branching.add_to(sandbox.add_to(flags))))))
     }
 }
 
@@ -815,12 +937,10 @@ impl KeepingArguments {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     fn parse(line: &[&str]) -> Result<Arguments, clap::Error> {
-        Arguments::try_parse_from(["cellblock"].iter().chain(line))
+        Arguments::read(["cellblock"].iter().chain(line).map(OsString::from).collect())
     }
 
     fn source(line: &[&str]) -> Option<CodeSource> {
@@ -896,11 +1016,20 @@ mod tests {
             &["build", "-t", "a/b:c", "-d", "dependencies.txt", "-r"],
             &["build"],
             &["cleanup", "-a", "a/b:c"],
+            &["config", "check"],
+            &["config", "check", "new.yaml"],
+            &["config", "show", "--json", "--memory", "1G", "--listen", "8001"],
+            &["completions", "bash"],
+            &["version"],
         ] {
             assert!(parse(line).is_ok(), "{line:?}");
         }
         for line in [
             &["fly"][..],
+            &["config"],
+            &["config", "show", "extra"],
+            &["completions"],
+            &["completions", "command.com"],
             &["mcp", "--allow-missing", "roof"],
             &["env", "remove"],
             &["env", "show"],
@@ -944,6 +1073,54 @@ mod tests {
         };
         assert!(told(&["mcp", "--sandbox"]).is_empty(), "code is in a sandbox, as it says");
         assert_eq!(told(&["mcp", "--tool-server-port", "1", "--kernel-gateway-host", "x"]).len(), 2);
+    }
+
+    #[test]
+    fn an_unknown_command_is_answered_with_what_was_likely_meant_and_nothing_else() {
+        let hint = |word: &str| {
+            let answer = parse(&[word]).err().expect("it is not a command").to_string();
+            let (_, hint) = answer.split_once("exist")?;
+            Some(
+                hint.lines()
+                    .next()
+                    .unwrap_or_default()
+                    .trim_start_matches("s:")
+                    .trim_start_matches(':')
+                    .trim()
+                    .to_owned(),
+            )
+        };
+        for (word, meant) in [
+            ("docter", "'doctor'"),
+            ("serv", "'serve'"),
+            ("kepeer", "'keeper'"),
+            ("environment", "'env'"),
+            ("completion", "'completions'"),
+            ("Run", "'run'"),
+        ] {
+            assert_eq!(hint(word).as_deref(), Some(meant), "{word}");
+        }
+        for word in ["repl", "shell", "uninstall", "upgrade", "fly", "ls"] {
+            assert_eq!(hint(word), None, "{word}");
+        }
+        let nested = parse(&["keeper", "stauts"]).err().unwrap().to_string();
+        assert!(nested.contains("'status'"), "{nested}");
+    }
+
+    #[test]
+    fn other_spellings_of_flags_are_known_to_the_settings() {
+        let serve = Arguments::command().find_subcommand("serve").unwrap().clone();
+        let mut written: Vec<(String, String)> = Vec::new();
+        for flag in serve.get_arguments() {
+            let aliases = flag.get_all_aliases().unwrap_or_default();
+            let long = flag.get_long().unwrap_or_default();
+            written.extend(aliases.iter().map(|alias| (format!("--{long}"), format!("--{alias}"))));
+        }
+        written.sort();
+        let mut known: Vec<(String, String)> =
+            Key::ALIASES.iter().map(|(key, alias)| (key.flag().to_owned(), (*alias).to_owned())).collect();
+        known.sort();
+        assert_eq!(written, known);
     }
 
     #[test]

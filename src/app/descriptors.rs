@@ -23,21 +23,43 @@ pub(super) fn raise_limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
+/// Where the limit can be raised.
+const CURE: &str = "raise it where this program is started, for example with `ulimit -Hn 4096`, \
+    `LimitNOFILE=4096` in a systemd unit, or `--ulimit nofile=4096` for a container";
+
 /// Refuses a limit with which no session could ever start.
 pub(super) fn check(limit: u64) -> anyhow::Result<()> {
     anyhow::ensure!(
         limit >= LEAST,
-        "only {limit} files may be open at once, and sessions need a limit of at least {LEAST}; raise it where this program \
-         is started, for example with `ulimit -Hn 4096`, `LimitNOFILE=4096` in a systemd unit, or `--ulimit nofile=4096` for \
-         a container"
+        "only {limit} files may be open at once, and sessions need a limit of at least {LEAST}; {CURE}"
     );
     Ok(())
+}
+
+/// Returns how many native sessions fit.
+pub(super) fn fitting(limit: u64) -> usize {
+    match limit {
+        ..LEAST => 0,
+        limit => usize::try_from((limit - OWN) / PER_SESSION).unwrap_or(usize::MAX),
+    }
+}
+
+/// Says in one line how many files may be open, and whether that is enough for `wanted` sessions.
+pub(super) fn summary(limit: u64, wanted: usize) -> String {
+    let limit_text = if limit == u64::MAX { "no limit".to_owned() } else { format!("{limit} at once") };
+    match fitting(limit) {
+        0 => format!("{limit_text}, too few for any session, which need at least {LEAST}; {CURE}"),
+        fitting if fitting < wanted => {
+            format!("{limit_text}, enough for {fitting} sessions of the {wanted} in max_sessions; {CURE}")
+        }
+        _ => format!("{limit_text}, enough for the {wanted} sessions of max_sessions"),
+    }
 }
 
 /// Returns how many sessions there may be, with a warning when that is less than what was asked
 /// for.
 pub(super) fn sessions_within(limit: u64, wanted: usize) -> usize {
-    let fitting = usize::try_from(limit.saturating_sub(OWN) / PER_SESSION).unwrap_or(usize::MAX);
+    let fitting = fitting(limit);
     if fitting < wanted {
         let needed = OWN + PER_SESSION * wanted as u64;
         tracing::warn!(
@@ -70,5 +92,13 @@ mod tests {
         assert_eq!(sessions_within(1_024, 64), 64);
         assert_eq!(sessions_within(u64::MAX, 10_000), 10_000);
         assert_eq!(sessions_within(0, 5), 0);
+    }
+
+    #[test]
+    fn a_limit_is_told_with_what_it_is_enough_for() {
+        assert_eq!(summary(4_096, 64), "4096 at once, enough for the 64 sessions of max_sessions");
+        assert!(summary(1_024, 250).starts_with("1024 at once, enough for 84 sessions of the 250 in max_sessions; "));
+        assert!(summary(512, 1).starts_with("512 at once, too few for any session"));
+        assert!(summary(u64::MAX, 64).starts_with("no limit, enough"));
     }
 }

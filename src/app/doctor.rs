@@ -10,7 +10,8 @@ use cellblock_jail::probe;
 use serde_json::json;
 
 use super::cli::DoctorArguments;
-use super::{Warmth, containers, native_settings, packages_command, print};
+use super::output::print;
+use super::{Warmth, containers, descriptors, native_settings, packages_command};
 use crate::config::{BackendChoice, Containers, Settings};
 use crate::environment;
 use crate::sandbox::container::{Examined, Finding, Found, examine};
@@ -23,6 +24,8 @@ struct Report {
     engine: Vec<Finding>,
     /// What a sandbox was, if one was tried.
     tried: Option<Result<Isolation, LaunchError>>,
+    /// How many files this process may have open at once.
+    open_files: u64,
     usable: bool,
 }
 
@@ -39,8 +42,11 @@ pub(super) async fn execute(arguments: &DoctorArguments, settings: &Settings) ->
     };
     let is_whole = |isolation: &Isolation| isolation.first_unallowed(&settings.allow_missing).is_none();
     let usable = tried.as_ref().is_some_and(|tried| tried.as_ref().is_ok_and(is_whole));
-    let report = Report { engine, tried, usable };
-    print(&if arguments.json { as_json(&report)? } else { as_text(&report, settings)? })?;
+    let open_files = descriptors::raise_limit();
+    let is_native = matches!(settings.backend, BackendChoice::Native);
+    let usable = usable && (!is_native || descriptors::fitting(open_files) > 0);
+    let report = Report { engine, tried, open_files, usable };
+    print(&if arguments.json { as_json(&report, settings)? } else { as_text(&report, settings)? })?;
     Ok(if usable { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -68,7 +74,7 @@ async fn container_trial(settings: &Settings, choice: &Containers) -> anyhow::Re
     Ok(tried)
 }
 
-fn as_json(report: &Report) -> anyhow::Result<String> {
+fn as_json(report: &Report, settings: &Settings) -> anyhow::Result<String> {
     let mut told = match &report.tried {
         Some(Ok(isolation)) => json!({ "usable": report.usable, "layers": isolation.layers }),
         Some(Err(error)) => json!({ "usable": false, "error": error.to_string(), "cure": cure(error) }),
@@ -76,6 +82,9 @@ fn as_json(report: &Report) -> anyhow::Result<String> {
     };
     if !report.engine.is_empty() {
         told["engine"] = json!(report.engine);
+    } else {
+        let fitting = descriptors::fitting(report.open_files).min(settings.max_sessions);
+        told["open_files"] = json!({ "limit": report.open_files, "sessions": fitting });
     }
     Ok(serde_json::to_string_pretty(&told)? + "\n")
 }
@@ -110,6 +119,7 @@ fn as_text(report: &Report, settings: &Settings) -> Result<String, std::fmt::Err
     if is_native {
         writeln!(text, "\nPython environments: {}", environments(settings))?;
         writeln!(text, "Packages of sessions: {}", packages_command::summary(settings))?;
+        writeln!(text, "Open files: {}", descriptors::summary(report.open_files, settings.max_sessions))?;
     }
     let usable = report.usable;
     let verdict = if usable { "Sessions can be started." } else { "Sessions cannot be started as things are." };

@@ -9,7 +9,8 @@ use serde_json::json;
 use tokio::sync::watch;
 
 use super::cli::{BuildArguments, EnvCommand};
-use super::progress;
+use super::output::Interrupted;
+use super::{asked_to_end, progress};
 use crate::config::Settings;
 use crate::config::quantity::format_size;
 use crate::environment::{
@@ -41,7 +42,11 @@ pub(super) async fn execute(
 
 async fn build(arguments: &BuildArguments, settings: &Settings, output: &mut (dyn Write + Send)) -> anyhow::Result<()> {
     let wish = wanted(arguments, settings)?;
-    let (spec, environment) = fulfil_with_progress(wish, settings).await?;
+    let (spec, environment) = tokio::select! {
+        built = fulfil_with_progress(wish, settings) => built?,
+        // What was begun is dropped, and with it the installer and its folders.
+        _ = asked_to_end() => return Err(Interrupted.into()),
+    };
     let packages = spec.requirements().join(", ");
     writeln!(output, "{} is ready: Python {}, {packages}", spec.name, environment.python_version)?;
     Ok(())

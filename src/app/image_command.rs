@@ -8,9 +8,9 @@ use serde_json::json;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use super::asked_to_end;
 use super::cli::{EngineArguments, ImageArguments, ImageCommand};
-use super::progress;
+use super::output::Interrupted;
+use super::{asked_to_end, progress};
 use crate::config::quantity::format_size;
 use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{EnvironmentProgress, EnvironmentSpec, Input, Lockfile, spec};
@@ -76,7 +76,11 @@ async fn build(arguments: &ImageArguments, settings: &Settings, output: &mut (dy
             cancelled.cancel();
             work.await
         }
-    }?;
+    };
+    let text = match text {
+        Err(ImageError::Cancelled) => return Err(anyhow!(Interrupted).context("no image was made")),
+        text => text?,
+    };
     output.write_all(text.as_bytes())?;
     Ok(())
 }

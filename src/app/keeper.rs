@@ -5,20 +5,27 @@
 
 use std::io::Read;
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
+use futures_util::future::join_all;
 use tracing::{error, info};
 
 use super::cli::KeeperCommand;
-use super::{House, Warmth, approvals, asked_to_end, house, kept_settings, print, set_up_servers};
+use super::output::{print, say};
+use super::{House, Warmth, approvals, asked_to_end, house, kept_settings, set_up_servers};
 use crate::config::{HandOver, Settings};
-use crate::keeper::{self, Client, KeeperName, KeeperSettings, Kept, Post, Status, StopAnswer, Terms};
+use crate::keeper::{self, AttachError, Client, KeeperName, KeeperSettings, Kept, Post, Status, StopAnswer, Terms};
 use crate::session::{LimitSetup, Refused, SessionAccess};
 
 /// A configuration file with all its environments has a few kilobytes.
 const LARGEST_HAND_OVER: u64 = 16 << 20;
+
+/// How long a server that ends waits for its keeper to say what goes on. It is told from memory.
+const STATUS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Whether a command keeps sessions when nobody says so.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,10 +102,19 @@ impl Home {
 
     /// Ends the sessions of this process. Those that are kept go on, with their cells, and hear
     /// nothing more.
-    pub(super) async fn leave(&self) {
+    pub(super) async fn leave(&self, runtime_dir: &Path) {
         match self {
             Home::Here(house) => house.shut_down().await,
-            Home::Kept(client) => client.leave(),
+            Home::Kept(client) => {
+                let name = client.keeper();
+                let status = tokio::time::timeout(STATUS_TIMEOUT, keeper::ask_status(runtime_dir, &name)).await;
+                client.leave();
+                if let Ok(Ok(Some(status))) = status
+                    && let Some(told) = what_goes_on(&name, &status)
+                {
+                    info!(sessions = status.sessions, "{told}");
+                }
+            }
         }
     }
 }
@@ -175,16 +191,25 @@ async fn hold(settings: &Settings, listener: UnixListener) -> anyhow::Result<Exi
 
 async fn status(settings: &Settings, json: bool) -> anyhow::Result<ExitCode> {
     let mut alive = Vec::new();
-    for name in keeper::keepers_in(&settings.runtime_dir) {
-        match keeper::ask_status(&settings.runtime_dir, &name).await {
+    for (name, answer) in ask_all(settings).await {
+        match answer {
             Ok(Some(status)) => alive.push((name, status)),
             // It died and left its socket, which the next one replaces.
             Ok(None) => {}
-            Err(error) => eprintln!("cellblock: {:#}", anyhow::Error::new(error)),
+            Err(error) => say(format_args!("cellblock: {:#}", anyhow::Error::new(error))),
         }
     }
     print(&if json { as_json(&alive) } else { as_text(&alive) })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Asks all keepers at the same time, so that those that do not answer cost one timeout together.
+async fn ask_all(settings: &Settings) -> Vec<(KeeperName, Result<Option<Status>, AttachError>)> {
+    let ask = async |name: KeeperName| {
+        let answer = keeper::ask_status(&settings.runtime_dir, &name).await;
+        (name, answer)
+    };
+    join_all(keeper::keepers_in(&settings.runtime_dir).into_iter().map(ask)).await
 }
 
 fn as_json(alive: &[(KeeperName, Status)]) -> String {
@@ -224,7 +249,12 @@ fn as_text(alive: &[(KeeperName, Status)]) -> String {
 async fn stop(settings: &Settings, name: &KeeperName, now: bool) -> anyhow::Result<ExitCode> {
     match keeper::ask_to_stop(&settings.runtime_dir, name, now).await? {
         Some(StopAnswer::Stopping) => print(&format!("{name} has ended, and its sessions with it\n"))?,
-        None => print(&format!("there is no keeper {name}\n"))?,
+        None => {
+            let answers = ask_all(settings).await;
+            let others =
+                answers.iter().filter(|(_, answer)| !matches!(answer, Ok(None))).map(|(name, _)| name.as_str());
+            bail!("there is no keeper {name}; {}", known(&others.collect::<Vec<_>>()))
+        }
         Some(StopAnswer::Busy { running }) => {
             bail!("code is running in {running} sessions; wait for it, or interrupt it with --now")
         }
@@ -232,10 +262,68 @@ async fn stop(settings: &Settings, name: &KeeperName, now: bool) -> anyhow::Resu
     Ok(ExitCode::SUCCESS)
 }
 
+/// Names the keepers that there are.
+fn known(names: &[&str]) -> String {
+    match names {
+        [] => "no sessions are kept".to_owned(),
+        names => format!("there are: {}", names.join(", ")),
+    }
+}
+
+/// Says which sessions outlive their server, and how to end them; nothing when there are none.
+fn what_goes_on(name: &KeeperName, status: &Status) -> Option<String> {
+    let sessions = match status.sessions {
+        0 => return None,
+        1 => "1 session goes on".to_owned(),
+        many => format!("{many} sessions go on"),
+    };
+    let running = match status.running {
+        0 => String::new(),
+        running => format!(" ({running} running)"),
+    };
+    Some(format!(
+        "{sessions}{running}; `cellblock keeper stop {name}` ends {}",
+        if status.sessions == 1 { "it" } else { "them" }
+    ))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::config::tests_support::settings_below;
+
+    /// Keepers that take connections and say nothing, as stopped ones do, cost one timeout together.
+    #[tokio::test(start_paused = true)]
+    async fn keepers_that_do_not_answer_are_asked_at_the_same_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let settings = settings_below(folder.path());
+        let sockets = settings.runtime_dir.join("keeper");
+        std::fs::create_dir_all(&sockets).unwrap();
+        let silent = ["a", "b", "c"].map(|name| UnixListener::bind(sockets.join(format!("{name}.socket"))).unwrap());
+        let before = tokio::time::Instant::now();
+        let first = ask_all(&settings).await;
+        let together = before.elapsed();
+        assert_eq!(first.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["a", "b", "c"]);
+        assert!(first.iter().all(|(_, answer)| matches!(answer, Err(AttachError::Silent { .. }))));
+        std::fs::remove_file(sockets.join("b.socket")).unwrap();
+        std::fs::remove_file(sockets.join("c.socket")).unwrap();
+        let before = tokio::time::Instant::now();
+        assert_eq!(ask_all(&settings).await.len(), 1);
+        assert_eq!(together, before.elapsed(), "three take as long as one");
+        drop(silent);
+    }
+
+    #[test]
+    fn sessions_that_outlive_their_server_are_told_with_the_way_to_end_them() {
+        let told = |sessions, running| {
+            let (protocol, build, process, fronts) = (keeper::PROTOCOL, String::new(), 1, 1);
+            let status = Status { protocol, build, process, age: Duration::ZERO, sessions, running, fronts };
+            what_goes_on(&"serve".parse().unwrap(), &status)
+        };
+        assert_eq!(told(0, 0), None);
+        assert_eq!(told(1, 0).unwrap(), "1 session goes on; `cellblock keeper stop serve` ends it");
+        assert_eq!(told(3, 2).unwrap(), "3 sessions go on (2 running); `cellblock keeper stop serve` ends them");
+    }
 
     #[test]
     fn what_is_handed_over_is_not_printed() {

@@ -6,6 +6,7 @@
 mod approvals;
 mod audit_command;
 mod cli;
+mod config_command;
 mod containers;
 mod descriptors;
 mod doctor;
@@ -17,6 +18,7 @@ mod kept_settings;
 mod key_command;
 mod memory;
 mod network;
+mod output;
 mod packages;
 mod packages_command;
 mod progress;
@@ -35,13 +37,13 @@ use std::time::Duration;
 
 use anyhow::Context;
 use cellblock_jail::wire::{Bind, OperatorMount};
-use clap::Parser;
 use tokio::sync::watch;
 
 use self::cli::{Arguments, Command, KeeperCommand};
 pub use self::containers::OwnSupplies;
 use self::keeper::KeepByDefault;
 use self::network::WayOut;
+use self::output::{print, standard_output};
 use self::packages::Packages;
 use self::upstream::Upstreams;
 pub use self::upstream::WRAPPER_ARGUMENT;
@@ -59,18 +61,31 @@ use crate::telemetry::{self, TelemetrySettings};
 
 /// Runs the program.
 pub fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = Arguments::of_this_process();
     match carry_out(arguments) {
         Ok(status) => status,
-        Err(error) => {
-            eprintln!("cellblock: {error:#}");
-            ExitCode::from(2)
-        }
+        Err(error) => output::failure(&error),
     }
 }
 
 fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     let flags = arguments.flags();
+    // These work whatever the settings are, or are about them.
+    match &arguments.command {
+        Command::Version => {
+            print(concat!("cellblock ", env!("CARGO_PKG_VERSION"), "\n"))?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        Command::Completions { shell } => {
+            standard_output().write_all(&Arguments::completions(*shell))?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        Command::Config(command) => {
+            print(&config_command::execute(command, arguments.general.config.as_deref(), flags)?)?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        _ => {}
+    }
     // A keeper takes everything from the server that starts it, before there is a second thread.
     let inheritance = match arguments.command {
         Command::Keeper(KeeperCommand::Hold) => Some(keeper::inherit()?),
@@ -117,23 +132,24 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             }
             Command::Run(run) => run::execute(&run, settings).await,
             Command::Doctor(doctor) => doctor::execute(&doctor, &settings).await,
-            Command::Audit(command) => audit_command::execute(command, &mut std::io::stdout()),
-            Command::Key(command) => key_command::execute(&command, &mut std::io::stdout()).map(|()| ExitCode::SUCCESS),
+            Command::Audit(command) => audit_command::execute(command, &mut standard_output()),
+            Command::Key(command) => key_command::execute(&command, &mut standard_output()).map(|()| ExitCode::SUCCESS),
             Command::Env(command) => {
-                env_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
+                env_command::execute(command, &settings, &mut standard_output()).await.map(|()| ExitCode::SUCCESS)
             }
             Command::Image(command) => {
-                image_command::execute(command, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
+                image_command::execute(command, &settings, &mut standard_output()).await.map(|()| ExitCode::SUCCESS)
             }
             Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
             Command::Build(build) => {
                 let build = cli::ImageCommand::Build(build);
-                image_command::execute(build, &settings, &mut std::io::stdout()).await.map(|()| ExitCode::SUCCESS)
+                image_command::execute(build, &settings, &mut standard_output()).await.map(|()| ExitCode::SUCCESS)
             }
             Command::Cleanup(cleanup) => {
                 print(&ipybox_commands::clean_up(&cleanup, &settings)?)?;
                 Ok(ExitCode::SUCCESS)
             }
+            Command::Version | Command::Completions { .. } | Command::Config(_) => unreachable!("done above"),
             Command::Packages(command) => {
                 print(&packages_command::execute(&command, &settings)?)?;
                 Ok(ExitCode::SUCCESS)
@@ -155,14 +171,6 @@ fn open_audit(settings: &Settings) -> anyhow::Result<Audit> {
         Some(log) => Audit::open(&log.file, log.settings)?,
         None => Audit::off(),
     })
-}
-
-/// Prints to standard output. A reader that has gone away has seen enough.
-fn print(text: &str) -> std::io::Result<()> {
-    match std::io::stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-        printed => printed,
-    }
 }
 
 /// They cost a process of 100 KiB each and save a burst of new sessions a few milliseconds.

@@ -1,7 +1,7 @@
 //! `cellblock run`: runs code once in a fresh sandbox, prints what it printed, and saves its images.
 //!
-//! Exit status: 0 when the code ended well, 1 when it raised, 124 when it was stopped after its time, 125 when its interpreter died, 2 when
-//! nothing could be run.
+//! Exit status: 0 when the code ended well, 1 when it raised, 124 when it was stopped after its
+//! time, 125 when its interpreter died, 130 when it was interrupted, 2 when nothing could be run.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -9,16 +9,18 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::asked_to_end;
 use super::cli::{CodeSource, RunArguments};
+use super::output::{INTERRUPTED, Interrupted, say, standard_error, standard_output};
 use super::{Warmth, backend, progress, sessions};
 use crate::config::Settings;
 use crate::sandbox::Exit;
 use crate::session::{
-    Asking, ExecuteRequest, Image, InsidePath, Outcome, Part, Principal, SessionId, Sessions, StateAfter, Status,
-    Stream,
+    Asking, ExecuteRequest, Image, InsidePath, Outcome, Part, Principal, Refused, SessionId, Sessions, StateAfter,
+    Status, Stream,
 };
 
 /// A terminal shows everything; this only keeps a runaway loop from filling memory.
@@ -32,6 +34,19 @@ pub(super) async fn execute(arguments: &RunArguments, settings: Settings) -> any
     let backend = backend(&settings, Warmth::OneShot, None)?;
     let shown = tokio::spawn(progress::show(backend.preparation()));
     let sessions = sessions(&settings, Warmth::OneShot, backend, None, None)?;
+    let ran = carry_out(arguments, &settings, &sessions, (name, code), shown).await;
+    // Also when nobody reads the output any more: the sandbox and its traces go with it.
+    sessions.shut_down().await;
+    ran
+}
+
+async fn carry_out(
+    arguments: &RunArguments,
+    settings: &Settings,
+    sessions: &Sessions,
+    (name, code): (String, String),
+    shown: JoinHandle<()>,
+) -> anyhow::Result<ExitCode> {
     let cancel = CancellationToken::new();
     let interrupted = cancel.clone();
     tokio::spawn(async move {
@@ -49,22 +64,18 @@ pub(super) async fn execute(arguments: &RunArguments, settings: Settings) -> any
     let (owner, session) = (Principal::local(), SessionId::default_session());
     let ran = sessions.execute(&owner, &session, request, cancel).await;
     shown.abort();
-    let status = match &ran {
-        Ok(outcome) => {
-            let folder = arguments.output_dir.clone().unwrap_or_else(|| PathBuf::from("."));
-            print(outcome, &folder, &name)?;
-            if settings.workspace.is_none() {
-                keep_files(&sessions, &owner, &session, outcome, arguments.output_dir.as_deref()).await?;
-            }
-            exit_status(&outcome.status)
-        }
-        Err(refused) => {
-            eprintln!("cellblock: {refused}");
-            ExitCode::from(2)
-        }
+    let outcome = match ran {
+        Ok(outcome) => outcome,
+        // The code had not begun: Python was still being prepared.
+        Err(Refused::CancelledWhileWaiting) => return Err(Interrupted.into()),
+        Err(refused) => return Err(refused.into()),
     };
-    sessions.shut_down().await;
-    Ok(status)
+    let folder = arguments.output_dir.clone().unwrap_or_else(|| PathBuf::from("."));
+    print(&outcome, &folder, &name)?;
+    if settings.workspace.is_none() {
+        keep_files(sessions, &owner, &session, &outcome, arguments.output_dir.as_deref()).await?;
+    }
+    Ok(exit_status(&outcome.status))
 }
 
 /// Returns the code and a name for the files it makes.
@@ -85,7 +96,7 @@ fn read_code(source: &CodeSource) -> anyhow::Result<(String, String)> {
 }
 
 fn print(outcome: &Outcome, folder: &Path, name: &str) -> anyhow::Result<()> {
-    let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
+    let (mut out, mut err) = (standard_output(), standard_error());
     let mut images = 0;
     for part in &outcome.output.parts {
         match part {
@@ -131,10 +142,10 @@ async fn keep_files(
     let Some(made) = outcome.files.as_ref().filter(|files| !files.created.is_empty()) else { return Ok(()) };
     let Some(folder) = folder else {
         let names: Vec<&str> = made.created.iter().map(|file| file.path.as_str()).collect();
-        eprintln!(
+        say(format_args!(
             "cellblock: files left in the sandbox are gone: {} (keep them with --output-dir DIR or --workspace DIR)",
             names.join(", ")
-        );
+        ));
         return Ok(());
     };
     for file in &made.created {
@@ -142,7 +153,7 @@ async fn keep_files(
         let Ok(path) = file.path.parse::<InsidePath>() else { continue };
         let target = folder.join(path.as_str());
         if target.exists() {
-            eprintln!("cellblock: {} exists and was not replaced", target.display());
+            say(format_args!("cellblock: {} exists and was not replaced", target.display()));
             continue;
         }
         fs::create_dir_all(target.parent().unwrap_or(folder))?;
@@ -150,8 +161,8 @@ async fn keep_files(
             .await
             .with_context(|| format!("could not save {}", target.display()))?;
         match sessions.read_file(owner, session, &path, LARGEST_FILE, &mut sink).await {
-            Ok(_) => eprintln!("[file saved as {}]", target.display()),
-            Err(refused) => eprintln!("cellblock: {refused}"),
+            Ok(_) => say(format_args!("[file saved as {}]", target.display())),
+            Err(refused) => say(format_args!("cellblock: {refused}")),
         }
     }
     Ok(())
@@ -172,6 +183,9 @@ fn ending(status: &Status) -> Option<String> {
         Status::Died { exit: Exit::OutOfMemory { limit, .. } } => {
             Some(format!("the code needed more than its {} MiB of memory (see --memory)", limit >> 20))
         }
+        Status::Died { exit: Exit::OutOfMemoryOutside { whose, .. } } => {
+            Some(format!("Python was killed because {whose}"))
+        }
         Status::Died { exit: Exit::SandboxGone { .. } } => {
             Some("the sandbox was ended from outside, or the jail or the container engine went away".to_owned())
         }
@@ -184,7 +198,7 @@ fn exit_status(status: &Status) -> ExitCode {
         Status::Completed => ExitCode::SUCCESS,
         Status::Raised(_) => ExitCode::from(1),
         Status::TimedOut { .. } => ExitCode::from(124),
-        Status::Cancelled { .. } => ExitCode::from(130),
+        Status::Cancelled { .. } => ExitCode::from(INTERRUPTED),
         _ => ExitCode::from(125),
     }
 }

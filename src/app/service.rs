@@ -92,7 +92,7 @@ pub(super) async fn serve(
         again = asked_to_end() => warn!(signal = again, "asked again; ending at once"),
     }
     end.cancel();
-    home.leave().await;
+    home.leave(&settings.runtime_dir).await;
     audit.note(Event::new(ServerStopped { reason: signal.into() }));
     Ok(ExitCode::SUCCESS)
 }

@@ -40,7 +40,7 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
         }
     };
     let served = served.map_err(anyhow::Error::from);
-    home.leave().await;
+    home.leave(&settings.runtime_dir).await;
     let reason = served.as_ref().map_or("the connection failed", |reason| *reason);
     audit.note(Event::new(ServerStopped { reason: reason.into() }));
     served.map(|_| ExitCode::SUCCESS)

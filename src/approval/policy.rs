@@ -40,6 +40,16 @@ impl Policy {
         self.rules.push((rule, place.to_owned()));
     }
 
+    /// What is so when no rule fits.
+    pub fn defaults(&self) -> Defaults {
+        self.defaults
+    }
+
+    /// The number of rules.
+    pub fn rules(&self) -> usize {
+        self.rules.len()
+    }
+
     /// Returns what is said about a subject. The first rule that fits decides; of several packages, the one that is treated most strictly.
     pub fn verdict(&self, subject: &Subject) -> Verdict {
         match subject {

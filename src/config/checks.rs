@@ -29,7 +29,7 @@ use super::profiles::{self, Surroundings};
 use super::quantity::{format_duration, format_size, parse_duration, parse_size};
 use super::{
     ConfigError, HandOver, InvalidValue, Mount, PackageIndex, Packages, Profile, Quotas, Settings, Undo, Variables,
-    dotenv,
+    dotenv, in_plain_words,
 };
 use crate::environment::{EnvironmentName, EnvironmentSpec, PythonRequest, spec};
 use crate::keeper::KeeperName;
@@ -71,10 +71,12 @@ const LEAST_MEMORY: u64 = 64 * MIB;
 const MOST_VARIANTS: usize = 16;
 
 /// Prefix of variables that are passed on to the inside without it.
-const PASSED_ON: &str = "KERNEL_ENV_";
+pub(super) const PASSED_ON: &str = "KERNEL_ENV_";
 
 /// Makes checked settings of all sources. It looks at no file but those it reads through `read` and those that hold secrets, and makes nothing.
-pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, ConfigError> {
+///
+/// Returns what they were made of as well.
+pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<(Settings, Merged), ConfigError> {
     let Sources { file, variables: surroundings, flags, machine } = sources;
     let file = file.map(|(path, text)| layers::from_file(&path, &text)).transpose()?.unwrap_or_default();
     let (environment, unknown) = layers::from_environment(&surroundings)?;
@@ -144,7 +146,7 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
     let network = check.network(&secrets, &mut notices)?;
     let (upstreams, servers_file) = check.upstreams(&surroundings, read)?;
 
-    Ok(Settings {
+    let settings = Settings {
         environment: check.environment_name()?,
         described: environments.keys().cloned().collect(),
         environments,
@@ -191,7 +193,8 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<Settings, C
         keep_sessions: check.switch(Key::KeepSessions)?,
         keeper: check.keeper()?,
         hand_over: HandOver::default(),
-    })
+    };
+    Ok((settings, check.written))
 }
 
 /// Cells that run at once for each core. Many cells wait for the network or for a file; those that compute share the cores by time.
@@ -459,16 +462,18 @@ impl Check<'_> {
         }
         surroundings.iter().for_each(|(name, value)| pass_on(name, value));
 
+        let origin = self.written.texts(Key::EnvFiles)?.map(|(origin, _)| origin.clone());
         for (_, path) in self.paths(Key::EnvFiles)?.unwrap_or_default() {
-            let text = match read(NamedFile::ByOperator(&path)) {
-                Ok(Some(text)) => text,
-                Ok(None) => return Err(ConfigError::Unreadable { path, cause: io::ErrorKind::NotFound.into() }),
-                Err(cause) => return Err(ConfigError::Unreadable { path, cause }),
+            let unreadable = |cause: io::Error| {
+                let origin = origin.clone().expect("a file that is named was named somewhere");
+                ConfigError::NamedFile { origin, path: path.clone(), cause: in_plain_words(cause) }
             };
+            let text = read(NamedFile::ByOperator(&path)).map_err(unreadable)?;
+            let text = text.ok_or_else(|| unreadable(io::ErrorKind::NotFound.into()))?;
             let entries = dotenv::parse(&text).map_err(|cause| ConfigError::EnvFile { path: path.clone(), cause })?;
             for (name, value) in entries {
                 if value.contains('\0') {
-                    return Err(ConfigError::Unreadable { path, cause: io::Error::other("a value holds a NUL byte") });
+                    return Err(unreadable(io::Error::other("a value holds a NUL byte")));
                 }
                 variables.set(name, value);
             }
@@ -648,6 +653,7 @@ fn within<T: PartialOrd, E: Display>(reading: Result<T, E>, range: &RangeInclusi
 
 #[cfg(test)]
 pub(super) mod tests {
+    use super::super::shown::{self, ShownSetting};
     use super::*;
 
     /// One case: sources in, settings out.
@@ -690,11 +696,22 @@ pub(super) mod tests {
         }
 
         pub(in crate::config) fn result(self) -> Result<Settings, ConfigError> {
+            self.settled().map(|(settings, _)| settings)
+        }
+
+        fn settled(self) -> Result<(Settings, Merged), ConfigError> {
             let files = self.files;
             settle(self.sources, &|file| {
                 let (NamedFile::ByOperator(path) | NamedFile::InWorkspace(path)) = file;
                 Ok(files.get(path).cloned())
             })
+        }
+
+        /// The settings as they are shown.
+        pub(in crate::config) fn shown(self) -> Vec<ShownSetting> {
+            let variables = self.sources.variables.clone();
+            let (settings, written) = self.settled().expect("it should be accepted");
+            shown::settings(&settings, &written, &variables)
         }
 
         pub(in crate::config) fn settings(self) -> Settings {

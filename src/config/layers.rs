@@ -5,7 +5,7 @@
 //!
 //! `Key::TABLE` is the one list of all settings.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -217,7 +217,7 @@ impl Key {
         format!("{PREFIX}{}", self.name().to_ascii_uppercase())
     }
 
-    fn flag(self) -> &'static str {
+    pub(crate) fn flag(self) -> &'static str {
         self.row().2
     }
 
@@ -237,6 +237,17 @@ impl Key {
     /// The flags that settings can be written as.
     pub fn flags() -> impl Iterator<Item = &'static str> {
         Key::TABLE.iter().map(|row| row.2).filter(|flag| !flag.is_empty())
+    }
+
+    /// Other spellings of flags: the names that they have in servers that profiles stand in for.
+    pub(crate) const ALIASES: [(Key, &'static str); 3] = [
+        (Key::Mounts, "--container-bind"),
+        (Key::Variables, "--container-env-var"),
+        (Key::EnvFiles, "--container-env-file"),
+    ];
+
+    pub(super) fn all() -> impl Iterator<Item = Key> {
+        Key::TABLE.iter().map(|row| row.0)
     }
 
     pub(crate) fn names() -> impl Iterator<Item = &'static str> {
@@ -328,6 +339,20 @@ impl Flags {
         if !values.is_empty() {
             let values = values.into_iter().map(Written::Text).collect();
             self.0.0.push((key, Origin::Flag(key.flag()), Written::List(values)));
+        }
+        self
+    }
+
+    /// Names flags as they were typed. `typed` has every flag of the command line. Where both
+    /// spellings of a flag were used, the usual one stands for all its values.
+    pub fn as_typed(mut self, typed: &BTreeSet<String>) -> Flags {
+        for (key, origin, _) in &mut self.0.0 {
+            let alias = Key::ALIASES.iter().find(|(known, alias)| known == key && typed.contains(*alias));
+            if let Some((_, alias)) = alias
+                && !typed.contains(key.flag())
+            {
+                *origin = Origin::Flag(alias);
+            }
         }
         self
     }

@@ -20,6 +20,7 @@ mod folders;
 mod layers;
 mod profiles;
 pub mod quantity;
+mod shown;
 mod variables;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -47,10 +48,12 @@ use crate::sandbox::{LayerKind, SandboxLimits};
 use crate::telemetry::LogFormat;
 use checks::{NamedFile, Sources};
 use folders::Machine;
+use layers::Merged;
 
 pub use checks::{LOG_LEVELS, SecretProblem};
 pub use dotenv::DotenvError;
 pub use layers::{Flags, Key, Origin};
+pub use shown::ShownSetting;
 pub use variables::Variables;
 
 /// Everything an operator can choose, checked.
@@ -341,6 +344,13 @@ pub enum ConfigError {
         #[source]
         cause: io::Error,
     },
+    #[error("{origin}: could not read {}", path.display())]
+    NamedFile {
+        origin: Origin,
+        path: PathBuf,
+        #[source]
+        cause: io::Error,
+    },
     #[error("{}: {why}", Origin::File { path: path.clone(), line: *line })]
     Yaml { path: PathBuf, line: Option<u64>, why: String },
     #[error("{origin}: there is no setting \"{key}\"{}", did_you_mean(nearest.as_deref()))]
@@ -414,16 +424,62 @@ fn in_brackets(why: Option<&str>) -> String {
     why.map(|why| format!(" ({why})")).unwrap_or_default()
 }
 
+/// Says the usual failures of files as a person would.
+fn in_plain_words(error: io::Error) -> io::Error {
+    let words = match error.kind() {
+        io::ErrorKind::NotFound => "no such file",
+        io::ErrorKind::PermissionDenied => "this user may not read it",
+        io::ErrorKind::IsADirectory => "it is a folder",
+        _ => return error,
+    };
+    io::Error::new(error.kind(), words)
+}
+
 /// Reads the real file, environment and machine, checks everything, and makes the folders that settings name.
 ///
 /// `config_file` is the file named by a flag. It must exist; so must one named by `CELLBLOCK_CONFIG`. The usual place may be empty.
 pub fn load(config_file: Option<&Path>, flags: Flags) -> Result<Settings, ConfigError> {
     let file = config_text(config_file, &own_variables(), &current_dir()?)?;
-    load_handed_over(HandOver { file, flags: flags.given() })
+    let hand_over = HandOver { file: file.clone(), flags: flags.given() };
+    let (settings, _) = read(file, flags, Folders::Made)?;
+    Ok(Settings { hand_over, ..settings })
 }
 
 /// Checks what another process of this program was given. The environment and the current folder must be the same as there.
 pub fn load_handed_over(hand_over: HandOver) -> Result<Settings, ConfigError> {
+    let HandOver { file, flags } = hand_over.clone();
+    let (settings, _) = read(file, Flags::from(flags), Folders::Made)?;
+    Ok(Settings { hand_over, ..settings })
+}
+
+/// What a configuration says, looked at without making anything.
+pub struct Inspection {
+    /// The configuration file that was read.
+    pub file: Option<PathBuf>,
+    /// Every setting, by name.
+    pub settings: Vec<ShownSetting>,
+    /// What was coped with.
+    pub notices: Vec<String>,
+}
+
+/// Reads and checks the same as [`load`], and makes no folder.
+pub fn inspect(config_file: Option<&Path>, flags: Flags) -> Result<Inspection, ConfigError> {
+    let variables = own_variables();
+    let file = config_text(config_file, &variables, &current_dir()?)?;
+    let path = file.as_ref().map(|(path, _)| path.clone());
+    let (settings, written) = read(file, flags, Folders::LookedAt)?;
+    let shown = shown::settings(&settings, &written, &variables);
+    Ok(Inspection { file: path, settings: shown, notices: settings.notices })
+}
+
+/// What happens to folders that settings name and that are missing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Folders {
+    Made,
+    LookedAt,
+}
+
+fn read(file: Option<(PathBuf, String)>, flags: Flags, folders: Folders) -> Result<(Settings, Merged), ConfigError> {
     let (variables, current_dir) = (own_variables(), current_dir()?);
     let machine = Machine {
         cores: std::thread::available_parallelism().map_or(1, usize::from),
@@ -432,13 +488,11 @@ pub fn load_handed_over(hand_over: HandOver) -> Result<Settings, ConfigError> {
         current_dir,
     };
     let user_id = machine.user_id;
-    let HandOver { file, flags } = hand_over.clone();
-    let sources = Sources { file, variables, flags: Flags::from(flags), machine };
-    let mut settings = checks::settle(sources, &read_named_file)?;
-    settings.hand_over = hand_over;
-    make_folders(&mut settings, user_id)?;
+    let sources = Sources { file, variables, flags, machine };
+    let (mut settings, written) = checks::settle(sources, &read_named_file)?;
+    settle_folders(&mut settings, user_id, folders)?;
     know_built_environments(&mut settings)?;
-    Ok(settings)
+    Ok((settings, written))
 }
 
 /// The configuration file and the flags as they were read. With the environment, which a child process has anyway, they are all that settings are made of.
@@ -490,7 +544,7 @@ fn config_text(
     match std::fs::read_to_string(&path) {
         Ok(text) => Ok(Some((path, text))),
         Err(error) if may_be_missing && error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(cause) => Err(ConfigError::Unreadable { path, cause }),
+        Err(cause) => Err(ConfigError::Unreadable { path, cause: in_plain_words(cause) }),
     }
 }
 
@@ -519,26 +573,34 @@ fn read_named_file(file: NamedFile<'_>) -> io::Result<Option<String>> {
     Ok(Some(text))
 }
 
-fn make_folders(settings: &mut Settings, user_id: u32) -> Result<(), ConfigError> {
+/// Makes the folders that settings name, or only looks at them, and refuses what must not be shown.
+fn settle_folders(settings: &mut Settings, user_id: u32, folders: Folders) -> Result<(), ConfigError> {
     fn folder_error(key: &'static str, path: &Path) -> impl FnOnce(io::Error) -> ConfigError {
         let path = path.to_owned();
         move |cause| ConfigError::Folder { key, path, cause }
     }
-    settings.data_dir =
-        folders::make_shared(&settings.data_dir).map_err(folder_error("data_dir", &settings.data_dir))?;
-    folders::make_private(&settings.runtime_dir, user_id)
-        .map_err(folder_error("runtime_dir", &settings.runtime_dir))?;
-    settings.runtime_dir =
-        folders::existing_folder(&settings.runtime_dir).map_err(folder_error("runtime_dir", &settings.runtime_dir))?;
+    let shared = |path: &Path| match folders {
+        // A folder that would be made has no links yet.
+        Folders::LookedAt if !path.exists() => Ok(path.to_owned()),
+        Folders::LookedAt => folders::existing_folder(path),
+        Folders::Made => folders::make_shared(path),
+    };
+    settings.data_dir = shared(&settings.data_dir).map_err(folder_error("data_dir", &settings.data_dir))?;
+    if folders == Folders::Made {
+        folders::make_private(&settings.runtime_dir, user_id)
+            .map_err(folder_error("runtime_dir", &settings.runtime_dir))?;
+    }
+    settings.runtime_dir = shared(&settings.runtime_dir).map_err(folder_error("runtime_dir", &settings.runtime_dir))?;
     if let Some(workspace) = &mut settings.workspace {
-        *workspace = folders::make_shared(workspace).map_err(folder_error("workspace", workspace))?;
+        *workspace = shared(workspace).map_err(folder_error("workspace", workspace))?;
     }
     for directory in &mut settings.allowed_dirs {
-        *directory = folders::existing_folder(directory).map_err(folder_error("allowed_dirs", directory))?;
+        let is_workspace = settings.workspace.as_ref() == Some(directory);
+        let real = if is_workspace { shared(directory) } else { folders::existing_folder(directory) };
+        *directory = real.map_err(folder_error("allowed_dirs", directory))?;
     }
     for mount in &mut settings.mounts {
-        let real =
-            if mount.writable { folders::make_shared(&mount.host) } else { folders::existing_folder(&mount.host) };
+        let real = if mount.writable { shared(&mount.host) } else { folders::existing_folder(&mount.host) };
         mount.host = real.map_err(folder_error("mounts", &mount.host))?;
     }
     settings.auth.shown = checks::auth::shown_folders(settings);
@@ -620,7 +682,8 @@ pub(crate) mod tests_support {
         let machine =
             Machine { cores: 1, user_id: 1, current_dir: base.to_owned(), temporary_dir: base.join("temporary") };
         let sources = Sources { file: None, variables, flags: Flags::default(), machine };
-        let mut settings = checks::settle(sources, &|_| Ok(None)).expect("nothing is written that could be refused");
+        let (mut settings, _) =
+            checks::settle(sources, &|_| Ok(None)).expect("nothing is written that could be refused");
         settings.data_dir = base.join("data");
         settings
     }
@@ -635,7 +698,7 @@ mod tests {
         let mut settings = settings_below(base);
         settings.workspace = workspace.map(Path::to_owned);
         settings.mounts = mounts;
-        make_folders(&mut settings, rustix::process::geteuid().as_raw())
+        settle_folders(&mut settings, rustix::process::geteuid().as_raw(), Folders::Made)
     }
 
     #[test]
@@ -664,7 +727,7 @@ mod tests {
             settings.workspace = Some(base.join("work"));
             settings.mounts = vec![Mount { host: base.join("readable"), inside: "x".into(), writable: false }];
             settings.audit = Some(AuditLog { file: base.join(file), settings: AuditSettings::default() });
-            make_folders(&mut settings, rustix::process::geteuid().as_raw())
+            settle_folders(&mut settings, rustix::process::geteuid().as_raw(), Folders::Made)
         };
         outcome("logs/audit.jsonl").unwrap();
         for (file, setting) in
@@ -673,6 +736,24 @@ mod tests {
             let Err(ConfigError::AuditShown { key, .. }) = outcome(file) else { panic!("{file} was accepted") };
             assert_eq!(key, setting);
         }
+    }
+
+    #[test]
+    fn looking_at_folders_makes_none_and_refuses_the_same() {
+        let base = tempfile::tempdir().unwrap();
+        let base = base.path().canonicalize().unwrap();
+        let look = |workspace: &str| {
+            let mut settings = settings_below(&base);
+            settings.workspace = Some(base.join(workspace));
+            settings.allowed_dirs = vec![base.join(workspace)];
+            settle_folders(&mut settings, rustix::process::geteuid().as_raw(), Folders::LookedAt)
+        };
+        look("work").unwrap();
+        assert!(matches!(look("data/deep"), Err(ConfigError::Overlap { key: "workspace", .. })));
+        std::fs::write(base.join("file"), "").unwrap();
+        assert!(matches!(look("file"), Err(ConfigError::Folder { key: "workspace", .. })));
+        let made: Vec<_> = std::fs::read_dir(&base).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(made, ["file"]);
     }
 
     #[test]
@@ -712,7 +793,7 @@ mod tests {
             let mut settings = settings_below(&base);
             settings.secret_files = vec![base.join(file)];
             change(&mut settings);
-            match make_folders(&mut settings, rustix::process::geteuid().as_raw()) {
+            match settle_folders(&mut settings, rustix::process::geteuid().as_raw(), Folders::Made) {
                 Ok(()) => None,
                 Err(ConfigError::SecretShown { key, .. }) => Some(key),
                 Err(other) => panic!("{other}"),
