@@ -108,10 +108,8 @@ fn an_interruption_while_an_environment_is_built_is_told_as_such() {
         let errors = String::from_utf8_lossy(&ended.stderr).into_owned();
         assert_eq!((ended.status.code(), ended.stdout.len()), (INTERRUPTED, 0), "{arguments:?}: {errors}");
         assert!(errors.ends_with("cellblock: interrupted\n"), "{arguments:?}: {errors}");
-        let left = fs::read_dir(unbuilt.folder.path().join("data/environments")).into_iter().flatten().flatten();
-        let left: Vec<_> =
-            left.map(|entry| entry.file_name()).filter(|name| name.as_encoded_bytes()[0] != b'.').collect();
-        assert!(left.is_empty(), "{arguments:?} left {left:?}");
+        let (_, listed, _) = finished(program_below(&unbuilt.folder.path().join("data")).args(["env", "list"]));
+        assert!(listed.starts_with("no environment has been built yet"), "{arguments:?} left {listed}");
     }
 }
 
@@ -303,7 +301,7 @@ impl OuterGroup {
             Some(own) => (Path::new("/sys/fs/cgroup/memory").join(own), "memory.limit_in_bytes"),
             None => (Path::new("/sys/fs/cgroup").join(own("")?), "memory.max"),
         };
-        let group = OuterGroup(parent.join(format!("outer-{}", std::process::id())));
+        let group = OuterGroup(parent.join(format!("outer-{}-{bytes}", std::process::id())));
         fs::create_dir(&group.0).ok()?;
         // Swap would only make it slow. Not every kernel counts it.
         for swap in ["memory.swap.max", "memory.swappiness"] {
