@@ -28,10 +28,9 @@ pub(super) fn execute(command: &ConfigCommand, named: Option<&Path>, flags: Flag
 }
 
 fn verdict(inspection: &Inspection) -> String {
-    let written = inspection.settings.iter().filter(|setting| !setting.origins.is_empty()).count();
     match &inspection.file {
-        Some(file) => format!("{} can be used; {written} settings are written, there or elsewhere\n", file.display()),
-        None => format!("there is no configuration file; {written} settings are written elsewhere\n"),
+        Some(file) => format!("{} can be used\n", file.display()),
+        None => "there is no configuration file; what is written elsewhere can be used\n".to_owned(),
     }
 }
 

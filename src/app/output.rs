@@ -2,7 +2,8 @@
 //!
 //! A command that prints ends quietly when its reader is gone, as in `cellblock env show … | head`,
 //! with the status that a shell gives a program that SIGPIPE ended. The signal itself stays ignored:
-//! a write to a jail or an engine that is gone must be an error, not the end of this process.
+//! a write to a jail or an engine that is gone must be an error, not the end of this process
+//! (docs/decisions/0034).
 //!
 //! Nothing here panics. `eprintln!` and `println!` do when the other end is closed.
 

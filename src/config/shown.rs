@@ -338,7 +338,8 @@ mod tests {
         );
         let case = case()
             .yaml(&yaml)
-            .variable("VALUE", SECRET)
+            // A secret whose value code inside could see would be refused.
+            .variable("VALUE", &format!("{SECRET}-of-the-api"))
             .variable("KERNEL_ENV_OTHER", SECRET)
             .variable("OTEL_EXPORTER_OTLP_ENDPOINT", &format!("https://me:{SECRET}@collector.test"));
         let shown = shown(case);
