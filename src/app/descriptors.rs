@@ -97,7 +97,7 @@ mod tests {
     #[test]
     fn a_limit_is_told_with_what_it_is_enough_for() {
         assert_eq!(summary(4_096, 64), "4096 at once, enough for the 64 sessions of max_sessions");
-        assert!(summary(1_024, 250).starts_with("1024 at once, enough for 84 sessions of the 250 in max_sessions; "));
+        assert!(summary(1_024, 250).starts_with("1024 at once, enough for 76 sessions of the 250 in max_sessions; "));
         assert!(summary(512, 1).starts_with("512 at once, too few for any session"));
         assert!(summary(u64::MAX, 64).starts_with("no limit, enough"));
     }
