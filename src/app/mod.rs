@@ -401,6 +401,11 @@ fn mcp_settings(settings: &Settings, front: Front, keep: KeepByDefault) -> anyho
         network: settings.network.rules.clone(),
         other_hosts: other_hosts(settings),
         can_install: can_install(settings),
+        packages: match settings.backend {
+            BackendChoice::Native => settings.environment_spec().packages_for_code(),
+            // Those of the image, which nobody has asked yet.
+            BackendChoice::Containers(_) => Vec::new(),
+        },
         state_key: approvals::state_key(settings, keep.decides(settings))?,
         sessions_outlive_server: keep.decides(settings),
         ..McpSettings::default()

@@ -63,9 +63,8 @@ pub struct EnvironmentSpec {
     pub python: PythonRequest,
 }
 
-/// What the usual environment holds.
-const SCIENCE: [&str; 13] = [
-    "ipython",
+/// What the usual environment holds for code: what models reach for first.
+const SCIENCE: [&str; 22] = [
     "numpy",
     "pandas",
     "scipy",
@@ -77,8 +76,22 @@ const SCIENCE: [&str; 13] = [
     "plotly",
     "pillow",
     "duckdb",
+    "pyarrow",
+    "openpyxl",
     "requests",
+    "httpx",
+    "beautifulsoup4",
+    "lxml",
+    "pyyaml",
+    "jinja2",
+    "tqdm",
+    "networkx",
+    "tabulate",
 ];
+
+/// What it holds besides: what runs cells and shows their results. Plotly asks for nbformat, drawings
+/// become pictures with resvg, and the last has a font with Chinese, Japanese and Korean characters.
+const DISPLAY: [&str; 4] = ["ipython", "nbformat", "resvg-py", "notojp-matplotlib"];
 
 /// What the runner needs: IPython to run cells, Pydantic for the modules of MCP servers.
 pub(super) const RUNNER_NEEDS: [&str; 2] = ["ipython", "pydantic>=2.9"];
@@ -90,7 +103,7 @@ impl EnvironmentSpec {
         [
             EnvironmentSpec {
                 name: EnvironmentName("default".to_owned()),
-                packages: words(&SCIENCE),
+                packages: words(&[&SCIENCE[..], &DISPLAY[..]].concat()),
                 // Only what most sessions need: every module costs the warm interpreter memory, and every copy of it page tables.
                 preload: words(&["numpy", "pandas", "matplotlib.pyplot"]),
                 python: PythonRequest::Any,
@@ -114,6 +127,13 @@ impl EnvironmentSpec {
             add_missing(&mut requirements, needed);
         }
         requirements
+    }
+
+    /// Returns the names of packages that code may want to import, in the order in which they were
+    /// written. What only runs cells or shows results is left out.
+    pub fn packages_for_code(&self) -> Vec<String> {
+        let names = self.packages.iter().map(|requirement| project_name(requirement));
+        names.filter(|name| !DISPLAY.contains(&name.as_str())).collect()
     }
 
     /// Tells whether the packages are all that a lock holds. It is complete, and whoever made it may do without Pydantic.
@@ -241,6 +261,16 @@ mod tests {
         assert_eq!(spec(&["ipython", "Pydantic[email]"]).requirements(), ["ipython", "Pydantic[email]"]);
         assert_eq!(spec(&["ipython==9.0", "six==1.17.0"]).requirements(), ["ipython==9.0", "six==1.17.0"], "a lock");
         assert_eq!(spec(&["ipython-extra"]).requirements(), ["ipython-extra", "ipython", "pydantic>=2.9"]);
+    }
+
+    #[test]
+    fn packages_for_code_are_names_without_what_shows_results() {
+        let names = spec(&["IPython>=8", "numpy>=2", "pandas[excel]", "nbformat", "Scikit_Learn"]).packages_for_code();
+        assert_eq!(names, ["numpy", "pandas", "scikit-learn"]);
+        let [default, minimal] = EnvironmentSpec::built_in();
+        assert_eq!(default.packages_for_code(), SCIENCE);
+        assert_eq!(default.packages.len(), SCIENCE.len() + DISPLAY.len());
+        assert!(minimal.packages_for_code().is_empty());
     }
 
     #[test]

@@ -91,6 +91,8 @@ const MOST_FILES_LISTED: usize = 1000;
 
 /// Rules that a client is told one by one; of more only the number.
 const MOST_RULES_TOLD: usize = 8;
+/// Names of packages in a tool's description; every client pays for each.
+const MOST_PACKAGES_TOLD: usize = 30;
 
 /// What an operator can choose about the tools.
 #[derive(Debug, Clone)]
@@ -116,6 +118,9 @@ pub struct McpSettings {
     pub other_hosts: OtherHosts,
     /// Whether packages can be installed. Only told to clients here.
     pub can_install: bool,
+    /// Packages that every session has, as far as that is known before there is one. Only told to
+    /// clients here.
+    pub packages: Vec<String>,
     /// What states are sealed with that go to clients and come back.
     pub state_key: StateKey,
     /// Whether sessions go on when the server ends.
@@ -144,6 +149,17 @@ impl McpSettings {
             more => format!("{reached}, but not {more} others"),
         }
     }
+
+    /// Says which packages sessions have, as a sentence with a space before it, or nothing.
+    fn packages_told(&self) -> String {
+        let told = self.packages.iter().take(MOST_PACKAGES_TOLD).map(String::as_str).collect::<Vec<_>>().join(", ");
+        let more = match self.packages.len().saturating_sub(MOST_PACKAGES_TOLD) {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        let others = if self.can_install { "; install_package adds others" } else { "" };
+        if told.is_empty() { String::new() } else { format!(" Installed: {told}{more}{others}.") }
+    }
 }
 
 impl Default for McpSettings {
@@ -161,6 +177,7 @@ impl Default for McpSettings {
             network: Rules::none(),
             other_hosts: OtherHosts::Closed,
             can_install: true,
+            packages: Vec::new(),
             state_key: StateKey::random(),
             sessions_outlive_server: false,
         }

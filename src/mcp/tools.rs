@@ -261,7 +261,7 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                 "Runs one IPython cell (magics, `!commands`, top-level `await`, plots) in a private Linux sandbox \
                  {reach} and returns what it printed, the value of its last expression and its images. Variables, imports \
                  and files stay for the next call with the same session_id; {new}. {files} After the timeout the code is interrupted; if it \
-                 ignores that, it is killed and variables are lost. A failed cell is not rolled back{undo}. A cell that takes longer than {wait} goes on; check_execution tells how.",
+                 ignores that, it is killed and variables are lost. A failed cell is not rolled back{undo}. A cell that takes longer than {wait} goes on; check_execution tells how.{packages}",
                 reach = settings.reach(),
                 new = match settings.front {
                     Front::Stdio => "a new session_id starts a new session without variables",
@@ -270,6 +270,7 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                 files = what_lasts(settings),
                 undo = if settings.can_undo { ": see undo" } else { "" },
                 wait = Seconds(settings.max_wait),
+                packages = settings.packages_told(),
             ),
             object(
                 json!({
@@ -880,8 +881,10 @@ pub(super) mod tests {
     #[test]
     fn the_whole_list_of_tools_is_short_enough_for_a_model() {
         // 3,000 tokens: a tokenizer (o200k) makes 2,759 of the 11,791 bytes on stdio, 4.27 bytes each.
+        let packages = crate::environment::EnvironmentSpec::built_in()[0].packages_for_code();
         for front in [Front::Stdio, Front::Http] {
-            let catalogue = Catalogue::new(&McpSettings { front, ..McpSettings::default() });
+            let settings = McpSettings { front, packages: packages.clone(), ..McpSettings::default() };
+            let catalogue = Catalogue::new(&settings);
             let bytes = serde_json::to_vec(catalogue.all()).unwrap().len();
             assert!(bytes < 12_500, "{bytes} bytes on {front:?}");
         }
@@ -1049,6 +1052,20 @@ pub(super) mod tests {
         let settings = McpSettings { idle_timeout: Duration::from_secs(5400), ..McpSettings::default() };
         let text = Catalogue::new(&settings).get(ToolName::Execute).description.clone().unwrap();
         assert!(text.contains("not used for 90 min"), "{text}");
+    }
+
+    #[test]
+    fn the_description_names_packages_that_are_there() {
+        let described = |packages: &[String], can_install| {
+            let settings = McpSettings { packages: packages.to_vec(), can_install, ..McpSettings::default() };
+            Catalogue::new(&settings).get(ToolName::Execute).description.clone().unwrap().to_string()
+        };
+        let two = ["numpy".to_owned(), "pandas".to_owned()];
+        assert!(described(&two, true).ends_with(" Installed: numpy, pandas; install_package adds others."));
+        assert!(described(&two, false).ends_with(" Installed: numpy, pandas."));
+        let many: Vec<String> = (0..50).map(|number| format!("p{number}")).collect();
+        assert!(described(&many, false).ends_with("p29 and 20 more."));
+        assert!(!described(&[], true).contains("Installed"), "nothing is known of an image");
     }
 
     #[test]
