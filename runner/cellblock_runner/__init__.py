@@ -21,6 +21,9 @@ one at a time:
       pip_programs  where a cell starts pip as a program
       pip_client    the program that a shell runs in its place
     shell       the IPython shell itself
+    displays    how objects show themselves that are made for browsers
+      plotly_figures  figures in words
+      fonts           characters that matplotlib's own fonts lack
     variables   what a cell changed in the namespace
     files       file requests, and what a cell changed in the working folder
     harmless    which cells change nothing
@@ -35,6 +38,7 @@ one at a time:
       folders       the content of the session's folders
     reseed      fresh randomness in every copy
     seeds       what is not renewed, because code has seeded it
+    imported    what is done to modules of others as soon as they are imported
     serve       puts all of it together
     zygote      the warm process that fresh sessions are copies of
 

@@ -28,8 +28,10 @@ from . import (
     bundles,
     called,
     descriptors,
+    displays,
     files,
     folders,
+    fonts,
     interrupts,
     loops,
     luggage,
@@ -99,7 +101,9 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
     processes.install_script_magic()
     processes.install_pip(lambda: Shell.instance().gate)
     called.install()
+    fonts.install()
     shell = create_shell()
+    displays.install(shell.display_formatter)
     for name in preload:
         try:
             importlib.import_module(name)
@@ -369,7 +373,7 @@ class Session:
         if self._lanes.forked:
             print(bundle.get("text/plain", ""))
         elif self._lanes.accepts_output():
-            data, blobs, payload = bundles.pack(bundle)
+            data, blobs, payload = bundles.pack(displays.with_picture(bundle))
             self._lanes.send({**header, "id": self._execution, "data": data, "blobs": blobs}, payload)
         else:
             text = bundle.get("text/plain", "")

@@ -169,8 +169,14 @@ class Reply(str):
         others = [repr(block) for block in self.content if not isinstance(block, Text)]
         printer.text("\n".join([*([repr(str(self))] if self or not others else []), *others]))
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {image.mime: image._repr_mimebundle_()[image.mime] for image in self.images[:1]}
+    def _ipython_display_(self) -> None:
+        """Shows texts and pictures in their order. A reply without a picture shows itself as a text does."""
+        if not self.images:
+            raise NotImplementedError
+        from IPython.display import display
+
+        for block in self.content:
+            display({"text/plain": str(block)} if isinstance(block, Text) else block, raw=isinstance(block, Text))
 
 
 def block(raw: dict[str, Any]) -> Block:

@@ -191,6 +191,15 @@ class Values(ToolTest):
             self.assertEqual([blob["mime"] for blob in frame.header["blobs"]], ["image/png"])
             self.assertEqual(frame.payload, base64.b64decode(_PICTURE))
 
+    def test_a_reply_shows_its_texts_and_its_pictures_in_order(self) -> None:
+        picture = {"type": "image", "data": _PICTURE, "mimeType": "image/png"}
+        self.runner.respond = lambda question: _reply(_text("before"), picture, _text("after"), picture)
+        frames = self.run_ok("run(Params(text='x'))").frames
+        shown = [frame.header["data"]["text/plain"] for frame in frames]
+        picture_text = "<Image image/png, 70 bytes>"
+        self.assertEqual(shown, ["before", picture_text, "after", picture_text])
+        self.assertEqual([len(frame.header["blobs"]) for frame in frames], [0, 1, 0, 1])
+
     def test_every_kind_of_content_has_its_value(self) -> None:
         content = [
             _text("one"),

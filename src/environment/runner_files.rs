@@ -1,4 +1,4 @@
-//! The runner's Python files, carried in our own binary.
+//! The runner's files, carried in our own binary: Python, and a font of emoji with its licence.
 //!
 //! They are written once for each content and Python version, compiled, and mounted read-only into every sandbox.
 
@@ -13,12 +13,12 @@ pub const PACKAGE: &str = "cellblock_runner";
 
 macro_rules! embedded {
     ($($name:literal),* $(,)?) => {
-        &[$(($name, include_str!(concat!("../../runner/cellblock_runner/", $name)))),*]
+        &[$(($name, include_bytes!(concat!("../../runner/cellblock_runner/", $name)))),*]
     };
 }
 
-/// Every file of the runner: name and text.
-pub(super) const FILES: &[(&str, &str)] = embedded![
+/// Every file of the runner: name and content.
+pub(super) const FILES: &[(&str, &[u8])] = embedded![
     "__init__.py",
     "__main__.py",
     "asking.py",
@@ -28,12 +28,14 @@ pub(super) const FILES: &[(&str, &str)] = embedded![
     "channel.py",
     "commands.py",
     "descriptors.py",
+    "displays.py",
     "errands.py",
     "family.py",
     "fences.py",
     "files.py",
     "first.py",
     "folders.py",
+    "fonts.py",
     "frames.py",
     "harmless.py",
     "imports.py",
@@ -43,12 +45,15 @@ pub(super) const FILES: &[(&str, &str)] = embedded![
     "luggage.py",
     "mappings.py",
     "mcptools.py",
+    "noto_emoji.LICENSE",
+    "noto_emoji.ttf",
     "packages.py",
     "pages.py",
     "pip_answers.py",
     "pip_client.py",
     "pip_lines.py",
     "pip_programs.py",
+    "plotly_figures.py",
     "pools.py",
     "private.py",
     "processes.py",
@@ -88,8 +93,8 @@ pub async fn ensure_runner(data_dir: &Path, environment: &Environment) -> Result
         .map_err(while_doing("make a folder to write the runner in"))?;
     let package = staging.path().join(PACKAGE);
     std::fs::create_dir(&package).map_err(while_doing("make the folder of the runner"))?;
-    for (name, text) in FILES {
-        std::fs::write(package.join(name), text).map_err(while_doing("write the runner"))?;
+    for (name, content) in FILES {
+        std::fs::write(package.join(name), content).map_err(while_doing("write the runner"))?;
     }
     let interpreter = Interpreter {
         executable: environment.base_executable.clone(),
@@ -143,9 +148,14 @@ fn sizes_in(package: &Path) -> std::io::Result<BTreeMap<String, u64>> {
     Ok(sizes)
 }
 
-fn content_hash(files: &[(&str, &str)], python_version: &str) -> String {
-    let content = serde_json::to_vec(&(files, python_version)).expect("texts can always be written as JSON");
-    record::short_hash(&content)
+fn content_hash(files: &[(&str, &[u8])], python_version: &str) -> String {
+    let mut all = python_version.as_bytes().to_vec();
+    for (name, content) in files {
+        // With the lengths, no two lists of files come to the same bytes.
+        all.extend(format!("\n{name} {}\n", content.len()).into_bytes());
+        all.extend_from_slice(content);
+    }
+    record::short_hash(&all)
 }
 
 #[cfg(test)]
@@ -160,7 +170,7 @@ mod tests {
         let mut there: Vec<String> = std::fs::read_dir(folder)
             .unwrap()
             .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
-            .filter(|name| name.ends_with(".py"))
+            .filter(|name| name != "__pycache__")
             .collect();
         there.sort();
         assert_eq!(FILES.iter().map(|(name, _)| *name).collect::<Vec<_>>(), there);
@@ -168,10 +178,10 @@ mod tests {
 
     #[test]
     fn another_text_or_python_makes_another_folder() {
-        let one = content_hash(&[("a.py", "1")], "3.12.1");
-        assert_eq!(one, content_hash(&[("a.py", "1")], "3.12.1"));
-        assert_ne!(one, content_hash(&[("a.py", "2")], "3.12.1"));
-        assert_ne!(one, content_hash(&[("b.py", "1")], "3.12.1"));
-        assert_ne!(one, content_hash(&[("a.py", "1")], "3.12.2"));
+        let one = content_hash(&[("a.py", b"1")], "3.12.1");
+        assert_eq!(one, content_hash(&[("a.py", b"1")], "3.12.1"));
+        assert_ne!(one, content_hash(&[("a.py", b"2")], "3.12.1"));
+        assert_ne!(one, content_hash(&[("b.py", b"1")], "3.12.1"));
+        assert_ne!(one, content_hash(&[("a.py", b"1")], "3.12.2"));
     }
 }

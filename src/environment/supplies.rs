@@ -13,7 +13,7 @@ const REQUIREMENT: &str = "ipython>=8";
 
 /// Returns the files of the runner: their paths below its folder, and their content.
 pub fn runner() -> Vec<(String, Vec<u8>)> {
-    FILES.iter().map(|(name, text)| (format!("{PACKAGE}/{name}"), text.as_bytes().to_vec())).collect()
+    FILES.iter().map(|(name, content)| (format!("{PACKAGE}/{name}"), content.to_vec())).collect()
 }
 
 /// Returns a folder with IPython for a Python such as `3.11`, filling it first if need be.

@@ -1,0 +1,240 @@
+"""How objects show themselves, where their own way is made for browsers.
+
+    Audio, Video, IFrame    a line that names them
+    Code                    its text, not LaTeX
+    drawings (SVG)          a picture, where the environment has resvg
+    Plotly figures          a summary (`plotly_figures`)
+
+Everything else shows itself in its own way, and the host chooses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import mimetypes
+import os
+import re
+import resource
+import select
+import signal
+import struct
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from . import fonts
+from .imported import when_imported
+
+# Larger drawings take seconds.
+_LARGEST_DRAWING = 4 * 1024 * 1024
+# Seconds, and bytes more than the session has, that drawing may take.
+_PATIENCE = 5
+_MOST_MEMORY = 512 * 1024 * 1024
+# How many pixels a unit of length has.
+_PIXELS = {None: 1.0, "px": 1.0, "pt": 4 / 3, "pc": 16.0, "mm": 96 / 25.4, "cm": 96 / 2.54, "in": 96.0}
+# The host would scale a larger picture down.
+_LONGEST_SIDE = 1568
+# A film's table of contents.
+_LARGEST_CONTENTS = 4 * 1024 * 1024
+
+
+def install(formatter: Any) -> None:
+    """Changes how a shell's display formatter shows objects. Imports nothing."""
+    plain, html = formatter.formatters["text/plain"], formatter.formatters["text/html"]
+    for module, name, words in (
+        ("IPython.lib.display", "Audio", _audio),
+        ("IPython.core.display", "Video", _video),
+        ("IPython.lib.display", "IFrame", _frame),
+    ):
+        plain.for_type_by_name(module, name, _printing(words))
+        html.for_type_by_name(module, name, _nothing)
+    for kind in ("text/latex", "text/html"):
+        formatter.formatters[kind].for_type_by_name("IPython.lib.display", "Code", _nothing)
+    when_imported("plotly.io._renderers", _show_plotly_figures)
+
+
+def with_picture(bundle: dict[str, Any]) -> dict[str, Any]:
+    """Adds a picture to a bundle that has a drawing and no picture, if the environment can draw it."""
+    drawing = bundle.get("image/svg+xml")
+    if not isinstance(drawing, str) or any(kind in bundle for kind in ("image/png", "image/jpeg")):
+        return bundle
+    picture = _drawn(drawing)
+    return bundle if picture is None else {**bundle, "image/png": picture}
+
+
+def _nothing(_object: Any) -> None:
+    return None
+
+
+def _printing(words: Callable[[Any], str]) -> Callable[[Any, Any, bool], None]:
+    return lambda shown, printer, _cycle: printer.text(words(shown))
+
+
+def _audio(audio: Any) -> str:
+    return _named("Audio", audio, audio.mimetype)
+
+
+def _video(video: Any) -> str:
+    place = video.filename or video.url or ""
+    return _named("Video", video, video.mimetype or mimetypes.guess_type(place)[0])
+
+
+def _frame(frame: Any) -> str:
+    return f"{type(frame).__name__}: {frame.src}"
+
+
+def _named(kind: str, media: Any, mime: str | None) -> str:
+    """Says what a recording is, where it comes from, how long and how large it is."""
+    known = [mime or "unknown type"]
+    data = media.data.encode() if isinstance(media.data, str) else media.data
+    with contextlib.suppress(Exception):  # Whatever a file holds, it is named.
+        with io.BytesIO(data) if data is not None else open(media.filename, "rb") as file:
+            seconds = _seconds(file)
+            if seconds is not None:
+                known.append(f"{seconds:.1f} s")
+            known.append(f"{file.seek(0, os.SEEK_END)} bytes")
+    place = media.filename or media.url
+    return f"{kind}: {', '.join([*([str(place)] if place else []), *known])}"
+
+
+def _seconds(file: Any) -> float | None:
+    """Returns the length of a WAV or MP4 file."""
+    start = file.read(12)
+    file.seek(0)
+    if start[:4] == b"RIFF" and start[8:] == b"WAVE":
+        import wave
+
+        with wave.open(file) as sound:
+            seconds = sound.getnframes() / sound.getframerate()
+        return seconds
+    if start[4:8] != b"ftyp":
+        return None
+    while len(header := file.read(8)) == 8:
+        size, kind = struct.unpack(">I4s", header)
+        if size == 1:
+            size = struct.unpack(">Q", file.read(8))[0] - 8
+        if kind == b"moov":
+            contents = file.read(min(size - 8, _LARGEST_CONTENTS))
+            at = contents.index(b"mvhd") + 4
+            if contents[at] == 1:
+                scale, length = struct.unpack_from(">IQ", contents, at + 20)
+            else:
+                scale, length = struct.unpack_from(">II", contents, at + 12)
+            return float(length) / scale
+        if size < 8:
+            return None
+        file.seek(size - 8, os.SEEK_CUR)
+    return None
+
+
+def _drawn(drawing: str) -> bytes | None:
+    """Draws in a child process, because a drawing can take all memory, or end the process that draws it."""
+    size = _size(drawing)
+    if size is None or len(drawing) > _LARGEST_DRAWING or importlib.util.find_spec("resvg_py") is None:
+        return None
+    width, height = size
+
+    def draw() -> bytes:
+        import resvg_py
+
+        families = {"sans_serif_family": "DejaVu Sans", "serif_family": "DejaVu Serif"}
+        families |= {"monospace_family": "DejaVu Sans Mono", "font_family": "DejaVu Sans"}
+        # Fonts of the environment, so that a drawing looks the same on every machine.
+        families |= {"skip_system_fonts": True, "font_dirs": fonts.folders()}
+        return bytes(
+            resvg_py.svg_to_bytes(drawing, background="white", dpi=96.0, width=width, height=height, **families)
+        )
+
+    try:
+        return _in_child(draw)
+    except OSError:
+        return None  # No process or no descriptor is left. The host says what it can about the source.
+
+
+def _size(drawing: str) -> tuple[int, int] | None:
+    """Returns how large a drawing is drawn: as it says itself, if that is not more than anybody looks at."""
+    start = re.search(r"<svg\b[^>]*>", drawing)
+    if start is None:
+        return None
+    box = re.search(r"\bviewBox\s*=\s*[\"']\s*[^\s,]+[\s,]+[^\s,]+[\s,]+([0-9.]+)[\s,]+([0-9.]+)\s*[\"']", start[0])
+    sides = []
+    for number, name in enumerate(("width", "height"), start=1):
+        said = re.search(rf"\s{name}\s*=\s*[\"']\s*([0-9.]+)(px|pt|pc|mm|cm|in)?\s*[\"']", start[0])
+        if said is not None:
+            sides.append(float(said[1]) * _PIXELS[said[2]])
+        elif box is not None:
+            sides.append(float(box[number]))
+        else:
+            return None
+    longest, shortest = max(sides), min(sides)
+    # The renderer keeps the proportions, so that a line of a million pixels would be drawn as one.
+    if not 0 < longest <= 1000 * shortest:
+        return None
+    scale = min(1.0, _LONGEST_SIDE / longest)
+    return max(1, round(sides[0] * scale)), max(1, round(sides[1] * scale))
+
+
+def _in_child(work: Callable[[], bytes]) -> bytes | None:
+    """Returns what `work` returns in a copy of this process, or None when it fails or takes too long or too much."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Newer Pythons warn where there are threads; the child needs none.
+        child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            _leave_no_trace()
+            result = work()
+            with open(writing, "wb") as pipe:
+                pipe.write(b"+" + result)
+        os._exit(0)
+    os.close(writing)
+    parts = []
+    try:
+        deadline = time.monotonic() + _PATIENCE
+        while select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            part = os.read(reading, 1 << 20)
+            if not part:
+                break
+            parts.append(part)
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # The code has asked the kernel to collect its children.
+            os.waitpid(child, 0)
+    result = b"".join(parts)
+    return result[1:] or None
+
+
+def _leave_no_trace() -> None:
+    """In the child: what libraries say as they fail is not output of the cell; and it cannot take all."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    with open("/proc/self/statm") as file:
+        held = int(file.read().split()[0]) * resource.getpagesize()
+    for kind, most in ((resource.RLIMIT_AS, held + _MOST_MEMORY), (resource.RLIMIT_CPU, _PATIENCE)):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(kind, (most, most))
+
+
+def _show_plotly_figures(renderers: Any) -> None:
+    """Replaces Plotly's `show`, whose results need a browser. It is also what shows a cell's value."""
+    original = renderers.show
+
+    def show(fig: Any, renderer: str | None = None, validate: bool = True, **options: Any) -> None:
+        from IPython.display import display
+
+        from . import plotly_figures
+
+        chosen = set(str(renderer or renderers.renderers.default).split("+"))
+        if chosen <= {"png", "jpeg", "jpg", "svg"} and importlib.util.find_spec("kaleido") is not None:
+            original(fig, renderer, validate, **options)
+            return
+        for bundle in plotly_figures.bundles(fig):
+            display(bundle, raw=True)
+
+    show.__doc__ = original.__doc__
+    renderers.show = show

@@ -1,0 +1,167 @@
+"""Plotly figures in words: Plotly draws in a browser, and there is none here.
+
+A figure is summed up by its kinds of traces, their names, how many points they have and in which range, and by its
+titles and axes. Its JSON is never shown: most of it is numbers and the default template.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+# More say nothing new, and each costs the reader.
+_MOST_TRACES = 20
+_MOST_AXES = 8
+_MOST_TEXTS = 5
+_LONGEST_TEXT = 100
+# Values of a list that are looked at. Arrays of numpy are looked at whole.
+_VALUES_READ = 100_000
+
+# Members of traces that hold data, in the order in which they are told. The first that is there counts the points.
+_DATA = (
+    "x", "y", "z", "labels", "values", "parents", "locations", "lat", "lon", "r", "theta", "a", "b", "c",
+    "open", "high", "low", "close", "value", "u", "v", "w",
+)  # fmt: skip
+
+_FURTHER = "No picture: Plotly draws in a browser. The figure stays in its variable; write_html writes it to a file."
+
+
+def bundles(figure: Any) -> Iterator[dict[str, Any]]:
+    """Returns what is displayed of a figure, or of a dictionary that describes one."""
+    yield {"text/plain": f"{summary(figure)}\n{_FURTHER}"}
+
+
+def summary(figure: Any) -> str:
+    """Describes a figure."""
+    if isinstance(figure, dict):
+        from plotly.graph_objects import Figure
+
+        figure = Figure(figure)
+    layout = figure.layout
+    title = _title(layout)
+    traces = list(figure.data)
+    lines = [f"Plotly figure{f': {title}' if title else ''}{'' if traces else ' without data'}"]
+    lines += [f"  {_trace(trace)}" for trace in traces[:_MOST_TRACES]]
+    if len(traces) > _MOST_TRACES:
+        lines.append(f"  … and {len(traces) - _MOST_TRACES} more traces")
+    axes = list(itertools.islice(_axes(layout), _MOST_AXES + 1))
+    lines += [f"  {axis}" for axis in axes[:_MOST_AXES]]
+    if len(axes) > _MOST_AXES:
+        lines.append("  … and more axes")
+    notes = [_short(note.text) for note in layout.annotations if note.text]
+    if notes:
+        more = f", … ({len(notes)} in all)" if len(notes) > _MOST_TEXTS else ""
+        lines.append(f"  annotations: {', '.join(notes[:_MOST_TEXTS])}{more}")
+    return "\n".join(lines)
+
+
+def _trace(trace: Any) -> str:
+    kind = str(trace.type)
+    if "mode" in trace and trace.mode:
+        kind += f" ({trace.mode})"
+    told: list[str] = []
+    count = None
+    for member in _DATA:
+        values = trace[member] if member in trace else None
+        if values is None or isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+            if isinstance(values, (int, float)):
+                told.append(f"{member}: {values:.6g}")
+            continue
+        if count is None:
+            count = _size(values)
+        said = _values(values)
+        if said:
+            told.append(f"{member}: {said}")
+    if count is not None:
+        told.insert(0, count)
+    name = f' "{_short(trace.name)}"' if trace.name else ""
+    return f"{kind}{name}{': ' if told else ''}{'; '.join(told)}"
+
+
+def _size(values: Any) -> str:
+    shape = getattr(values, "shape", None)
+    if shape is None and len(values) and isinstance(values[0], (list, tuple)):
+        shape = (len(values), len(values[0]))
+    if shape is not None and len(shape) > 1:
+        return f"{'×'.join(map(str, shape))} values"
+    return f"{len(values)} point{'' if len(values) == 1 else 's'}"
+
+
+def _values(values: Any) -> str:
+    """Says between which values all are, or which ones there are."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(values, numpy.ndarray):
+        if values.dtype.kind in "iuf":
+            numbers = values[numpy.isfinite(values)]
+            return _between(numbers.min(), numbers.max()) if numbers.size else ""
+        if values.dtype.kind == "M":
+            times = values[~numpy.isnat(values)].astype("datetime64[s]")
+            return _between(times.min(), times.max()) if times.size else ""
+        values = values.ravel().tolist()
+    flat = [value for value in itertools.islice(_flat(values), _VALUES_READ) if value is not None and value == value]
+    for kinds in ((int, float), (datetime.date,)):
+        if flat and all(isinstance(value, kinds) and not isinstance(value, bool) for value in flat):
+            return _between(min(flat), max(flat))
+    texts = list(dict.fromkeys(map(str, flat)))
+    if texts and all(re.match(r"\d{4}-\d\d", text) for text in texts):
+        return _between(min(texts), max(texts))
+    more = f", … ({len(texts)} different)" if len(texts) > _MOST_TEXTS else ""
+    return ", ".join(map(_short, texts[:_MOST_TEXTS])) + more
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)) or hasattr(value, "ravel"):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _between(least: Any, most: Any) -> str:
+    first, last = _number(least), _number(most)
+    return first if first == last else f"{first} to {last}"
+
+
+def _number(value: Any) -> str:
+    try:
+        return f"{float(value):.6g}"
+    except (TypeError, ValueError):
+        return str(value).replace("T00:00:00", "").replace(" 00:00:00", "")
+
+
+def _axes(layout: Any) -> Iterator[str]:
+    """Describes the axes that say something about themselves."""
+    plain = layout.to_plotly_json()
+    plain.pop("template", None)
+    scenes = [("", plain), *((f" of {name}", plain[name]) for name in sorted(plain) if name.startswith("scene"))]
+    for place, scene in scenes:
+        for name in sorted(scene, key=lambda name: (len(name), name)):
+            match = re.fullmatch(r"([xyz])axis(\d*)|coloraxis\d*", name)
+            axis = scene[name]
+            if match is None or not isinstance(axis, dict):
+                continue
+            title = _title(axis) or _title(axis.get("colorbar") or {})
+            told = [f'"{title}"'] if title else []
+            if axis.get("type") and axis["type"] != "linear":
+                told.append(str(axis["type"]))
+            if axis.get("range") is not None and len(axis["range"]) == 2:
+                power = "10^" if axis.get("type") == "log" else ""
+                told.append("range " + " to ".join(f"{power}{_number(end)}" for end in axis["range"]))
+            if told:
+                label = f"{match[1]} axis {match[2]}".rstrip() if match[1] else "colours"
+                yield f"{label}{place}: {', '.join(told)}"
+
+
+def _title(holder: Any) -> str:
+    title = holder["title"] if "title" in holder else None
+    text = title if isinstance(title, str) else (title["text"] if title is not None and "text" in title else None)
+    return _short(text) if text else ""
+
+
+def _short(text: Any) -> str:
+    plain = " ".join(re.sub(r"<[^>]*>", " ", str(text)).split())
+    return plain if len(plain) <= _LONGEST_TEXT else plain[:_LONGEST_TEXT] + "…"
