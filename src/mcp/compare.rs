@@ -375,7 +375,14 @@ mod tests {
     }
 
     fn picture(bytes: usize) -> Part {
-        Part::Image(Image { mime: "image/png", bytes: vec![7; bytes], width: 8, height: 6, scaled_from: None })
+        Part::Image(Image {
+            mime: "image/png",
+            bytes: vec![7; bytes],
+            width: 8,
+            height: 6,
+            scaled_from: None,
+            frames: None,
+        })
     }
 
     fn outcome(status: Status, parts: Vec<Part>) -> Outcome {

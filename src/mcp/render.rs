@@ -460,10 +460,9 @@ pub(super) fn cut_mark(chars: u64, lines: u64, resource: Option<&str>) -> String
 pub(super) fn image_mark(number: usize, image: &Image) -> String {
     let kind = image.mime.strip_prefix("image/").unwrap_or(image.mime);
     let size = format!("{}×{} {kind}", image.width, image.height);
-    match image.scaled_from {
-        Some((width, height)) => format!("[image {number}: {size}, scaled down from {width}×{height}]"),
-        None => format!("[image {number}: {size}]"),
-    }
+    let scaled = image.scaled_from.map(|(width, height)| format!(", scaled down from {width}×{height}"));
+    let frames = image.frames.map(|frames| format!(", the first of {frames} frames of an animation"));
+    format!("[image {number}: {size}{}{}]", scaled.unwrap_or_default(), frames.unwrap_or_default())
 }
 
 /// Says how an execution ended, what is lost and what to do; nothing when all went well.
@@ -740,7 +739,14 @@ mod tests {
     }
 
     fn image(scaled_from: Option<(u32, u32)>) -> Part {
-        Part::Image(Image { mime: "image/png", bytes: vec![1, 2, 3], width: 640, height: 480, scaled_from })
+        Part::Image(Image {
+            mime: "image/png",
+            bytes: vec![1, 2, 3],
+            width: 640,
+            height: 480,
+            scaled_from,
+            frames: None,
+        })
     }
 
     fn error(traceback: &str) -> PythonError {

@@ -1,4 +1,5 @@
-//! Images made fit for a model: checked, and scaled down when they are larger than models look at.
+//! Images made fit for a model: checked, and scaled down when they are larger than models look at. Of
+//! an animation the first frame is shown, as a PNG, which every client knows.
 //!
 //! The bytes come from inside and may be a decompression bomb. So the number of pixels is read from
 //! the header before anything is decoded, decoding has a memory limit, the whole server decodes few
@@ -39,7 +40,7 @@ static DECODERS: Semaphore = Semaphore::const_new(2);
 /// Why an image cannot be shown, as the end of the sentence "an image is not shown because …".
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum BadImage {
-    #[error("its bytes are not a readable PNG or JPEG")]
+    #[error("its bytes are not a readable PNG, JPEG, GIF or WebP")]
     Corrupt,
     #[error(
         "it is too large to be read: {width} × {height} pixels, and the limit is {} million. Show a smaller one",
@@ -101,6 +102,7 @@ pub(super) fn develop(bytes: Vec<u8>) -> Result<Image, BadImage> {
     let (format, mime) = match image::guess_format(&bytes) {
         Ok(ImageFormat::Png) => (ImageFormat::Png, "image/png"),
         Ok(ImageFormat::Jpeg) => (ImageFormat::Jpeg, "image/jpeg"),
+        Ok(format @ (ImageFormat::Gif | ImageFormat::WebP)) => (format, "image/png"),
         _ => return Err(BadImage::Corrupt),
     };
     let reader = || ImageReader::with_format(Cursor::new(&bytes), format);
@@ -120,10 +122,58 @@ pub(super) fn develop(bytes: Vec<u8>) -> Result<Image, BadImage> {
         image::ImageError::Limits(_) => BadImage::TooLarge { width, height },
         _ => BadImage::Corrupt,
     })?;
-    if width <= LONGEST_SIDE && height <= LONGEST_SIDE && bytes.len() <= MOST_BYTES {
-        return Ok(Image { mime, bytes, width, height, scaled_from: None });
+    let frames = match format {
+        ImageFormat::Gif => gif_frames(&bytes),
+        ImageFormat::WebP => webp_frames(&bytes),
+        _ => None,
+    };
+    let fits = width <= LONGEST_SIDE && height <= LONGEST_SIDE;
+    if fits && matches!(format, ImageFormat::Png | ImageFormat::Jpeg) && bytes.len() <= MOST_BYTES {
+        return Ok(Image { mime, bytes, width, height, scaled_from: None, frames });
     }
-    scale_down(decoded, format, mime)
+    let mut image = scale_down(decoded, format, mime)?;
+    image.frames = frames;
+    image.scaled_from = image.scaled_from.filter(|from| *from != (image.width, image.height));
+    Ok(image)
+}
+
+/// Counts the pictures of a GIF, of which only the structure is read. Nothing when there is one.
+fn gif_frames(gif: &[u8]) -> Option<u32> {
+    let table = |flags: u8| if flags & 0x80 == 0 { 0 } else { 3 << ((flags & 7) + 1) };
+    let mut frames = 0u32;
+    let mut at = 13 + table(*gif.get(10)?);
+    loop {
+        at = match gif.get(at) {
+            Some(0x2c) => {
+                frames += 1;
+                // The descriptor, its table of colours, and a byte before the data.
+                after_blocks(gif, at + 10 + table(gif.get(at + 9).copied().unwrap_or(0)) + 1)
+            }
+            Some(0x21) => after_blocks(gif, at + 2),
+            _ => return (frames > 1).then_some(frames),
+        };
+    }
+}
+
+/// Passes over blocks that begin with their length, to behind the empty one.
+fn after_blocks(gif: &[u8], mut at: usize) -> usize {
+    while let Some(length) = gif.get(at).filter(|length| **length > 0) {
+        at += 1 + usize::from(*length);
+    }
+    at + 1
+}
+
+/// Counts the pictures of a WebP: its chunks of the kind `ANMF`. Nothing when there is one.
+fn webp_frames(webp: &[u8]) -> Option<u32> {
+    let mut frames = 0u32;
+    let mut at = 12;
+    while let (Some(kind), Some(Ok(length))) = (webp.get(at..at + 4), webp.get(at + 4..at + 8).map(<[u8; 4]>::try_from))
+    {
+        frames += u32::from(kind == b"ANMF");
+        // Chunks have an even length.
+        at = at.saturating_add(8).saturating_add((u32::from_le_bytes(length) as usize).next_multiple_of(2));
+    }
+    (frames > 1).then_some(frames)
 }
 
 /// Counts the scans of a JPEG: its start-of-scan markers. Compressed data cannot hold this pair of
@@ -148,7 +198,8 @@ fn scale_down(original: DynamicImage, format: ImageFormat, mime: &'static str) -
         }
         .map_err(|_| BadImage::Corrupt)?;
         if bytes.len() <= MOST_BYTES || side < 64 {
-            return Ok(Image { mime, bytes, width: scaled.width(), height: scaled.height(), scaled_from });
+            let (width, height) = (scaled.width(), scaled.height());
+            return Ok(Image { mime, bytes, width, height, scaled_from, frames: None });
         }
         side = side * 3 / 4;
     }
@@ -195,6 +246,77 @@ pub(super) mod tests {
         let image = develop(bytes).unwrap();
         assert!(image.bytes.len() <= MOST_BYTES);
         assert_eq!(image.scaled_from, Some((1400, 1200)));
+    }
+
+    /// A GIF with this many pictures, of which the first is red.
+    fn gif(width: u32, height: u32, frames: usize) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        let mut encoder = image::codecs::gif::GifEncoder::new(&mut bytes);
+        for number in 0..frames {
+            let colour = if number == 0 { [255, 0, 0, 255] } else { [0, 0, 255, 255] };
+            let picture = image::RgbaImage::from_pixel(width, height, image::Rgba(colour));
+            encoder.encode_frame(image::Frame::new(picture)).unwrap();
+        }
+        drop(encoder);
+        bytes
+    }
+
+    /// A WebP whose frames are all the same picture, as its format writes an animation.
+    fn animated_webp(width: u32, height: u32, frames: usize) -> Vec<u8> {
+        let mut still = Vec::new();
+        let picture = image::RgbaImage::from_pixel(width, height, image::Rgba([255, 0, 0, 255]));
+        picture.write_to(&mut Cursor::new(&mut still), ImageFormat::WebP).unwrap();
+        let size = |length: u32| length.to_le_bytes()[..3].to_vec();
+        let chunk = |kind: &[u8], data: &[u8]| {
+            let length = u32::try_from(data.len()).unwrap().to_le_bytes();
+            [kind, &length, data, &vec![0; data.len() % 2]].concat()
+        };
+        let sides = [size(width - 1), size(height - 1)].concat();
+        let frame = [&[0; 6][..], &sides, &size(100), &[0], &still[12..]].concat();
+        let header = [&[0x12, 0, 0, 0][..], &sides].concat();
+        let mut all = [b"WEBP".to_vec(), chunk(b"VP8X", &header), chunk(b"ANIM", &[0; 6])].concat();
+        all.extend(std::iter::repeat_n(chunk(b"ANMF", &frame), frames).flatten());
+        chunk(b"RIFF", &all)
+    }
+
+    #[test]
+    fn of_an_animation_the_first_frame_is_shown_as_a_png() {
+        for (bytes, frames) in [
+            (gif(6, 4, 3), Some(3)),
+            (gif(6, 4, 1), None),
+            (animated_webp(6, 4, 2), Some(2)),
+            (animated_webp(6, 4, 1), None),
+        ] {
+            let image = develop(bytes).unwrap();
+            assert_eq!((image.mime, image.width, image.height, image.scaled_from), ("image/png", 6, 4, None));
+            assert_eq!(image.frames, frames);
+            let shown = image::load_from_memory_with_format(&image.bytes, ImageFormat::Png).unwrap().into_rgb8();
+            let [red, green, blue] = shown.get_pixel(5, 3).0;
+            assert!(red > 250 && green == 0 && blue == 0, "a GIF has a palette, which need not be exact");
+        }
+        let large = develop(gif(1600, 8, 2)).unwrap();
+        assert_eq!((large.width, large.scaled_from, large.frames), (1568, Some((1600, 8)), Some(2)));
+    }
+
+    #[test]
+    fn animations_that_are_cut_or_lie_about_their_size_are_refused() {
+        for whole in [gif(6, 4, 2), animated_webp(6, 4, 2)] {
+            for length in [7, 14, 20, 30] {
+                assert_eq!(develop(whole[..length].to_vec()), Err(BadImage::Corrupt), "{length} bytes");
+            }
+        }
+        let mut screen = gif(6, 4, 1);
+        screen[6..10].copy_from_slice(&[0xff; 4]);
+        assert_eq!(develop(screen), Err(BadImage::TooLarge { width: 65535, height: 65535 }));
+        // The screen is small, and the picture on it is not.
+        let mut picture = gif(6, 4, 1);
+        let descriptor = picture.windows(9).position(|part| part == [0x2c, 0, 0, 0, 0, 6, 0, 4, 0]).unwrap();
+        picture[descriptor + 5..descriptor + 9].copy_from_slice(&[0xff; 4]);
+        assert!(develop(picture).is_err());
+        // Structures that lead back, or nowhere, end the counting.
+        assert_eq!(gif_frames(&[0xff; 40]), None);
+        assert_eq!(gif_frames(b"GIF89a"), None);
+        assert_eq!(webp_frames(&[0xff; 40]), None);
     }
 
     #[test]

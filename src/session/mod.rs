@@ -36,6 +36,7 @@ mod follow;
 mod following_behaviour;
 mod hidden;
 mod history;
+mod html;
 mod images;
 pub mod install;
 mod kept_outputs;

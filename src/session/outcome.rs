@@ -162,6 +162,8 @@ pub struct Image {
     pub height: u32,
     /// The size before it was scaled down, when it was.
     pub scaled_from: Option<(u32, u32)>,
+    /// How many pictures the animation has of which this is the first, if it is one.
+    pub frames: Option<u32>,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

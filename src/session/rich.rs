@@ -5,13 +5,18 @@ use base64::engine::general_purpose::STANDARD;
 use cellblock_json::{Budget, MAX_DEPTH};
 use serde_json::Value;
 
+use super::html;
 use crate::runner_client::Bundle;
 
 /// Characters shown of sources that are long by nature (drawings, figures, data). The reader learns what it is; the rest costs.
 const SOURCE_SHOWN: usize = 4000;
 
-/// Bytes of a page that are looked at for text. A page is the last resort, and much of a long one is style and script.
-const HTML_READ: usize = 1024 * 1024;
+/// Bytes of a page or drawing that are looked at for text. A page is the last resort, and much of a
+/// long one is style and script.
+pub(super) const HTML_READ: usize = 1024 * 1024;
+
+/// Texts of a drawing that are told.
+const DRAWN_TEXTS: usize = 20;
 
 /// What data and figures may hold to be looked into; this takes some milliseconds. Of larger ones
 /// the source is shown.
@@ -20,7 +25,7 @@ const LOOKED_INTO: Budget = Budget { depth: MAX_DEPTH, memory: 4 * 1024 * 1024 }
 /// What is shown of a bundle.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Shown {
-    /// A PNG or JPEG, not checked yet.
+    /// A PNG, JPEG, GIF or WebP, not checked yet.
     Image(Vec<u8>),
     Text(String),
     Nothing,
@@ -28,7 +33,7 @@ pub(super) enum Shown {
 
 /// Chooses what is shown. A picture is preferred, and the text beside it (`<Figure size …>`) dropped.
 pub(super) fn choose(mut bundle: Bundle) -> Shown {
-    for mime in ["image/png", "image/jpeg"] {
+    for mime in ["image/png", "image/jpeg", "image/gif", "image/webp"] {
         if let Some(place) = bundle.blobs.iter().position(|(found, _)| found == mime) {
             return Shown::Image(bundle.blobs.swap_remove(place).1);
         }
@@ -38,16 +43,26 @@ pub(super) fn choose(mut bundle: Bundle) -> Shown {
             return Shown::Image(STANDARD.decode(compact).unwrap_or_default());
         }
     }
-    let has_html = bundle.texts.contains_key("text/html");
     let mut take = |mime: &str| bundle.texts.remove(mime).filter(|text| !text.is_empty());
+    let mut plain = take("text/plain");
+    let says_little = plain.as_deref().is_none_or(is_bare_name);
     let text = None
         .or_else(|| take("text/markdown"))
         .or_else(|| take("text/latex"))
-        .or_else(|| take("image/svg+xml").map(|source| shortened(&source)))
+        .or_else(|| {
+            let summary = drawing(&take("image/svg+xml")?);
+            Some(match plain.take().filter(|_| !says_little) {
+                Some(plain) => format!("{plain}\n{summary}"),
+                None => summary,
+            })
+        })
         .or_else(|| take("application/vnd.plotly.v1+json").map(|figure| plotly(&figure)))
         .or_else(|| take("application/json").map(|json| pretty(&json)))
-        .or_else(|| take("text/plain").filter(|text| !has_html || !is_bare_name(text)))
-        .or_else(|| take("text/html").map(|html| text_of_html(&html)));
+        .or_else(|| {
+            let page = take("text/html").filter(|_| says_little).map(|html| html::text_of(&html));
+            page.filter(|text| !text.is_empty())
+        })
+        .or(plain);
     match text {
         Some(text) => Shown::Text(text),
         None => match bundle.blobs.first() {
@@ -57,10 +72,35 @@ pub(super) fn choose(mut bundle: Bundle) -> Shown {
     }
 }
 
-/// Whether a text says no more than what kind of object it stands for, such as `<IPython.core.display.HTML object>`.
+/// Whether a text says no more than what kind of object it stands for, such as
+/// `<IPython.core.display.HTML object>` or `<pandas.io.formats.style.Styler at 0x7f…>`.
 fn is_bare_name(text: &str) -> bool {
     let text = text.trim();
-    text.starts_with('<') && text.ends_with('>') && !text.contains('\n') && text.contains(" object")
+    let is_name = text.starts_with('<') && text.ends_with('>') && !text.contains('\n');
+    is_name && (text.contains(" object") || text.contains(" at 0x"))
+}
+
+/// Says in a line what a drawing has, for environments that cannot make a picture of it. Its source
+/// tells a reader nothing.
+fn drawing(source: &str) -> String {
+    let read = &source[..source.floor_char_boundary(HTML_READ)];
+    let start = read.find("<svg").map_or("", |at| &read[at..]);
+    let start = &start[..start.find('>').unwrap_or(start.len())];
+    let side = |name: &str| html::attribute(start, name).filter(|said| said.len() <= 20);
+    let size = match (side("width"), side("height")) {
+        (Some(width), Some(height)) => format!(", {width} × {height}"),
+        _ => String::new(),
+    };
+    let elements = read.split('<').skip(1).filter(|tag| tag.starts_with(|c: char| c.is_ascii_alphabetic())).count();
+    let plural = if elements == 1 { "" } else { "s" };
+    let mut summary = format!("[SVG drawing{size}: {elements} element{plural}, {} characters", source.chars().count());
+    let texts: Vec<String> = ["title", "text"].into_iter().flat_map(|name| html::texts_in(read, name)).collect();
+    if !texts.is_empty() {
+        let told: Vec<&str> = texts.iter().take(DRAWN_TEXTS).map(String::as_str).collect();
+        let more = if texts.len() > DRAWN_TEXTS { ", …" } else { "" };
+        summary.push_str(&format!("; texts: {}{more}", told.join(", ")));
+    }
+    summary + "]"
 }
 
 fn shortened(text: &str) -> String {
@@ -76,15 +116,20 @@ fn pretty(json: &str) -> String {
     shortened(laid_out.as_deref().unwrap_or(json))
 }
 
-/// Says in a line what a figure shows, then gives its source.
+/// Says in a line what a figure shows that did not come from Plotly itself: there, the runner says
+/// more. The source is numbers and a template.
 fn plotly(figure: &str) -> String {
-    let Ok(value) = cellblock_json::read::<Value>(figure.as_bytes(), LOOKED_INTO) else { return shortened(figure) };
+    let Ok(value) = cellblock_json::read::<Value>(figure.as_bytes(), LOOKED_INTO) else {
+        return format!("[Plotly figure, {} bytes of JSON]", figure.len());
+    };
     let traces = value["data"].as_array().map(Vec::as_slice).unwrap_or_default();
     let shown = traces.iter().take(20).map(|trace| {
         let kind = trace["type"].as_str().unwrap_or("scatter");
         let length = ["x", "y", "values", "z", "lat"].into_iter().find_map(|axis| Some(trace[axis].as_array()?.len()));
-        let name = trace["name"].as_str().map(|name| format!(" \"{name}\"")).unwrap_or_default();
+        let name = trace["name"].as_str().filter(|name| !name.is_empty());
+        let name = name.map(|name| format!(" \"{name}\"")).unwrap_or_default();
         match length {
+            Some(1) => format!("{kind}{name} with 1 point"),
             Some(length) => format!("{kind}{name} with {length} points"),
             None => format!("{kind}{name}"),
         }
@@ -99,50 +144,7 @@ fn plotly(figure: &str) -> String {
             summary.push_str(&format!("; {label}: {text}"));
         }
     }
-    format!("{summary}\n{}", shortened(figure))
-}
-
-/// Reads the text of a page: no tags, no scripts, a line for each block.
-fn text_of_html(html: &str) -> String {
-    let mut text = String::new();
-    let html = &html[..html.floor_char_boundary(HTML_READ)];
-    let lower = html.to_ascii_lowercase();
-    let mut rest = html;
-    while let Some(start) = rest.find('<') {
-        text.push_str(&rest[..start]);
-        let tag = &rest[start..];
-        let name = tag[1..]
-            .trim_start_matches('/')
-            .split(|c: char| !c.is_ascii_alphanumeric())
-            .next()
-            .unwrap_or_default()
-            .to_ascii_lowercase();
-        let mut end = tag.find('>').map_or(tag.len(), |at| at + 1);
-        if matches!(name.as_str(), "script" | "style") && !tag.starts_with("</") {
-            let closing = format!("</{name}");
-            end = lower[html.len() - tag.len()..].find(&closing).unwrap_or(tag.len());
-        } else if tag.starts_with("<!--") {
-            end = tag.find("-->").map_or(tag.len(), |at| at + 3);
-        }
-        match name.as_str() {
-            "br" | "p" | "div" | "tr" | "li" | "ul" | "ol" | "table" | "h1" | "h2" | "h3" | "h4" | "pre" => {
-                text.push('\n')
-            }
-            "td" | "th" => text.push(' '),
-            _ => {}
-        }
-        rest = &tag[end..];
-    }
-    text.push_str(rest);
-    let text = text
-        .replace("&nbsp;", " ")
-        .replace("&lt;", "<")
-        .replace("&gt;", ">")
-        .replace("&quot;", "\"")
-        .replace("&#39;", "'")
-        .replace("&amp;", "&");
-    let lines = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "));
-    lines.filter(|line| !line.is_empty()).collect::<Vec<_>>().join("\n")
+    shortened(&summary)
 }
 
 #[cfg(test)]
@@ -181,9 +183,11 @@ mod tests {
             text("**x**")
         );
         assert_eq!(shown(&[("text/plain", "x"), ("text/latex", "$x$")], &[]), text("$x$"));
-        assert_eq!(shown(&[("text/plain", "x"), ("image/svg+xml", "<svg/>")], &[]), text("<svg/>"));
         assert_eq!(shown(&[("text/plain", "x"), ("application/json", "{\"a\":1}")], &[]), text("{\n  \"a\": 1\n}"));
-        assert_eq!(shown(&[("text/plain", "<HTML object>"), ("text/html", "<b>x</b>")], &[]), text("x"));
+        for name in ["<HTML object>", "<pandas.io.formats.style.Styler at 0x7f01>"] {
+            assert_eq!(shown(&[("text/plain", name), ("text/html", "<b>x</b>")], &[]), text("x"));
+            assert_eq!(shown(&[("text/plain", name), ("text/html", "<iframe></iframe>")], &[]), text(name));
+        }
         assert_eq!(shown(&[("text/plain", "a  b"), ("text/html", "<table></table>")], &[]), text("a  b"));
         assert_eq!(shown(&[], &[("application/pdf", b"1234")]), text("[application/pdf, 4 bytes]"));
         assert_eq!(shown(&[], &[]), Shown::Nothing);
@@ -191,36 +195,53 @@ mod tests {
 
     #[test]
     fn long_sources_are_cut() {
-        let Shown::Text(cut) = shown(&[("image/svg+xml", &"s".repeat(5000))], &[]) else { panic!("a drawing is text") };
-        assert!(cut.ends_with("… (1000 more characters)"));
+        let long = format!("\"{}\"", "s".repeat(5000));
+        let Shown::Text(cut) = shown(&[("application/json", &long)], &[]) else { panic!("data is text") };
+        assert!(cut.ends_with("… (1002 more characters)"), "{}", &cut[cut.len() - 40..]);
     }
 
     #[test]
-    fn data_that_would_take_much_memory_is_shown_as_it_is() {
-        let many = |count: usize| format!("[{}0]", r#"{"":0},"#.repeat(count));
-        for mime in ["application/json", "application/vnd.plotly.v1+json"] {
-            let Shown::Text(cut) = shown(&[(mime, &many(100_000))], &[]) else { panic!("data is text") };
-            assert!(cut.starts_with(r#"[{"":0},{"#), "{}", &cut[..40]);
+    fn a_drawing_is_named_and_its_source_is_not_shown() {
+        let source = "<?xml version='1.0'?><svg width=\"12pt\" height='9pt'><title>T</title><g><text x='1'>a <tspan>b</tspan></text>\
+                      </g><!-- no --></svg>";
+        let summary = format!("[SVG drawing, 12pt × 9pt: 5 elements, {} characters; texts: T, a b]", source.len());
+        assert_eq!(shown(&[("text/plain", "<x object>"), ("image/svg+xml", source)], &[]), text(&summary));
+        let both = format!("<POINT (0 1)>\n{summary}");
+        assert_eq!(shown(&[("text/plain", "<POINT (0 1)>"), ("image/svg+xml", source)], &[]), text(&both));
+        let drawn = shown(&[("image/svg+xml", source)], &[("image/png", b"p")]);
+        assert_eq!(drawn, Shown::Image(b"p".to_vec()), "a picture of it is preferred");
+        let Shown::Text(long) = shown(&[("image/svg+xml", &"<text>long</text>".repeat(10_000))], &[]) else {
+            panic!("a drawing is text")
+        };
+        assert!(long.len() < 400 && long.contains("10000 elements"), "{long}");
+    }
+
+    #[test]
+    fn animations_are_pictures_too() {
+        for mime in ["image/gif", "image/webp"] {
+            let both = shown(&[("text/plain", "<IPython.core.display.Image object>")], &[(mime, b"g")]);
+            assert_eq!(both, Shown::Image(b"g".to_vec()));
         }
+        assert_eq!(shown(&[], &[("image/gif", b"g"), ("image/png", b"p")]), Shown::Image(b"p".to_vec()));
+    }
+
+    #[test]
+    fn data_that_would_take_much_memory_is_not_looked_into() {
+        let many = |count: usize| format!("[{}0]", r#"{"":0},"#.repeat(count));
+        let Shown::Text(cut) = shown(&[("application/json", &many(100_000))], &[]) else { panic!("data is text") };
+        assert!(cut.starts_with(r#"[{"":0},{"#), "{}", &cut[..40]);
         let Shown::Text(laid_out) = shown(&[("application/json", &many(1000))], &[]) else { panic!("data is text") };
         assert!(laid_out.starts_with("[\n"), "the control: less is laid out");
+        let figure = shown(&[("application/vnd.plotly.v1+json", &many(100_000))], &[]);
+        assert_eq!(figure, text("[Plotly figure, 700003 bytes of JSON]"));
     }
 
     #[test]
-    fn a_plotly_figure_is_summed_up() {
-        let figure = r#"{"data":[{"type":"bar","x":[1,2,3]},{"y":[1]}],"layout":{"title":{"text":"T"},"xaxis":{"title":"time"}}}"#;
-        let Shown::Text(summary) = shown(&[("application/vnd.plotly.v1+json", figure)], &[]) else {
-            panic!("a figure is text")
-        };
-        assert!(
-            summary.starts_with("Plotly figure: bar with 3 points, scatter with 1 points; title: T; x axis: time\n{"),
-            "{summary}"
+    fn a_plotly_figure_is_summed_up_without_its_source() {
+        let figure = r#"{"data":[{"type":"bar","x":[1,2,3]},{"name":"","y":[1]}],"layout":{"title":{"text":"T"},"xaxis":{"title":"time"}}}"#;
+        assert_eq!(
+            shown(&[("text/plain", "Figure({…})"), ("application/vnd.plotly.v1+json", figure)], &[]),
+            text("Plotly figure: bar with 3 points, scatter with 1 point; title: T; x axis: time")
         );
-    }
-
-    #[test]
-    fn html_becomes_its_text() {
-        let html = "<style>b{}</style><h1>A &amp; B</h1><p>one<br>two</p><script>x<y</script><!-- <p>no --> three <b";
-        assert_eq!(shown(&[("text/html", html)], &[]), text("A & B\none\ntwo\nthree"));
     }
 }

@@ -144,7 +144,14 @@ mod tests {
 
     #[test]
     fn an_outcome_arrives_as_it_was_sent() {
-        let image = Image { mime: "image/png", bytes: vec![0, 255, 7], width: 2, height: 1, scaled_from: Some((4, 2)) };
+        let image = Image {
+            mime: "image/png",
+            bytes: vec![0, 255, 7],
+            width: 2,
+            height: 1,
+            scaled_from: Some((4, 2)),
+            frames: Some(2),
+        };
         let refused = Blocked { target: "example.org:443".to_owned(), reason: Reason::NotListed, times: 2 };
         let outcome = Outcome {
             execution: ExecutionId(7),

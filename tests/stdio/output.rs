@@ -260,9 +260,30 @@ fn other_rich_output_arrives_as_text_that_a_model_can_use() {
         ("Markdown('# Title')", vec!["# Title"]),
         ("Latex('$x^2$')", vec!["x^2"]),
         ("JSON({'key': [1, 2]})", vec!["key"]),
-        ("HTML('<table><tr><td>cell</td></tr></table>')", vec!["cell"]),
-        ("SVG('<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"5\" height=\"5\"></svg>')", vec!["svg"]),
         ("import pandas as pd; pd.DataFrame({'column': [1, 2]})", vec!["column", "1", "2"]),
+        ("HTML('<table><tr><td>cell</td></tr></table>')", vec!["cell"]),
+        (
+            "SVG('<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"5\" height=\"5\"></svg>')",
+            vec!["[image 1: 5×5 png]"],
+        ),
+        (
+            "SVG('<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"1\" height=\"5000\"></svg>')",
+            vec!["[SVG drawing, 1 × 5000"],
+        ),
+        ("Audio([0.0] * 800, rate=400)", vec!["Audio: audio/wav, 2.0 s"]),
+        ("Code('x = 1', language='python')", vec!["x = 1"]),
+        ("pd.DataFrame({'share': [0.5, 12]}).style.format('{:.1%}')", vec!["     share\n0    50.0%\n1  1200.0%"]),
+        (
+            "import plotly.express as px; px.line(x=[1, 2], y=[3, 4], title='Sales')",
+            vec!["Plotly figure: Sales\n", "y: 3 to 4"],
+        ),
+        ("px.line(x=[1, 2], y=[3, 4], title='Sales').show()", vec!["Plotly figure: Sales\n", "y: 3 to 4"]),
+        (
+            "import io, PIL.Image as pil\nfile = io.BytesIO()\n\
+             pil.new('P', (6, 4)).save(file, 'GIF', save_all=True, append_images=[pil.new('P', (6, 4), 1)])\n\
+             Image(data=file.getvalue(), format='gif')",
+            vec!["[image 1: 6×4 png, the first of 2 frames of an animation]"],
+        ),
         (
             "display({'application/vnd.plotly.v1+json': {'data': [{'type': 'bar', 'y': [1]}], 'layout': {'title': 'Sales'}}, 'text/plain': 'Figure()'}, raw=True)",
             vec!["plotly"],

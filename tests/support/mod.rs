@@ -30,7 +30,7 @@ pub(crate) fn data_folder() -> PathBuf {
 }
 
 /// What tests have instead of the packages of the environment `default`: those that they use. It is less than half of the size.
-const PACKAGES: [&str; 5] = ["ipython", "numpy", "pandas", "matplotlib", "pillow"];
+const PACKAGES: [&str; 8] = ["ipython", "numpy", "pandas", "matplotlib", "pillow", "jinja2", "plotly", "resvg-py"];
 
 /// Describes an environment of the tests: a built-in one, of which `default` has fewer packages.
 pub(crate) fn environment_spec(name: &str) -> EnvironmentSpec {

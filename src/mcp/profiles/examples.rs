@@ -32,7 +32,7 @@ pub(super) fn text(stream: Stream, text: &str) -> Part {
 }
 
 pub(super) fn picture() -> Part {
-    Part::Image(Image { mime: "image/png", bytes: vec![1, 2, 3], width: 1, height: 1, scaled_from: None })
+    Part::Image(Image { mime: "image/png", bytes: vec![1, 2, 3], width: 1, height: 1, scaled_from: None, frames: None })
 }
 
 pub(super) fn raised() -> PythonError {
