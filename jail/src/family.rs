@@ -35,14 +35,14 @@ use crate::identity::INSIDE_ID;
 use crate::init;
 use crate::root::{self, RootError, Tree};
 use crate::sys::{self, Forked};
-use crate::wire::{self, FamilyId, Setup, Slot};
+use crate::wire::{self, FamilyId, Scratch, Setup, Slot};
 
 /// What the warden asks of a family's first process.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "do")]
 enum Order {
     /// Makes the init of a sandbox. Carries its socket and the ways into its control group.
-    Make { slot: Slot },
+    Make { slot: Slot, scratch: Scratch },
 }
 
 /// What it answers.
@@ -117,9 +117,9 @@ impl Family {
     }
 
     /// Asks for the init of a sandbox. Never waits: a first process that was stopped does not read.
-    pub(crate) fn make(&self, slot: Slot, socket: &OwnedFd, doors: &[OwnedFd]) -> io::Result<()> {
+    pub(crate) fn make(&self, slot: Slot, scratch: Scratch, socket: &OwnedFd, doors: &[OwnedFd]) -> io::Result<()> {
         let passed: Vec<_> = std::iter::once(socket).chain(doors).map(AsFd::as_fd).collect();
-        wire::send_now(&self.socket, &Order::Make { slot }, &passed)
+        wire::send_now(&self.socket, &Order::Make { slot, scratch }, &passed)
     }
 
     /// Ends everything in the family.
@@ -188,8 +188,8 @@ fn serve(setup: &Setup, apart: bool, warden: &OwnedFd, gate: &OwnedFd) -> io::Re
     // Its memory is a copy of the warden's; nobody of the family may open it.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     sys::let_kernel_collect_children();
-    while let Some((Order::Make { slot }, descriptors)) = wire::receive::<Order>(warden)? {
-        match make_init(setup, apart, slot, descriptors) {
+    while let Some((Order::Make { slot, scratch }, descriptors)) = wire::receive::<Order>(warden)? {
+        match make_init(setup, apart, slot, scratch, descriptors) {
             Ok(init) => wire::send(warden, &Word::Made { slot }, &[init.as_fd()])?,
             Err(error) => wire::send(warden, &Word::Failed { slot, why: error.to_string() }, &[])?,
         }
@@ -197,7 +197,13 @@ fn serve(setup: &Setup, apart: bool, warden: &OwnedFd, gate: &OwnedFd) -> io::Re
     Ok(())
 }
 
-fn make_init(setup: &Setup, apart: bool, slot: Slot, descriptors: Vec<OwnedFd>) -> io::Result<OwnedFd> {
+fn make_init(
+    setup: &Setup,
+    apart: bool,
+    slot: Slot,
+    scratch: Scratch,
+    descriptors: Vec<OwnedFd>,
+) -> io::Result<OwnedFd> {
     let mut descriptors = descriptors.into_iter();
     let orders = descriptors.next().ok_or(io::ErrorKind::InvalidData)?;
     match sys::clone_process(guardian::NAMESPACES)? {
@@ -205,7 +211,7 @@ fn make_init(setup: &Setup, apart: bool, slot: Slot, descriptors: Vec<OwnedFd>) 
             warden: orders,
             doors: descriptors.collect(),
             mounts: if apart { Vec::new() } else { setup.mounts.clone() },
-            scratch: setup.scratch,
+            scratch,
             // Below the least limit that kernels have, with room for some processes until the next
             // sandbox's numbers.
             first_process: 16 + slot.0 % 1024 * 16,

@@ -60,6 +60,8 @@ pub(crate) struct Start {
 
 struct Sandbox {
     family: FamilyId,
+    /// It is for work of the server's own, with limits of its own.
+    apart: bool,
     /// Readable when the init has ended. `None` until the family has made it.
     init: Option<OwnedFd>,
     orders: OwnedFd,
@@ -100,6 +102,8 @@ struct Warden {
     setup: Setup,
     filters: Filters,
     entry: Entry,
+    /// The same for sandboxes that are apart.
+    entry_apart: Entry,
     /// The pid namespace that this process is the first of.
     pid_namespace: OwnedFd,
     families: BTreeMap<FamilyId, Family>,
@@ -159,7 +163,8 @@ fn run(start: Start) -> Result<(), RootError> {
     drop(trees);
     sys::bring_loopback_up().map_err(failed("could not bring up the loopback interface"))?;
     let mut warden = Warden {
-        entry: entry(&start.setup, &start.filters),
+        entry: entry(&start.setup, &start.setup.rlimits, &start.filters),
+        entry_apart: entry(&start.setup, &start.setup.rlimits_apart, &start.filters),
         pid_namespace: std::fs::File::open("/proc/self/ns/pid")
             .map_err(failed("could not open the pid namespace"))?
             .into(),
@@ -181,11 +186,11 @@ fn run(start: Start) -> Result<(), RootError> {
 }
 
 /// How interpreters of this jail enter their sandboxes.
-fn entry(setup: &Setup, filters: &Filters) -> Entry {
+fn entry(setup: &Setup, rlimits: &[wire::ResourceLimit], filters: &Filters) -> Entry {
     let last = std::fs::read_to_string("/proc/sys/kernel/cap_last_cap").ok();
     let without_filters = setup.leave_out.contains(&LeftOut::Seccomp);
     Entry {
-        rlimits: setup.rlimits.iter().map(|limit| limit.within_the_hosts()).collect(),
+        rlimits: rlimits.iter().map(|limit| limit.within_the_hosts()).collect(),
         id: INSIDE_ID,
         closing_filter: if without_filters { Vec::new() } else { filters.closing_bytes() },
         still_filter: if without_filters { Vec::new() } else { filters.still_bytes() },
@@ -412,9 +417,11 @@ impl Warden {
         }
         let family = self.families.get(&id).ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?;
         let (orders, theirs) = wire::pair().map_err(failed)?;
-        family.make(slot, &theirs, doors).map_err(failed)?;
+        let scratch = if apart { self.setup.scratch_apart } else { self.setup.scratch };
+        family.make(slot, scratch, &theirs, doors).map_err(failed)?;
         let sandbox = Sandbox {
             family: id,
+            apart,
             init: None,
             orders,
             namespaces: Vec::new(),
@@ -503,7 +510,8 @@ impl Warden {
             rules: sandbox.rules.as_ref(),
             programs,
         };
-        let spawned = twin.spawn(&Watch { changes: &self.children }, &self.entry, &way);
+        let entry = if sandbox.apart { &self.entry_apart } else { &self.entry };
+        let spawned = twin.spawn(&Watch { changes: &self.children }, entry, &way);
         let spawned = spawned.and_then(|pid| {
             // From here on it holds the memory of a session, and must hold no right outside the
             // family.
@@ -591,7 +599,8 @@ impl Warden {
         enter(pid_namespace).map_err(|error| ErrandError::Make(error.into()))?;
         let forked = sys::clone_process(0);
         if let Ok(Forked::Child) = &forked {
-            errand::main(luggage, &Place { namespaces, root, rules, filters, entry: &self.entry });
+            let entry = if sandbox.apart { &self.entry_apart } else { &self.entry };
+            errand::main(luggage, &Place { namespaces, root, rules, filters, entry });
         }
         // Whatever else is made is no business of the sandbox.
         enter(&self.pid_namespace).map_err(|error| ErrandError::Lost(error.into()))?;

@@ -46,11 +46,15 @@ pub struct Setup {
     /// Folders and files of the operator, shown below the working folder.
     pub mounts: Vec<OperatorMount>,
     pub scratch: Scratch,
+    /// The same of sandboxes that are apart, which do work of the server's own.
+    pub scratch_apart: Scratch,
     pub zygote: ZygoteCommand,
     /// Ways out of every sandbox's network; none without.
     pub doors: Option<Doors>,
     /// Limits that hold where no cgroup does, and some that always hold.
     pub rlimits: Vec<ResourceLimit>,
+    /// The same of sandboxes that are apart.
+    pub rlimits_apart: Vec<ResourceLimit>,
     /// What files inside say about limits.
     pub shown_limits: ShownLimits,
     /// Groups of the server's cgroup directories to remove when the server is gone.

@@ -96,6 +96,7 @@ fn container_settings(settings: &Settings, choice: &Containers, warmth: Warmth) 
         runtime: choice.runtime.clone(),
         runtime_dir: settings.runtime_dir.clone(),
         limits: settings.limits.clone(),
+        limits_apart: settings.packages.sandbox_limits(&settings.limits),
         binds: workspace.chain(mounts).collect(),
         variables: settings.variables.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         pool: PoolSettings {

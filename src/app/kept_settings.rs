@@ -81,7 +81,8 @@ fn described(settings: &Settings) -> Vec<(&'static str, String)> {
         undo,
         explore_parallel,
         network: Network { rules, secrets, limits: network_limits },
-        packages: Packages { allowed, size, store_size, timeout: package_timeout },
+        packages:
+            Packages { allowed, size, store_size, timeout: package_timeout, memory: package_memory, disk: package_disk },
         approvals: Approvals { policy, timeout: _, remember: _ },
         package_index: PackageIndex { url, trusted_hosts },
         allow_missing,
@@ -133,6 +134,8 @@ fn described(settings: &Settings) -> Vec<(&'static str, String)> {
         ("network_connections, network_bandwidth, network_questions", format!("{network_limits:?}")),
         ("install_packages", allowed.to_string()),
         ("package_size", size.to_string()),
+        ("package_disk", package_disk.to_string()),
+        ("package_memory", package_memory.to_string()),
         ("package_store_size", store_size.to_string()),
         ("package_timeout", format!("{package_timeout:?}")),
         ("package_index", format!("{url:?}")),

@@ -300,6 +300,7 @@ fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
         guardian: std::env::current_exe().context("could not find this program")?,
         runtime_dir: settings.runtime_dir.clone(),
         limits: settings.limits.clone(),
+        limits_apart: settings.packages.sandbox_limits(&settings.limits),
         mounts: workspace.chain(mounts).collect(),
         variables: settings.variables.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         allow_missing: settings.allow_missing.clone(),

@@ -20,6 +20,7 @@ use crate::packages::{
     FileHosts, IndexSettings, InstallError, Installer, Limits, PACKAGES_INSIDE, Package, Requirement, Step, Store,
     TreeName, Wish, Workshop, Workshops,
 };
+use crate::sandbox::Exit;
 use crate::session::install;
 use crate::session::{Hidden, InsidePath, Part, Refused, Sessions, Status, Stream};
 
@@ -116,6 +117,7 @@ impl Packages {
                 time: settings.packages.timeout,
                 bytes: settings.packages.size,
                 store: settings.packages.store_size,
+                disk: settings.packages.disk,
                 ..Limits::default()
             },
             rules: settings.network.rules.clone(),
@@ -372,6 +374,7 @@ impl Workshop for HiddenSession {
                 .collect()),
             Status::TimedOut { limit, .. } => Err(InstallError::TimedOut { time: limit }),
             Status::Raised(error) => Err(InstallError::Workshop { why: format!("{}: {}", error.name, error.message) }),
+            Status::Died { exit: Exit::OutOfMemory { .. } } => Err(InstallError::NoMemory),
             other => Err(InstallError::Workshop { why: format!("its Python ended ({})", other.name()) }),
         }
     }

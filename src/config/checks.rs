@@ -303,14 +303,20 @@ impl Check<'_> {
         self.read(Key::Keeper, "a name of 1 to 32 letters, digits, `_` or `-`", |text| text.parse().map_err(|_| None))
     }
 
+    /// The usual sizes are those of the largest packages that people install: PyTorch and its
+    /// libraries have 7 GiB in all, and the largest of them, twice while it is packed, 4 GiB.
     fn packages(&self) -> Result<Packages, ConfigError> {
+        let disk = self.size(Key::PackageDisk, MIB..=16 * TIB)?.unwrap_or(4 * GIB);
         Ok(Packages {
             allowed: self.switch(Key::InstallPackages)?.unwrap_or(true),
-            size: self.size(Key::PackageSize, MIB..=16 * TIB)?.unwrap_or(GIB),
-            store_size: self.size(Key::PackageStoreSize, MIB..=16 * TIB)?.unwrap_or(10 * GIB),
+            size: self.size(Key::PackageSize, MIB..=16 * TIB)?.unwrap_or(10 * GIB),
+            store_size: self.size(Key::PackageStoreSize, MIB..=16 * TIB)?.unwrap_or(20 * GIB),
             timeout: self
                 .duration(Key::PackageTimeout, Duration::from_secs(1)..=24 * HOUR)?
-                .unwrap_or(Duration::from_secs(300)),
+                .unwrap_or(Duration::from_secs(900)),
+            // Files there are memory; what is left is for the programs.
+            memory: self.size(Key::PackageMemory, LEAST_MEMORY..=16 * TIB)?.unwrap_or(disk + 2 * GIB),
+            disk,
         })
     }
 

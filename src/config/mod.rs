@@ -232,6 +232,17 @@ pub struct Packages {
     pub store_size: u64,
     /// How long one installation may take.
     pub timeout: Duration,
+    /// Bytes of memory of the sandbox in which packages are fetched and built, its files included.
+    pub memory: u64,
+    /// Bytes of files there.
+    pub disk: u64,
+}
+
+impl Packages {
+    /// Returns the limits of a sandbox for the server's own work, where sessions have `limits`.
+    pub fn sandbox_limits(&self, limits: &SandboxLimits) -> SandboxLimits {
+        SandboxLimits { memory: self.memory, family_memory: self.memory, disk: self.disk, ..limits.clone() }
+    }
 }
 
 /// What code may do only when somebody has allowed it.

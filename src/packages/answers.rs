@@ -94,6 +94,9 @@ pub(super) enum Answer<T> {
         /// Whether it is only for want of a wheel.
         #[serde(default)]
         no_wheel: bool,
+        /// Whether it is because the sandbox's disk is full.
+        #[serde(default)]
+        no_room: bool,
     },
     Done(T),
 }
@@ -207,8 +210,12 @@ mod tests {
     #[test]
     fn a_failure_is_told_from_an_answer() {
         let read = |text: &str| serde_json::from_str::<Answer<Resolved>>(text).unwrap();
-        let Answer::Failed { failed, no_wheel } = read(r#"{"failed": "no", "no_wheel": true}"#) else { panic!() };
-        assert_eq!((failed.as_str(), no_wheel), ("no", true));
+        let failed = |text: &str| match read(text) {
+            Answer::Failed { failed, no_wheel, no_room } => (failed, no_wheel, no_room),
+            Answer::Done(done) => panic!("{done:?}"),
+        };
+        assert_eq!(failed(r#"{"failed": "no", "no_wheel": true}"#), ("no".to_owned(), true, false));
+        assert_eq!(failed(r#"{"failed": "no", "no_room": true}"#), ("no".to_owned(), false, true));
         assert!(matches!(read(r#"{"tag": "x", "pins": []}"#), Answer::Done(_)));
     }
 }

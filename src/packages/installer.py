@@ -12,10 +12,12 @@ Everything is a file or a variable; no text of a request becomes part of a comma
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -31,6 +33,8 @@ ORIGIN = ("direct_url.json", "uv_cache.json", "uv_build.json")
 NO_WHEEL = re.compile(
     r"no usable wheels|no wheels with a matching|Wheels are required|building (from source|source distributions) is disabled"
 )
+# How uv says that the disk is full.
+NO_ROOM = re.compile(r"No space left on device|os error 28")
 NOISE = re.compile(r"^(Using (CPython|Python) |Resolved \d+ |Prepared \d+ |warning: Failed to hardlink)")
 
 
@@ -44,9 +48,13 @@ def main() -> None:
     errands = {"resolve": resolve, "install": install, "build": build}
     try:
         answer = errands[request["step"]](request)
-    except Failed as failure:
+    except (Failed, OSError) as failure:
         words = str(failure)
-        answer = {"failed": words, "no_wheel": bool(NO_WHEEL.search(words))}
+        no_room = getattr(failure, "errno", None) == errno.ENOSPC or bool(NO_ROOM.search(words))
+        if not no_room and not isinstance(failure, Failed):
+            raise
+        remove_all()
+        answer = {"failed": words, "no_wheel": bool(NO_WHEEL.search(words)), "no_room": no_room}
     with open("answer.json", "w", encoding="utf-8") as file:
         json.dump(answer, file)
 
@@ -62,6 +70,7 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def install(request: dict[str, Any]) -> list[dict[str, str]]:
+    remove_all()
     lines = []
     for pin in request["pins"]:
         what = f"{pin['name']} @ {pin['url']}" if pin["url"] else f"{pin['name']}=={pin['version']}"
@@ -84,6 +93,15 @@ def build(request: dict[str, Any]) -> list[dict[str, str]]:
     with_constraints(request, installed)
     present = request["present"]
     return pack([found for found in distributions() if present.get(normalised(found[0])) != found[1]])
+
+
+def remove_all() -> None:
+    """Gives the room back that earlier errands took: what they packed has been fetched by the host."""
+    for folder in (TARGET, CACHE, "temporary"):
+        shutil.rmtree(folder, ignore_errors=True)
+    for name in os.listdir():
+        if re.fullmatch(r"package-\d+\.stream", name):
+            os.unlink(name)
 
 
 def with_constraints(request: dict[str, Any], attempt: Any) -> Any:
@@ -143,6 +161,9 @@ def uv(request: dict[str, Any], arguments: list[str]) -> str:
         # A program that is there and is said to be missing was made for another C library.
         needs = "images need the GNU C library, or a uv that needs none"
         raise Failed(f"the server's uv does not run here ({error.strerror}); {needs}") from None
+    if done.returncode == -signal.SIGKILL:
+        # Nobody else ends it.
+        raise Failed("the kernel ended uv for want of memory; the server's setting package_memory allows more")
     if done.returncode != 0:
         said = done.stderr.decode("utf-8", "replace").replace(here + "/", "")
         lines = [line for line in said.splitlines() if not NOISE.match(line)]

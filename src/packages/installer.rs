@@ -181,11 +181,11 @@ impl Job<'_> {
                         }
                         (answer, Some(workshop))
                     }
-                    Answer::Failed { failed, no_wheel: true } => {
+                    Answer::Failed { failed, no_wheel: true, .. } => {
                         drop(workshop);
                         return self.build(Some(failed)).await;
                     }
-                    Answer::Failed { failed, .. } => return Err(self.refused(failed)),
+                    failed => return Err(self.failure(failed)),
                 }
             }
         };
@@ -213,21 +213,43 @@ impl Job<'_> {
                 Some(open) => open,
                 closed => closed.insert(self.open_workshop().await?),
             };
+            let mut left = self.installer.limits.bytes;
             let pins: Vec<Pin> = missing.iter().map(|number| needed[*number].clone()).collect();
-            let packed = match self.ask(workshop.as_mut(), Errand::Install { pins: &pins }).await? {
-                Answer::Done::<Vec<Packed>>(packed) => checked_packages(packed).map_err(InstallError::Unfitting)?,
-                Answer::Failed { failed, .. } => return Err(self.refused(failed)),
+            let added = match self.fetch(workshop.as_mut(), &pins, &mut left).await {
+                // Together they are too large for the sandbox; one after the other they may not be.
+                Err(InstallError::NoRoom { .. }) if pins.len() > 1 => {
+                    let mut added = Vec::new();
+                    for (number, pin) in pins.iter().enumerate() {
+                        (self.tell)(Step::Downloading { packages: pins.len() - number });
+                        added.extend(self.fetch(workshop.as_mut(), std::slice::from_ref(pin), &mut left).await?);
+                    }
+                    added
+                }
+                added => added?,
             };
-            if !packed.iter().map(|package| &package.name).eq(pins.iter().map(|pin| &pin.name)) {
-                return Err(InstallError::Unfitting("other packages came than were asked for"));
-            }
-            let added = self.add_all(workshop.as_mut(), &packed, Sharing::Shared).await?;
             for (number, tree) in missing.into_iter().zip(added) {
                 self.installer.store.remember(&keys[number], &tree)?;
                 found[number] = Some(tree);
             }
         }
         Ok(found.into_iter().flatten().collect())
+    }
+
+    /// Fetches wheels and adds them to the store, in order. `left` is what they may hold.
+    async fn fetch(
+        &self,
+        workshop: &mut dyn Workshop,
+        pins: &[Pin],
+        left: &mut u64,
+    ) -> Result<Vec<Tree>, InstallError> {
+        let packed = match self.ask(workshop, Errand::Install { pins }).await? {
+            Answer::Done::<Vec<Packed>>(packed) => checked_packages(packed).map_err(InstallError::Unfitting)?,
+            failed => return Err(self.failure(failed)),
+        };
+        if !packed.iter().map(|package| &package.name).eq(pins.iter().map(|pin| &pin.name)) {
+            return Err(InstallError::Unfitting("other packages came than were asked for"));
+        }
+        self.add_all(workshop, &packed, Sharing::Shared, left).await
     }
 
     /// Builds what has no wheel, in a sandbox of its own. `why` is what the resolver said when it looked for wheels.
@@ -252,9 +274,10 @@ impl Job<'_> {
         let mut workshop = self.open_workshop().await?;
         let packed = match self.ask(workshop.as_mut(), Errand::Build(self.wanted())).await? {
             Answer::Done::<Vec<Packed>>(packed) => checked_packages(packed).map_err(InstallError::Unfitting)?,
-            Answer::Failed { failed, .. } => return Err(self.refused(failed)),
+            failed => return Err(self.failure(failed)),
         };
-        let trees = self.add_all(workshop.as_mut(), &packed, Sharing::Private).await?;
+        let mut left = self.installer.limits.bytes;
+        let trees = self.add_all(workshop.as_mut(), &packed, Sharing::Private, &mut left).await?;
         let named = self.open.iter().filter_map(|requirement| requirement.name());
         let unchanged = named.filter(|name| packed.iter().all(|package| package.name != **name));
         let already = unchanged.filter_map(|name| Some(Package::new(name, self.present.get(name)?))).collect();
@@ -281,16 +304,16 @@ impl Job<'_> {
         workshop: &mut dyn Workshop,
         packed: &[Packed],
         sharing: Sharing,
+        left: &mut u64,
     ) -> Result<Vec<Tree>, InstallError> {
         let mut trees = Vec::new();
         let limit = self.installer.limits.bytes;
-        let mut left = limit;
         for (number, package) in packed.iter().enumerate() {
             let told = Package::new(&package.name, &package.version);
             (self.tell)(Step::Adding { package: told, done: number, total: packed.len() });
-            match self.add(workshop, number, package, left, sharing).await {
+            match self.add(workshop, number, package, *left, sharing).await {
                 Ok(tree) => {
-                    left = left.saturating_sub(tree.record.bytes);
+                    *left = left.saturating_sub(tree.record.bytes);
                     trees.push(tree);
                 }
                 Err(error) => {
@@ -408,6 +431,15 @@ impl Job<'_> {
             None => (String::new(), ""),
         };
         Key::new(&["1", &index, tag, &pin.name, version, &pin.hashes.join(" ")])
+    }
+
+    /// Returns why there is no answer.
+    fn failure<T>(&self, answer: Answer<T>) -> InstallError {
+        match answer {
+            Answer::Failed { no_room: true, .. } => InstallError::NoRoom { disk: self.installer.limits.disk },
+            Answer::Failed { failed, .. } => self.refused(failed),
+            Answer::Done(_) => InstallError::Unfitting("an answer that was understood is none"),
+        }
     }
 
     /// Adds what the caller can do when a version that the session has is in the way.

@@ -95,6 +95,8 @@ pub struct Limits {
     pub builds: Builds,
     /// All trees of the store together, before one installation adds to them.
     pub store: u64,
+    /// Files in the sandbox of the installer. It is enforced there; here it is only told.
+    pub disk: u64,
 }
 
 impl Default for Limits {
@@ -105,6 +107,7 @@ impl Default for Limits {
             files: 50_000,
             builds: Builds::Allowed,
             store: 10 << 30,
+            disk: 4 << 30,
         }
     }
 }
@@ -148,10 +151,25 @@ pub enum InstallError {
     /// The resolver's or builder's own words, shortened if need be, without passwords.
     #[error("{words}")]
     Refused { words: String },
-    #[error("the installation was stopped because it took longer than {} s; install fewer packages at once", time.as_secs())]
+    #[error(
+        "the installation was stopped because it took longer than {} s; install fewer packages at once. The server's \
+         setting package_timeout allows more time",
+        time.as_secs()
+    )]
     TimedOut { time: Duration },
-    #[error("the packages are larger than {}, the limit for one installation", stream::mebibytes(*.limit))]
+    #[error(
+        "the packages are larger than {}, the limit for one installation. The server's setting package_size allows more",
+        stream::mebibytes(*.limit)
+    )]
     TooLarge { limit: u64 },
+    #[error(
+        "a package needs more than {} of disk in the sandbox of the installer. The server's setting package_disk \
+         allows more",
+        stream::mebibytes(*.disk)
+    )]
+    NoRoom { disk: u64 },
+    #[error("the installer needed more memory than its sandbox has. The server's setting package_memory allows more")]
+    NoMemory,
     /// The sandbox could not be made, or broke.
     #[error("the installer could not do its work: {why}")]
     Workshop { why: String },

@@ -85,6 +85,8 @@ wheel(
 wheel("ipython", "0.0", {"IPython.py": ""})
 wheel("modern", "1.0", {"modern.py": ""}, ["pure>=2"])
 wheel("huge", "1.0", {"huge.bin": "x" * (3 << 20)})
+wheel("large", "1.0", {"large.bin": "x" * (12 << 20)}, ["larger"])
+wheel("larger", "1.0", {"larger.bin": "y" * (12 << 20)})
 
 # Its entry in the index will not be true.
 wheel("exchanged", "1.0", {"exchanged.py": ""})

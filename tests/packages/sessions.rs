@@ -70,6 +70,34 @@ fn a_package_is_there_at_once_and_in_every_copy_and_goes_with_an_undo() {
 }
 
 #[test]
+fn the_installer_has_a_disk_of_its_own_and_fetches_what_does_not_fit_at_once_one_by_one() {
+    let index = Index::start(&host_python("minimal"), Manner::Open);
+    let with_disk = |disk: &str| {
+        let mut command = program();
+        command.arg("mcp").args(MINIMAL).env("CELLBLOCK_DISK", "8M").env("CELLBLOCK_PACKAGE_DISK", disk);
+        command.env_remove("PIP_FIND_LINKS").env("UV_DEFAULT_INDEX", index.url_without_password());
+        let server = Server::spawn(&mut command, Era::Initialize);
+        server.greet();
+        server
+    };
+    // Each is 12 MiB, and twice that while it is packed.
+    let server = with_disk("16M");
+    let refused = install(&server.session(), json!("large"));
+    assert!(refused.is_error(), "{}", refused.text());
+    let said = refused.text();
+    assert!(said.contains("more than 16 MiB of disk") && said.contains("package_disk"), "{said}");
+    drop(server);
+
+    let server = with_disk("30M");
+    let session = server.session();
+    let installed = install(&session, json!("large"));
+    assert_eq!(installed.text(), "Successfully installed large-1.0 larger-1.0");
+    let full = "try:\n    for name in 'ab':\n        open(name, 'wb').write(bytes(6 << 20))\n\
+                except OSError as error:\n    print(name, error.strerror)";
+    assert_eq!(session.text(full), "b No space left on device", "the session keeps its own limit");
+}
+
+#[test]
 fn pip_in_a_cell_does_the_same_and_says_what_pip_says() {
     let index = Index::start(&host_python("minimal"), Manner::Open);
     let server = server(&index, &[]);

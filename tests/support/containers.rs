@@ -203,6 +203,7 @@ impl TestEngine {
                 runtime: None,
                 runtime_dir: super::native::runtime_folder(),
                 limits: ROOMY,
+                limits_apart: ROOMY,
                 binds: Vec::new(),
                 variables: vec![("GIVEN".to_owned(), "by the operator".to_owned())],
                 pool: PoolSettings { size: 0, max_age: Duration::from_secs(600), creations: 2 },

@@ -67,6 +67,7 @@ impl Builder {
                 guardian: PathBuf::from(super::PROGRAM),
                 runtime_dir: runtime_folder(),
                 limits: ROOMY,
+                limits_apart: ROOMY,
                 mounts: Vec::new(),
                 variables: vec![("GIVEN".to_owned(), "by the operator".to_owned())],
                 allow_missing: BTreeSet::new(),

@@ -743,7 +743,14 @@ mod tests {
 
     #[test]
     fn packages_can_be_installed_unless_that_is_switched_off() {
-        let usual = Packages { allowed: true, size: 1 << 30, store_size: 10 << 30, timeout: Duration::from_secs(300) };
+        let usual = Packages {
+            allowed: true,
+            size: 10 << 30,
+            store_size: 20 << 30,
+            timeout: Duration::from_secs(900),
+            memory: 6 << 30,
+            disk: 4 << 30,
+        };
         assert_eq!(case().settings().packages, usual);
         for off in [case().yaml("install_packages: off"), case().flag(Key::InstallPackages, "off")] {
             assert_eq!(off.settings().packages, Packages { allowed: false, ..usual });
@@ -751,7 +758,13 @@ mod tests {
         let changed =
             case().yaml("package_size: 100M\npackage_store_size: 2G\npackage_timeout: 1m").settings().packages;
         let timeout = Duration::from_secs(60);
-        assert_eq!(changed, Packages { allowed: true, size: 100 << 20, store_size: 2 << 30, timeout });
+        assert_eq!(changed, Packages { size: 100 << 20, store_size: 2 << 30, timeout, ..usual });
+        let disk = case().yaml("package_disk: 1G").settings().packages;
+        assert_eq!((disk.disk, disk.memory), (1 << 30, 3 << 30), "files are memory there");
+        let settings = case().yaml("package_disk: 1G\npackage_memory: 512M\nmemory: 1G\nfiles: 200").settings();
+        let own = settings.packages.sandbox_limits(&settings.limits);
+        assert_eq!((own.disk, own.memory, own.family_memory, own.files), (1 << 30, 512 << 20, 512 << 20, 200));
+        assert_eq!(settings.limits.memory, 1 << 30, "sessions have theirs");
         assert!(case().yaml("package_store_size: 1K").refusal().contains("package_store_size"));
         assert!(case().flag(Key::InstallPackages, "perhaps").refusal().contains("allowed: on or off"));
         assert!(case().yaml("package_size: 1K").refusal().contains("from 1 MiB to 16 TiB"));

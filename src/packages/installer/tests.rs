@@ -325,6 +325,49 @@ async fn size_is_bounded_over_all_packages_and_a_refused_build_leaves_nothing() 
     }
 }
 
+#[tokio::test]
+async fn what_does_not_fit_at_once_is_fetched_one_by_one() {
+    let bench = Bench::new();
+    let full = json!({"failed": "No space left on device (os error 28)", "no_room": true});
+    bench.fake.answers(resolved(&[("a", "1.0"), ("b", "2.0")]), &[]);
+    bench.fake.answers(full.clone(), &[]);
+    bench.fake.installs(&[("a", "1.0")]);
+    bench.fake.installs(&[("b", "2.0")]);
+    let installed = bench.install(&wish(&["a", "b"])).await.unwrap();
+    assert_eq!(installed.text, "Successfully installed a-1.0 b-2.0");
+    let asked: Vec<usize> = bench
+        .fake
+        .requests
+        .lock()
+        .unwrap()
+        .iter()
+        .filter_map(|request| Some(request["pins"].as_array()?.len()))
+        .collect();
+    assert_eq!((asked, bench.fake.opened()), (vec![2, 1, 1], 1));
+
+    let bench = Bench::new();
+    bench.fake.answers(resolved(&[("a", "1.0")]), &[]);
+    bench.fake.answers(full, &[]);
+    let said = bench.refusal(&wish(&["a"])).await;
+    assert!(said.contains("more than 4096 MiB of disk") && said.contains("package_disk"), "{said}");
+}
+
+#[tokio::test]
+async fn size_is_bounded_over_packages_that_are_fetched_one_by_one() {
+    for (bytes, fits) in [(8, true), (7, false)] {
+        let bench = Bench::with("http://127.0.0.1:8080/", Limits { bytes, ..Limits::default() });
+        bench.fake.answers(resolved(&[("a", "1.0"), ("b", "2.0")]), &[]);
+        bench.fake.answers(json!({"failed": "full", "no_room": true}), &[]);
+        bench.fake.installs(&[("a", "1.0")]);
+        bench.fake.installs(&[("b", "2.0")]);
+        let result = bench.install(&wish(&["a", "b"])).await;
+        assert_eq!(result.is_ok(), fits, "{result:?}");
+        if let Err(error) = result {
+            assert!(error.to_string().contains("package_size"), "{error}");
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn an_installation_that_never_ends_is_stopped() {
     let bench = Bench::new();

@@ -93,6 +93,8 @@ pub struct ContainerSettings {
     /// Where this server registers, so that others know it lives.
     pub runtime_dir: PathBuf,
     pub limits: SandboxLimits,
+    /// Limits of containers for work of the server's own.
+    pub limits_apart: SandboxLimits,
     pub binds: Vec<ContainerBind>,
     /// Variables that the operator gives to sessions.
     pub variables: Vec<(String, String)>,
@@ -508,6 +510,13 @@ impl Inner {
         Ok(shown)
     }
 
+    fn limits(&self, purpose: Purpose) -> &SandboxLimits {
+        match purpose {
+            Purpose::Sessions => &self.settings.limits,
+            Purpose::OwnWork => &self.settings.limits_apart,
+        }
+    }
+
     /// Makes a container with a session in it.
     async fn make(
         &self,
@@ -523,7 +532,7 @@ impl Inner {
             image: &standing.image.image,
             // Podman has one for all containers, which was looked at; it takes any other name for this, and tells none.
             runtime: self.settings.runtime.as_deref().filter(|_| self.settings.kind == EngineKind::Docker),
-            limits: &self.settings.limits,
+            limits: self.limits(purpose),
             binds: &shown,
             user,
             volume: &standing.image.volume,
@@ -539,7 +548,10 @@ impl Inner {
             .map_err(|error| LaunchError::Start { why: error.to_string() })?;
         let house = match purpose {
             Purpose::Sessions => standing.house.clone(),
-            Purpose::OwnWork => Arc::new(House { owns_work_folder: true, network, ..(*standing.house).clone() }),
+            Purpose::OwnWork => {
+                let limits = self.limits(purpose).clone();
+                Arc::new(House { limits, owns_work_folder: true, network, ..(*standing.house).clone() })
+            }
         };
         let plan = self.plan(how, purpose);
         let maker = Arc::new(Again { inner: self.this.clone(), purpose });

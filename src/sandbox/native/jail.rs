@@ -17,7 +17,7 @@ use super::instance::Instance;
 use super::sandbox::{Kin, NativeSandbox};
 use super::warden::{Guardian, Slots, Warden};
 use super::{NativeSettings, STEP_LIMIT, WarmEnvironment};
-use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind, Network, Sandbox};
+use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind, Network, Sandbox, SandboxLimits};
 
 /// Descriptors a session may have open at once.
 const OPEN_FILES: u64 = 4_096;
@@ -90,11 +90,8 @@ impl Jail {
             identity,
             binds: environment.binds,
             mounts: settings.mounts.clone(),
-            scratch: Scratch {
-                bytes: settings.limits.disk,
-                files: settings.limits.files,
-                shared_memory: settings.limits.memory / 2,
-            },
+            scratch: scratch(&settings.limits),
+            scratch_apart: scratch(&settings.limits_apart),
             zygote: ZygoteCommand {
                 programs: settings.programs,
                 program: environment.python,
@@ -105,7 +102,8 @@ impl Jail {
                 session_environment: settings.variables.clone(),
             },
             doors: environment.network.as_ref().map(Network::doors),
-            rlimits: settings.rlimits(instance.tree().is_some()),
+            rlimits: rlimits(&settings.limits, instance.tree().is_some()),
+            rlimits_apart: rlimits(&settings.limits_apart, instance.tree().is_some()),
             shown_limits: ShownLimits {
                 memory: settings.limits.memory,
                 cpus: instance.tree().filter(|tree| tree.limits_cpu()).map(|_| settings.limits.cpus),
@@ -208,27 +206,33 @@ impl NativeSettings {
         });
         self.allow_missing.iter().copied().chain(left_out).collect()
     }
+}
 
-    fn rlimits(&self, has_control_groups: bool) -> Vec<ResourceLimit> {
-        use rustix::process::Resource;
-        let limit = |resource: Resource, value: u64| ResourceLimit { resource: resource as u32, value };
-        let mut limits = vec![
-            // One, not zero: with zero the kernel still hands a crash to the host's handler when that is a program.
-            limit(Resource::Core, 1),
-            limit(Resource::Nofile, OPEN_FILES),
-            // One more than fits, so that a full disk is told as such and not as a file that is too large.
-            limit(Resource::Fsize, self.limits.disk + 1),
-            // Small enough for every host to grant, large enough for programs that ask out of habit.
-            limit(Resource::Memlock, 64 * 1024),
-            limit(Resource::Sigpending, 1_024),
-            limit(Resource::Msgqueue, 0),
-            limit(Resource::Nproc, u64::from(self.limits.processes)),
-        ];
-        if !has_control_groups {
-            limits.push(limit(Resource::Data, self.limits.memory));
-        }
-        limits
+/// Sizes of the memory file systems of sandboxes with these limits.
+fn scratch(limits: &SandboxLimits) -> Scratch {
+    Scratch { bytes: limits.disk, files: limits.files, shared_memory: limits.memory / 2 }
+}
+
+/// Limits of processes in sandboxes with these limits.
+fn rlimits(limits: &SandboxLimits, has_control_groups: bool) -> Vec<ResourceLimit> {
+    use rustix::process::Resource;
+    let limit = |resource: Resource, value: u64| ResourceLimit { resource: resource as u32, value };
+    let mut all = vec![
+        // One, not zero: with zero the kernel still hands a crash to the host's handler when that is a program.
+        limit(Resource::Core, 1),
+        limit(Resource::Nofile, OPEN_FILES),
+        // One more than fits, so that a full disk is told as such and not as a file that is too large.
+        limit(Resource::Fsize, limits.disk + 1),
+        // Small enough for every host to grant, large enough for programs that ask out of habit.
+        limit(Resource::Memlock, 64 * 1024),
+        limit(Resource::Sigpending, 1_024),
+        limit(Resource::Msgqueue, 0),
+        limit(Resource::Nproc, u64::from(limits.processes)),
+    ];
+    if !has_control_groups {
+        all.push(limit(Resource::Data, limits.memory));
     }
+    all
 }
 
 /// Makes one empty sandbox and takes it away again, to find out what this machine enforces. Missing layers are part of the answer.

@@ -73,6 +73,8 @@ pub struct NativeSettings {
     pub guardian: PathBuf,
     pub runtime_dir: PathBuf,
     pub limits: SandboxLimits,
+    /// Limits of sandboxes for work of the server's own.
+    pub limits_apart: SandboxLimits,
     /// The workspace and the other mounts, with their places inside.
     pub mounts: Vec<OperatorMount>,
     /// Variables that the operator gives to sessions.
@@ -187,7 +189,9 @@ impl Backend for NativeBackend {
     }
 
     async fn launch_apart(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
-        if self.inner.settings.mounts.is_empty() && self.inner.settings.programs == Programs::Free {
+        let settings = &self.inner.settings;
+        let is_like_others = settings.mounts.is_empty() && settings.programs == Programs::Free;
+        if is_like_others && settings.limits == settings.limits_apart {
             return self.launch().await;
         }
         let (sandbox, interpreter) = self.inner.made(true).await?;
@@ -421,6 +425,7 @@ impl Inner {
             .slots
             .take()
             .ok_or_else(|| LaunchError::Start { why: "all numbers for sandboxes are in use".to_owned() })?;
-        NativeSandbox::begin(&jail, slot, &self.settings.limits, kin, Weak::clone(&self.this)).await
+        let limits = if kin.is_apart() { &self.settings.limits_apart } else { &self.settings.limits };
+        NativeSandbox::begin(&jail, slot, limits, kin, Weak::clone(&self.this)).await
     }
 }

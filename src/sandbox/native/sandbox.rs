@@ -79,6 +79,16 @@ pub(super) enum Kin<'a> {
     Of(&'a NativeSandbox),
 }
 
+impl Kin<'_> {
+    /// Tells whether the sandbox is for work of the server's own.
+    pub(super) fn is_apart(self) -> bool {
+        match self {
+            Kin::Nobody { apart } => apart,
+            Kin::Of(source) => source.apart,
+        }
+    }
+}
+
 /// One sandbox: an init in its namespaces, a control group, and the interpreters forked into it one after another.
 pub(super) struct NativeSandbox {
     warden: Arc<Warden>,
@@ -169,9 +179,10 @@ impl NativeSandbox {
         kin: Kin<'_>,
         house: Weak<Inner>,
     ) -> Result<NativeSandbox, LaunchError> {
-        let (family, apart) = match kin {
-            Kin::Nobody { apart } => (FamilyNumber::take(&jail.families), apart),
-            Kin::Of(source) => (Some(Arc::clone(&source.family)), source.apart),
+        let apart = kin.is_apart();
+        let family = match kin {
+            Kin::Nobody { .. } => FamilyNumber::take(&jail.families),
+            Kin::Of(source) => Some(Arc::clone(&source.family)),
         };
         let all_taken = || LaunchError::Start { why: "all user ids for sessions are in use".to_owned() };
         let family = family.ok_or_else(all_taken)?;
