@@ -19,6 +19,9 @@ pub(super) const LARGEST_ANSWER: u64 = 4 << 20;
 /// The most distributions that one wish can bring.
 const MOST_PACKAGES: usize = 2_000;
 
+/// Remarks about older versions in one answer, and packages in each.
+const MOST_REMARKS: usize = 5;
+
 /// Returns the file that holds the stream of the package with this number.
 pub(super) fn stream_file(number: usize) -> String {
     format!("package-{number}.stream")
@@ -75,6 +78,28 @@ pub(super) struct Resolved {
     /// Everything about Python and the machine that decides which wheel fits.
     pub(super) tag: String,
     pub(super) pins: Vec<Pin>,
+    /// What was asked for and is older than it could be.
+    #[serde(default)]
+    pub(super) held_back: Vec<HeldBack>,
+}
+
+/// A package that is older than it could be, because the session has others that a newer one cannot be used with.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub(super) struct HeldBack {
+    pub(super) name: String,
+    pub(super) version: String,
+    /// The version that it would have.
+    pub(super) newer: String,
+    /// What would have to be replaced for that.
+    pub(super) replaced: Vec<Replaced>,
+}
+
+/// A package of the session and the version in the place of which another one is wanted.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub(super) struct Replaced {
+    pub(super) name: String,
+    pub(super) version: String,
+    pub(super) wanted: String,
 }
 
 /// A package whose stream was written.
@@ -113,6 +138,18 @@ impl Resolved {
         }
         for pin in &mut self.pins {
             pin.check()?;
+        }
+        self.held_back.truncate(MOST_REMARKS);
+        for held in &mut self.held_back {
+            held.replaced.truncate(MOST_REMARKS);
+            let is_package = |name: &str, versions: [&str; 2]| {
+                is_name(name) && name.len() <= 200 && versions.into_iter().all(is_version)
+            };
+            let replaced = held.replaced.iter();
+            let all_are = replaced.map(|one| is_package(&one.name, [&one.version, &one.wanted])).all(|fits| fits);
+            if !is_package(&held.name, [&held.version, &held.newer]) || !all_are {
+                return Err("a remark is about no proper package");
+            }
         }
         Ok(self)
     }
@@ -173,7 +210,8 @@ mod tests {
     #[test]
     fn an_answer_has_names_versions_and_hashes_or_is_refused() {
         let hash = format!("sha256:{}", "0".repeat(64));
-        let check = |pin: Pin| Resolved { tag: "cpython-311".to_owned(), pins: vec![pin] }.checked();
+        let resolved = |tag: &str, pins| Resolved { tag: tag.to_owned(), pins, held_back: Vec::new() };
+        let check = |pin: Pin| resolved("cpython-311", vec![pin]).checked();
         assert_eq!(check(pin("A_b", Some("1.0"), None, &hash)).unwrap().pins[0].name, "a-b"); // control
         check(pin("a", None, Some("https://example.com/a.whl"), &hash)).unwrap(); // control
         for bad in [
@@ -190,8 +228,8 @@ mod tests {
             check(bad.clone()).expect_err(&format!("{bad:?}"));
         }
         let pins = vec![pin("a", Some("1"), None, &hash); MOST_PACKAGES + 1];
-        Resolved { tag: "x".to_owned(), pins }.checked().unwrap_err();
-        Resolved { tag: "x\n".to_owned(), pins: Vec::new() }.checked().unwrap_err();
+        resolved("x", pins).checked().unwrap_err();
+        resolved("x\n", Vec::new()).checked().unwrap_err();
     }
 
     #[test]

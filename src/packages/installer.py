@@ -66,7 +66,40 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
         # The file with the requirements, then the option for the constraints.
         return uv(request, ["pip", "compile", *options, "--python", sys.executable, *wanted])
 
-    return {"tag": platform_tag(), "pins": read_pins(with_constraints(request, compiled))}
+    pins = read_pins(with_constraints(request, compiled))
+    return {"tag": platform_tag(), "pins": pins, "held_back": held_back(request, pins, compiled)}
+
+
+def held_back(request: dict[str, Any], pins: list[dict[str, Any]], compiled: Any) -> list[dict[str, Any]]:
+    """Names what was asked for and is older than it would be if packages of the session could be replaced."""
+    present, chosen = request["present"], versions_of(pins)
+    new = [name for name in request["named"] if name in chosen and chosen[name] != present.get(name)]
+    if not present or not new:
+        return []
+    try:
+        # The index has just been asked for these, so that this costs next to nothing.
+        newest = versions_of(read_pins(compiled(["wanted.txt", "--no-deps"])))
+        older = [name for name in new if newest.get(name, chosen[name]) != chosen[name]]
+        if not older:
+            return []
+        # What the session has is preferred, and replaced only where it must be.
+        write_lines("preferred.txt", [f"{name}=={version}" for name, version in present.items()])
+        compiled(["wanted.txt", "--quiet", "--output-file", "preferred.txt"])
+    except Failed:
+        return []
+    with open("preferred.txt", encoding="utf-8") as file:
+        free = versions_of(read_pins(file.read()))
+    replaced = [
+        {"name": name, "version": present[name], "wanted": version}
+        for name, version in free.items()
+        if name in present and present[name] != version and name not in older
+    ]
+    held = [name for name in older if free.get(name, chosen[name]) != chosen[name]]
+    return [{"name": name, "version": chosen[name], "newer": free[name], "replaced": replaced} for name in held if replaced]
+
+
+def versions_of(pins: list[dict[str, Any]]) -> dict[str, str]:
+    return {pin["name"]: pin["version"] for pin in pins if pin["version"]}
 
 
 def install(request: dict[str, Any]) -> list[dict[str, str]]:

@@ -13,8 +13,8 @@ use cellblock_json::{Budget, MAX_DEPTH};
 use serde::de::DeserializeOwned;
 
 use super::answers::{
-    ANSWER_FILE, Answer, CERTIFICATES_FILE, Errand, LARGEST_ANSWER, Packed, Pin, REQUEST_FILE, Request, Resolved,
-    Wanted, checked_packages, stream_file,
+    ANSWER_FILE, Answer, CERTIFICATES_FILE, Errand, HeldBack, LARGEST_ANSWER, Packed, Pin, REQUEST_FILE, Request,
+    Resolved, Wanted, checked_packages, stream_file,
 };
 use super::requirement::{Requirement, Source};
 use super::store::{Key, Sharing, Store, StoreError, Tree};
@@ -71,6 +71,7 @@ struct Question {
 struct Chosen {
     trees: Vec<Tree>,
     already: Vec<Package>,
+    held_back: Vec<HeldBack>,
 }
 
 impl Installer {
@@ -121,7 +122,7 @@ impl Installer {
         let (satisfied, open): (Vec<&Requirement>, Vec<&Requirement>) =
             wish.requirements.iter().partition(is_satisfied);
         let mut chosen = if open.is_empty() {
-            Chosen { trees: Vec::new(), already: Vec::new() }
+            Chosen { trees: Vec::new(), already: Vec::new(), held_back: Vec::new() }
         } else {
             Job { installer: self, wish, open, present: &present, workshops, tell, begun: Instant::now() }.run().await?
         };
@@ -193,7 +194,7 @@ impl Job<'_> {
         let already =
             already.iter().map(|pin| Package::new(&pin.name, pin.version.as_deref().unwrap_or_default())).collect();
         let trees = self.trees_for(&needed, &resolved.tag, &mut workshop).await?;
-        Ok(Chosen { trees, already })
+        Ok(Chosen { trees, already, held_back: resolved.held_back })
     }
 
     /// Returns the trees of all pins, in order, fetching those that the store does not have.
@@ -281,7 +282,7 @@ impl Job<'_> {
         let named = self.open.iter().filter_map(|requirement| requirement.name());
         let unchanged = named.filter(|name| packed.iter().all(|package| package.name != **name));
         let already = unchanged.filter_map(|name| Some(Package::new(name, self.present.get(name)?))).collect();
-        Ok(Chosen { trees, already })
+        Ok(Chosen { trees, already, held_back: Vec::new() })
     }
 
     /// Has packages removed that nobody uses, if the store is full.
@@ -460,7 +461,7 @@ impl Job<'_> {
 }
 
 fn report(wish: &Wish, chosen: Chosen) -> Installed {
-    let Chosen { trees, already } = chosen;
+    let Chosen { trees, already, held_back } = chosen;
     let added: Vec<Package> =
         trees.iter().map(|tree| Package::new(&tree.record.package, &tree.record.version)).collect();
     let mut lines = Vec::new();
@@ -474,6 +475,7 @@ fn report(wish: &Wish, chosen: Chosen) -> Installed {
         let names: Vec<String> = added.iter().map(Package::to_string).collect();
         lines.push(format!("Successfully installed {}", names.join(" ")));
     }
+    lines.extend(held_back.iter().map(remark));
     if lines.is_empty() {
         lines.push("Nothing had to be installed: no requirement applies to this Python.".to_owned());
     }
@@ -485,6 +487,19 @@ fn report(wish: &Wish, chosen: Chosen) -> Installed {
         already,
         text: lines.join("\n"),
     }
+}
+
+/// Says that a newer version exists, what is in its way, and how to get it all the same.
+fn remark(held: &HeldBack) -> String {
+    let HeldBack { name, version, newer, replaced } = held;
+    let has = replaced.iter().map(|one| format!("{} {}", one.name, one.version)).collect::<Vec<_>>().join(", ");
+    let exactly = |name: &str, version: &str| format!("\"{name}=={version}\"");
+    let wanted = replaced.iter().map(|one| exactly(&one.name, &one.wanted));
+    let request = std::iter::once(exactly(name, newer)).chain(wanted).collect::<Vec<_>>().join(", ");
+    format!(
+        "{name} {version} is not the newest version: {newer} cannot be used with {has}, which the session has. To get it and \
+         replace what is in its way, install {request} together."
+    )
 }
 
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {

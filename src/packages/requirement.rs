@@ -45,6 +45,13 @@ pub struct Location {
     pub port: u16,
 }
 
+impl Location {
+    /// Returns the rule that allows it. One without a port is about the usual ports.
+    fn rule(&self) -> String {
+        if self.port == 443 { self.host.clone() } else { self.to_string() }
+    }
+}
+
 impl fmt::Display for Location {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "{}:{}", self.host, self.port)
@@ -63,8 +70,9 @@ pub enum RequirementError {
     #[error("\"{}\" cannot be installed: {why}", text.escape_debug())]
     Malformed { text: String, why: &'static str },
     #[error(
-        "\"{text}\" cannot be installed: it comes from {location}, which is not in the allowed list. Packages of the index can be \
-         installed by name"
+        "\"{text}\" cannot be installed: it comes from {location}, which is not in the allowed list. The operator of the server \
+         can allow it with `--allowed-domain {}`; packages of the index can be installed by name",
+        .location.rule()
     )]
     HostNotAllowed { text: String, location: Location },
 }
@@ -453,6 +461,9 @@ mod tests {
         ] {
             assert!(refusal(elsewhere).contains("not in the allowed list"), "{elsewhere:?}");
         }
+        let cure = |text: &str| refusal(text).split('`').nth(1).unwrap().to_owned();
+        assert_eq!(cure("git+https://example.org/x"), "--allowed-domain example.org");
+        assert_eq!(cure("https://example.com:8443/x.whl"), "--allowed-domain example.com:8443");
     }
 
     fn here() -> Location {

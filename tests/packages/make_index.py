@@ -84,6 +84,8 @@ wheel(
 )
 wheel("ipython", "0.0", {"IPython.py": ""})
 wheel("modern", "1.0", {"modern.py": ""}, ["pure>=2"])
+wheel("modest", "1.0", {"modest.py": ""})
+wheel("modest", "2.0", {"modest.py": ""}, ["pure<2"])
 wheel("huge", "1.0", {"huge.bin": "x" * (3 << 20)})
 wheel("large", "1.0", {"large.bin": "x" * (12 << 20)}, ["larger"])
 wheel("larger", "1.0", {"larger.bin": "y" * (12 << 20)})

@@ -210,6 +210,29 @@ async fn what_the_session_has_is_not_installed_again() {
 }
 
 #[tokio::test]
+async fn an_older_version_that_was_chosen_because_of_the_session_is_told_with_the_way_out() {
+    let bench = Bench::new();
+    let held = |newer: &str| {
+        let replaced = json!([{"name": "numpy", "version": "2.1.0", "wanted": "1.26.4"}]);
+        json!([{"name": "moviepy", "version": "0.2", "newer": newer, "replaced": replaced}])
+    };
+    let mut answer = resolved(&[("moviepy", "0.2"), ("numpy", "2.1.0")]);
+    answer["held_back"] = held("2.2.1");
+    bench.fake.answers(answer.clone(), &[]);
+    bench.fake.installs(&[("moviepy", "0.2")]);
+    let text = bench.install(&wish(&["moviepy"])).await.unwrap().text;
+    let remark = "moviepy 0.2 is not the newest version: 2.2.1 cannot be used with numpy 2.1.0, which the session has. To get \
+                  it and replace what is in its way, install \"moviepy==2.2.1\", \"numpy==1.26.4\" together.";
+    assert_eq!(text, format!("Successfully installed moviepy-0.2\n{remark}"));
+    let again = bench.install(&wish(&["moviepy"])).await.unwrap().text;
+    assert!(again.ends_with(remark), "an answer that is remembered says it too: {again}");
+    answer["held_back"] = held("2\nrm -rf");
+    bench.fake.answers(answer, &[]);
+    let nonsense = bench.refusal(&wish(&["moviepy>0"])).await;
+    assert!(nonsense.contains("no proper package"), "{nonsense}");
+}
+
+#[tokio::test]
 async fn an_upgrade_asks_the_index_even_for_what_is_there() {
     let bench = Bench::new();
     bench.fake.has(&[("numpy", "2.2.0")]);
@@ -401,6 +424,7 @@ fn long_words_are_shortened_in_the_middle_and_control_characters_are_gone() {
 
 #[test]
 fn a_requirement_that_does_not_apply_is_said_to_need_nothing() {
-    let report = report(&wish(&["tomli; python_version < '3'"]), Chosen { trees: Vec::new(), already: Vec::new() });
+    let nothing = Chosen { trees: Vec::new(), already: Vec::new(), held_back: Vec::new() };
+    let report = report(&wish(&["tomli; python_version < '3'"]), nothing);
     assert!(report.text.starts_with("Nothing had to be installed"), "{}", report.text);
 }
