@@ -114,7 +114,7 @@ impl Caller {
     pub(crate) async fn collect_abandoned(&mut self, session: &str) -> Result<(), Trouble> {
         if std::mem::take(&mut self.abandoned) {
             let result = self.call("check_execution", &json!({"session_id": session})).await?;
-            let is_last = result["content"].to_string().contains("this is the last result again");
+            let is_last = result["content"].to_string().contains("this is the result that was told last");
             if result["structuredContent"]["status"] != "cancelled" && !is_last {
                 return wrong("outcome of a cancelled cell", "cancelled", &result);
             }

@@ -15,6 +15,9 @@ from importlib.machinery import PathFinder, all_suffixes
 # All folders that were added, the latest first.
 _added: list[str] = []
 
+# Top-level modules that every session begins with. A reset brings them back as they are.
+_preloaded: frozenset[str] = frozenset()
+
 _SITE_FOLDERS = ("site-packages", "dist-packages")
 
 
@@ -38,6 +41,17 @@ def add(paths: Sequence[str]) -> list[str]:
     _added[:] = _inserted(folders, _added, _is_anything)
     importlib.invalidate_caches()
     return sorted({name for folder in folders for name in _modules(folder) if _is_stale(name, folder)})
+
+
+def note_preloaded() -> None:
+    """Remembers which modules are imported now, in the process that every session is a copy of."""
+    global _preloaded
+    _preloaded = frozenset(name for name in sys.modules if "." not in name)
+
+
+def preloaded(names: Sequence[str]) -> list[str]:
+    """Returns those of these modules that every session begins with."""
+    return [name for name in names if name in _preloaded]
 
 
 def programs(folders: Sequence[str]) -> list[str]:

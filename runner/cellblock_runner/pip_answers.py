@@ -74,10 +74,19 @@ def _install(arguments: Sequence[str], folder: str) -> Reply:
 
 
 def _about_loaded(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    verb = "was" if len(names) == 1 else "were"
-    return f"WARNING: {', '.join(names)} {verb} imported before. Reset the session to use what is installed now.\n"
+    preloaded = packages.preloaded(names)
+    others = [name for name in names if name not in preloaded]
+    lines = []
+    if others:
+        verb = "was" if len(others) == 1 else "were"
+        lines.append(f"WARNING: {', '.join(others)} {verb} imported before. Reset the session to use what is installed now.\n")
+    if preloaded:
+        verb = "is" if len(preloaded) == 1 else "are"
+        lines.append(
+            f"WARNING: {', '.join(preloaded)} {verb} preloaded here; a reset does not change that. "
+            "Only a new process (!python) uses what is installed now.\n"
+        )
+    return "".join(lines)
 
 
 def _ended(text: str) -> str:

@@ -122,6 +122,7 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
         reseed()  # The first call makes OpenSSL set itself up, which costs every session less if it happens here.
         gc.collect()
         _fill_gaps()
+    packages.note_preloaded()
     _require_one_thread()
     gc.freeze()
     return shell
@@ -420,7 +421,8 @@ class Session:
             message = f"the packages could not be added: {cause}"
             self._channel.send({"type": "failed", "id": number, "reason": reason, "message": message})
         else:
-            self._channel.send({"type": "packages_added", "id": number, "loaded": loaded})
+            preloaded = packages.preloaded(loaded)
+            self._channel.send({"type": "packages_added", "id": number, "loaded": loaded, "preloaded": preloaded})
 
     def _variables(self) -> dict[str, Any]:
         before, after = self._names, self._look_at_names()

@@ -125,6 +125,13 @@ class Loaded(PackageTest):
         self.assertEqual(self.add(package(self.store, "n", {"numpy/__init__.py": ""})), ["numpy"])
         self.run_ok(f"sys = __import__('sys'); sys.path.remove({str(self.store / 'n')!r})")
 
+    def test_what_every_session_begins_with_is_told_apart(self) -> None:
+        self.run_ok("import numpy")
+        answer = self.runner.add_packages(package(self.store, "w", {"IPython/__init__.py": "", "numpy/__init__.py": ""}))
+        self.assertEqual(answer.header["loaded"], ["IPython", "numpy"])
+        self.assertEqual(answer.header["preloaded"], ["IPython"])
+        self.run_ok(f"sys = __import__('sys'); sys.path.remove({str(self.store / 'w')!r})")
+
     def test_a_module_of_the_users_own_stays_first_and_is_not_named(self) -> None:
         self.runner.upload("mine.py", b"v = 'mine'", overwrite=True)
         self.run_ok("import mine")

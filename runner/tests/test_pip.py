@@ -165,6 +165,14 @@ class Results(PipTest):
         result = self.run_ok(f"!pip install -q numpy\nsys.path.remove({folder!r})")
         self.assertEqual(result.order, ["err:WARNING: numpy was imported before. Reset the session to use what is installed now.\n"])
 
+    def test_a_module_that_every_session_begins_with_is_told_as_such(self) -> None:
+        folder = package(self.store, "i", {"IPython/__init__.py": ""})
+        self.runner.respond = lambda question: {"ok": True, "text": "done", "paths": [folder]}
+        result = self.run_ok(f"!pip install -q ipython\nsys.path.remove({folder!r})")
+        self.assertEqual(len(result.order), 1)
+        self.assertIn("WARNING: IPython is preloaded here; a reset does not change that.", result.order[0])
+        self.assertNotIn("Reset the session", result.order[0])
+
     def test_exit_codes_are_those_of_pip(self) -> None:
         self.assert_order("!pip install -q x\n_exit_code", "value:0")
         self.runner.respond = lambda question: {"ok": False, "text": "ERROR: No matching distribution found for x"}

@@ -361,7 +361,7 @@ impl SessionAccess for Client {
         drop(self.link().await?);
         if self.shared.seen().forgive(owner, id) {
             let files_kept = self.shared.settings().files_outlive_sessions;
-            return Ok(ResetReport { interrupted_running_cell: false, files_kept });
+            return Ok(ResetReport { interrupted_running_cell: false, files_kept, had_no_session: true });
         }
         let call = Call::Reset { owner: owner.clone(), id: id.clone() };
         self.ask(Some((owner, id)), call, Wishes { proves_nothing: true, ..Wishes::default() }).await

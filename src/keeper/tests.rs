@@ -315,6 +315,8 @@ fn finished(note: &str) -> Executed {
         rulings: Vec::new(),
         blocked: Vec::new(),
         notes: vec![note.to_owned()],
+        first_line: String::new(),
+        others: Default::default(),
     }))
 }
 
@@ -426,7 +428,7 @@ impl SessionAccess for Puppet {
     }
 
     async fn reset(&self, _: &Principal, _: &SessionId) -> Result<ResetReport, Refused> {
-        Ok(ResetReport { interrupted_running_cell: true, files_kept: true })
+        Ok(ResetReport { interrupted_running_cell: true, files_kept: true, had_no_session: false })
     }
 
     async fn undo(&self, _: &Principal, id: &SessionId, _: u32) -> Result<UndoReport, Refused> {
@@ -470,7 +472,7 @@ impl SessionAccess for Puppet {
         _: News,
     ) -> Result<InstallReport, Refused> {
         assert_eq!(leave, LEAVE);
-        Ok(InstallReport { text: requirements.join(" "), loaded: Vec::new(), ruling: None })
+        Ok(InstallReport { text: requirements.join(" "), loaded: Vec::new(), preloaded: Vec::new(), ruling: None })
     }
 
     async fn register_server(&self, _: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {

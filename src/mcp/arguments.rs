@@ -11,6 +11,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 
+use super::wire;
 use crate::sandbox::Rules;
 use crate::session::{ForkNames, ForkRequest, InsidePath, Keep, MOST_FORKS, MOST_VARIANTS, SessionId, Variant};
 
@@ -56,6 +57,18 @@ pub(super) enum Call {
     Register { name: String, params: Value },
     Servers,
     Unregister { name: String },
+}
+
+impl Call {
+    /// Returns the session that the call makes if there is none of that name.
+    pub(super) fn made_session(&self) -> Option<&SessionId> {
+        match self {
+            Call::Execute { session, .. } | Call::Install { session, .. } | Call::Upload { session, .. } => {
+                Some(session)
+            }
+            _ => None,
+        }
+    }
 }
 
 /// Where an uploaded file comes from.
@@ -301,9 +314,18 @@ pub(super) fn rules(given: Given) -> Result<Option<Rules>, BadArgument> {
     Rules::parse(&texts).map(Some).map_err(|cause| at_odds(tool, name, format!("cannot be used: {cause}")))
 }
 
-/// Reads one requirement or a list of them. What they may say is checked by whoever installs them.
+/// Reads one requirement or a list of them, also one written as text. What they may say is checked by whoever
+/// installs them.
 pub(super) fn requirements(given: Given) -> Result<Vec<String>, BadArgument> {
     let (tool, name) = (given.tool, given.name);
+    // No requirement begins with a bracket, so that nothing else can be meant.
+    let list = match &given.value {
+        Some(Value::String(text)) if text.trim_start().starts_with('[') => {
+            cellblock_json::read::<Value>(text.as_bytes(), wire::MESSAGE).ok().filter(Value::is_array)
+        }
+        _ => None,
+    };
+    let given = Given { value: list.or(given.value), ..given };
     let expected = "a requirement such as \"polars>=1\", or a list of requirements".to_owned();
     let text = |value: Value| match value {
         Value::String(text) if !text.trim().is_empty() => Ok(text),

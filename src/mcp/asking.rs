@@ -82,6 +82,12 @@ pub(super) enum Resumption {
 }
 
 impl Resumption {
+    pub(super) fn session(&self) -> &SessionId {
+        match self {
+            Resumption::Execution { session, .. } | Resumption::Install { session, .. } => session,
+        }
+    }
+
     /// Questions that were shown.
     pub(super) fn asks(&self) -> Vec<AskId> {
         match self {

@@ -18,9 +18,11 @@ use super::arguments::{Call, Source, Target};
 use super::asking::Way;
 use super::desk::{Job, Place};
 use super::host_files::{Capped, HostFileError, HostFiles, Overwrite};
+use super::missing_modules::{self, missing_module};
 use super::progress::Reporter;
+use super::render::Occasion;
 use super::resuming::{Manner, Question, installed_or_asked};
-use super::{Server, Shared, compare, render, servers, tasks};
+use super::{Front, Server, Shared, compare, render, servers, tasks};
 use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::ServerRequest;
 use crate::session::{
@@ -51,6 +53,11 @@ pub(super) enum GivenUp {
     )]
     DeskTaken(SessionId),
 }
+
+/// Somebody else closed it, it ended, or it never was.
+#[derive(Debug, thiserror::Error)]
+#[error("there is no session `{0}`, so there was nothing to close. `list_sessions` shows the existing ones")]
+struct NothingToClose(SessionId);
 
 /// A copy between host and sandbox that failed outside the session.
 #[derive(Debug, thiserror::Error)]
@@ -94,8 +101,14 @@ impl Server {
         match call {
             Call::Execute { .. } | Call::Check { .. } | Call::Install { .. } => unreachable!("it is carried out above"),
             Call::Reset { session } => {
-                let done = or_cancelled(context, sessions.reset(owner, &session)).await;
-                answer(done, |report| render::reset(&session, &report))
+                let reset = or_cancelled(context, sessions.reset(owner, &session));
+                match tokio::time::timeout(self.shared.max_wait, reset).await {
+                    Ok(done) => {
+                        answer(done, |report| render::reset(&session, &report, &sessions.preparation().borrow()))
+                    }
+                    // The session itself goes on with it.
+                    Err(_) => render::resetting(&session, self.being_prepared()),
+                }
             }
             Call::Undo { session, cells } => {
                 let done = or_cancelled(context, sessions.undo(owner, &session, cells)).await;
@@ -143,7 +156,13 @@ impl Server {
                 Err(refused) => render::refused(&refused),
             },
             Call::Close { session } => {
-                let done = or_cancelled(context, sessions.close(owner, &session)).await;
+                let closing = async {
+                    sessions.close(owner, &session).await.map_err(|refused| match refused {
+                        Refused::Unknown { id } => NothingToClose(id).into(),
+                        other => Box::<dyn Error + Send + Sync>::from(other),
+                    })
+                };
+                let done = or_cancelled(context, closing).await;
                 answer(done, |()| render::closed(&session, self.shared.work_folder))
             }
             Call::Register { name, params } => {
@@ -162,6 +181,28 @@ impl Server {
         }
     }
 
+    /// Names the session in the answer to a call that named none, where each such call makes one.
+    pub(super) async fn naming(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        response: CallToolResponse,
+    ) -> CallToolResponse {
+        let result = match (self.shared.front, response) {
+            (Front::Http, CallToolResponse::Complete(result)) => result,
+            (_, response) => return response,
+        };
+        // A refused call may have made its session before, or not.
+        let exists = match &result.structured_content {
+            Some(_) => true,
+            None => {
+                let sessions = self.shared.sessions.list(owner).await.unwrap_or_default();
+                sessions.iter().any(|known| known.id == *session)
+            }
+        };
+        if exists { render::naming(session, result).into() } else { result.into() }
+    }
+
     async fn execute(
         &self,
         owner: &Principal,
@@ -177,7 +218,7 @@ impl Server {
             Executed::Finished(outcome) => Checked::Finished { session: session.clone(), outcome, again: false },
             Executed::Underway(underway) => Checked::Underway(underway),
         });
-        let manner = Manner { wait, max_chars, as_task: knows_tasks };
+        let manner = Manner { wait, max_chars, as_task: knows_tasks, is_check: false };
         self.answer_or_ask(owner, session, told, manner, context).await
     }
 
@@ -214,7 +255,8 @@ impl Server {
         request: ExecuteRequest,
         context: &RequestContext<RoleServer>,
     ) -> Result<Outcome, Refused> {
-        let manner = Manner { wait: Duration::MAX, max_chars: request.max_output_chars, as_task: false };
+        let manner =
+            Manner { wait: Duration::MAX, max_chars: request.max_output_chars, as_task: false, is_check: false };
         let told = match self.begin(owner, session, request, None, context).await? {
             Executed::Finished(outcome) => return Ok(*outcome),
             Executed::Underway(underway) => Ok(Checked::Underway(underway)),
@@ -250,6 +292,18 @@ impl Server {
         }
     }
 
+    /// Says that Python is being prepared, if it is.
+    fn being_prepared(&self) -> Option<String> {
+        let step = self.shared.sessions.preparation().borrow().step_text();
+        step.map(|step| format!("Python is being prepared: {step}"))
+    }
+
+    /// Says what a piece of work is at.
+    fn at_work(&self, session: &SessionId, job: &Job) -> CallToolResult {
+        let news = self.being_prepared().unwrap_or_else(|| job.news.borrow().clone());
+        render::at_work(session, job.begun.elapsed(), &news)
+    }
+
     /// Takes a place among the calls of an owner, until it is dropped.
     pub(super) fn place(&self, owner: &Principal) -> Result<Place, GivenUp> {
         self.shared.calls.take(owner).ok_or(GivenUp::Busy)
@@ -266,12 +320,35 @@ impl Server {
     }
 
     /// Renders an outcome and remembers where the whole of a cut output can be read.
-    pub(super) fn told(&self, owner: &Principal, session: &SessionId, outcome: &Outcome) -> CallToolResult {
+    pub(super) async fn told(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        outcome: &Outcome,
+        occasion: Occasion,
+    ) -> CallToolResult {
         if outcome.output.cut_chars > 0 {
             let mut outputs = self.shared.cut_outputs.lock().unwrap_or_else(PoisonError::into_inner);
             outputs.remember(owner, session, outcome.execution);
         }
-        render::execution(session, outcome)
+        let mut result = render::execution(session, outcome, occasion);
+        if let Some(hint) = self.import_hint(owner, session, outcome).await {
+            result = render::with_line(result, &hint);
+        }
+        if self.shared.desk.has_result(owner, session) {
+            result = render::with_line(result, &render::work_has_ended(session));
+        }
+        result
+    }
+
+    /// Says which package has the module that code did not find, where packages can be installed.
+    async fn import_hint(&self, owner: &Principal, session: &SessionId, outcome: &Outcome) -> Option<String> {
+        let Shared { sessions, can_install, .. } = &*self.shared;
+        let module = missing_module(&outcome.status).filter(|_| *can_install)?;
+        let distribution = missing_modules::distribution(module)?;
+        // A session that is busy again has no list of files.
+        let own = sessions.list_files(owner, session).await.map(|list| missing_modules::is_among(module, &list.files));
+        (!own.unwrap_or(false)).then(|| missing_modules::hint(module, distribution))
     }
 
     async fn check(
@@ -292,7 +369,7 @@ impl Server {
                     desk.clear(owner, session);
                     result.into()
                 }
-                None => render::at_work(session, job.begun.elapsed(), &job.news.borrow()).into(),
+                None => self.at_work(session, &job).into(),
             };
         }
         let which = Which::Of(session.clone());
@@ -303,7 +380,7 @@ impl Server {
         let reporter = Reporter::new(sessions.preparation(), wait, &news);
         let checking = sessions.check(owner, &which, wait, *most_compared_chars, news);
         let told = with_progress(checking, reporter, context).await;
-        let manner = Manner { wait, max_chars: *most_compared_chars, as_task: false };
+        let manner = Manner { wait, max_chars: *most_compared_chars, as_task: false, is_check: true };
         self.answer_or_ask(owner, session, told, manner, context).await
     }
 
@@ -397,9 +474,8 @@ impl Server {
         if let Some(result) = with_progress(Box::pin(work), reporter, context).await {
             return result;
         }
-        let (begun, news) = (job.begun, job.news.clone());
-        match self.shared.desk.put(owner, &session, job) {
-            Ok(()) => render::at_work(&session, begun.elapsed(), &news.borrow()),
+        match self.shared.desk.put(owner, &session, job.clone()) {
+            Ok(()) => self.at_work(&session, &job),
             Err(job) => {
                 job.cancel.cancel();
                 render::refused(&GivenUp::DeskTaken(session))

@@ -405,6 +405,8 @@ mod tests {
             rulings: Vec::new(),
             blocked: Vec::new(),
             notes: Vec::new(),
+            first_line: String::new(),
+            others: Default::default(),
         }
     }
 

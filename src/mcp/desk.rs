@@ -91,6 +91,11 @@ impl Desk {
         self.jobs().get(&(owner.clone(), session.clone())).cloned()
     }
 
+    /// Tells whether work of a session has ended and nobody has asked for its result.
+    pub(super) fn has_result(&self, owner: &Principal, session: &SessionId) -> bool {
+        self.get(owner, session).is_some_and(|job| job.result.borrow().is_some())
+    }
+
     /// Takes finished work off the desk.
     pub(super) fn clear(&self, owner: &Principal, session: &SessionId) {
         self.jobs().remove(&(owner.clone(), session.clone()));
@@ -165,11 +170,13 @@ mod tests {
         let mut job = Job::begin(&News::default(), |_| async move { finished.await.unwrap() }).await;
         assert_eq!(job.result(Duration::from_secs(50)).await, None);
         assert!(desk.put(&owner("a"), &session(), job).is_ok());
+        assert!(!desk.has_result(&owner("a"), &session()));
         finish.send(said("done")).unwrap();
         assert!(desk.get(&owner("b"), &session()).is_none(), "it belongs to another");
         let mut found = desk.get(&owner("a"), &session()).unwrap();
         assert_eq!(found.result(Duration::ZERO).await, None, "it has not been polled yet");
         assert_eq!(found.result(Duration::from_secs(1)).await, Some(said("done")));
+        assert!(desk.has_result(&owner("a"), &session()) && !desk.has_result(&owner("b"), &session()));
         desk.clear(&owner("a"), &session());
         assert!(desk.get(&owner("a"), &session()).is_none());
     }

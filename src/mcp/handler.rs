@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use rmcp::model::{
     CacheScope, CallToolRequestParams, CallToolResponse, CancelTaskParams, CompleteRequestMethod,
     CompleteRequestParams, CompleteResult, CustomRequest, CustomResult, DiscoverResult, ErrorData,
-    GetPromptRequestParams, GetPromptResponse, GetTaskParams, GetTaskResult, ListPromptsRequestMethod,
-    ListPromptsResult, ListResourceTemplatesResult, ListResourcesResult, ListToolsResult, MetaObject,
-    PaginatedRequestParams, ProtocolVersion, ReadResourceRequestParams, ReadResourceResponse, ServerCapabilities,
-    ServerConfig, Tool, UpdateTaskParams,
+    GetPromptRequestParams, GetPromptResponse, GetTaskParams, GetTaskResult, ListPromptsResult,
+    ListResourceTemplatesResult, ListResourcesResult, ListToolsResult, MetaObject, PaginatedRequestParams,
+    ProtocolVersion, ReadResourceRequestParams, ReadResourceResponse, ServerCapabilities, ServerConfig, Tool,
+    UpdateTaskParams,
 };
 use rmcp::service::RequestContext;
 use rmcp::{RoleServer, ServerHandler};
@@ -19,6 +19,7 @@ use tracing::Instrument;
 use super::asking::Binding;
 use super::resuming::bad_state;
 use super::toolbox::{Introduction, Visit};
+use super::tools::session_as_written;
 use super::turns::Turn;
 use super::{Server, Shared, custom_request_error, resources};
 use crate::session::Principal;
@@ -92,7 +93,14 @@ impl ServerHandler for Server {
         context.extensions.insert(binding);
         let call = async {
             match resumption {
-                Some(resumption) => self.resume(owner, resumption, request.input_responses.as_ref(), &context).await,
+                Some(resumption) => {
+                    let unnamed = session_as_written(Some(&arguments)).is_none().then(|| resumption.session().clone());
+                    let response = self.resume(owner, resumption, request.input_responses.as_ref(), &context).await;
+                    match unnamed {
+                        Some(session) => self.naming(owner, &session, response).await,
+                        None => response,
+                    }
+                }
                 None => toolbox.call(Visit { server: self, owner, context: &context }, tool, arguments).await,
             }
         };
@@ -198,19 +206,15 @@ impl ServerHandler for Server {
         self.stop_task(owner, &request.task_id).await
     }
 
-    // The library answers with empty lists; what is not declared must not answer.
+    // Some clients ask for prompts whatever was declared, and show an error where an empty list would do.
 
     async fn list_prompts(
         &self,
         request: Option<PaginatedRequestParams>,
         context: RequestContext<RoleServer>,
     ) -> Result<ListPromptsResult, ErrorData> {
-        let prompts = self.shared.toolbox.prompts();
-        if prompts.is_empty() {
-            return Err(ErrorData::method_not_found::<ListPromptsRequestMethod>());
-        }
         refuse_cursor(request)?;
-        let mut result = ListPromptsResult::with_all_items(prompts);
+        let mut result = ListPromptsResult::with_all_items(self.shared.toolbox.prompts());
         if let Some(meta) = self.modern_meta(&context) {
             result = result.with_ttl_ms(FIXED_FOR.as_millis() as u64).with_cache_scope(CacheScope::Private);
             result.meta = Some(meta);

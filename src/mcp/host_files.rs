@@ -146,7 +146,7 @@ pub(super) enum HostFileError {
     Malformed { path: String, why: &'static str },
     #[error("\"{path}\" is protected: this server never {verb} \"{name}\"")]
     Protected { path: String, name: String, verb: &'static str },
-    #[error("\"{path}\" does not exist")]
+    #[error("\"{path}\" does not exist{}", about_home(path))]
     NotFound { path: String },
     #[error("\"{path}\" is {what}, not a regular file")]
     NotAFile { path: String, what: &'static str },
@@ -163,6 +163,14 @@ pub(super) enum HostFileError {
         #[source]
         cause: io::Error,
     },
+}
+
+/// Says that a path was not read as a shell does.
+fn about_home(path: &str) -> &'static str {
+    match path.starts_with('~') {
+        true => "; `~` does not mean the home directory here, give the path from `/` on",
+        false => "",
+    }
 }
 
 impl fmt::Debug for HostFiles {
@@ -672,6 +680,8 @@ mod tests {
     fn a_missing_file_is_named() {
         let case = Case::new();
         assert_eq!(case.read("none.txt").unwrap_err().to_string(), "\"none.txt\" does not exist");
+        let home = case.read("~/none.txt").unwrap_err().to_string();
+        assert!(home.starts_with("\"~/none.txt\" does not exist; `~` does not mean the home"), "{home}");
     }
 
     #[test]

@@ -32,6 +32,7 @@ mod desk;
 mod handler;
 mod host_files;
 pub mod http;
+mod missing_modules;
 pub(crate) mod place;
 mod profiles;
 mod progress;
@@ -72,9 +73,10 @@ use toolbox::Toolbox;
 
 /// The methods this server answers. Their parameters have a shape; a request that misses it must not look like an
 /// unknown method.
-const ANSWERED_METHODS: [&str; 11] = [
+const ANSWERED_METHODS: [&str; 12] = [
     "initialize",
     "ping",
+    "prompts/list",
     "resources/list",
     "resources/read",
     "resources/templates/list",
@@ -196,6 +198,7 @@ struct Shared {
     toolbox: Arc<dyn Toolbox>,
     work_folder: WorkFolder,
     can_undo: bool,
+    can_install: bool,
     /// What sessions can reach, as the end of a sentence.
     reach: String,
     /// What all variants of one `explore` may tell together.
@@ -249,6 +252,7 @@ impl Server {
                 toolbox: profiles::toolbox(&settings),
                 work_folder: settings.work_folder,
                 can_undo: settings.can_undo,
+                can_install: settings.can_install,
                 reach: settings.reach(),
                 most_compared_chars: settings.default_max_output_chars,
                 front: settings.front,

@@ -18,25 +18,56 @@ use serde_json::{Map, Value, json};
 
 use super::resources;
 use super::tools::Seconds;
-use crate::sandbox::{Exit, Isolation, Layer};
+use crate::sandbox::{Exit, Isolation, Layer, Preparation};
 use crate::session::install::InstallReport;
 use crate::session::tools::{CallEnd, ToolCalls};
 use crate::session::{
-    CheckpointInfo, FileChanges, FileNote, FilesCarried, ForkReport, Image, InsidePath, LateOutput, Outcome, Output,
-    Part, PythonError, ResetReport, SessionId, SessionInfo, StateAfter, Status, Stream, Underway, UndoReport, Variable,
-    VariableChanges, WorkFolder, most_undone,
+    CheckpointInfo, ExecutionId, FileChanges, FileNote, FilesCarried, ForkReport, Image, InsidePath, LateOutput,
+    Others, Outcome, Output, Part, PythonError, ResetReport, SessionId, SessionInfo, StateAfter, Status, Stream,
+    Uncollected, Underway, UndoReport, Variable, VariableChanges, WorkFolder, most_undone,
 };
 
 /// What an execution without output reads.
 pub(super) const NO_OUTPUT: &str = "(no output)";
 
+/// Characters of an error and its message after a traceback that was cut.
+const LONGEST_SUMMARY: usize = 200;
+
+/// Results that wait to be collected and are told one by one; the rest is counted.
+const MOST_UNCOLLECTED_TOLD: usize = 5;
+
 /// Kinds of failed calls of MCP tools that are told.
 const MOST_FAILURES: usize = 5;
 
+/// Why a result is told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Occasion {
+    /// To the call that began the execution.
+    Answer,
+    /// To somebody who asked for a result of the session.
+    Check {
+        /// It was told before.
+        again: bool,
+    },
+}
+
 /// Renders a finished execution. Every status but `Completed` sets `isError`.
-pub(super) fn execution(session: &SessionId, outcome: &Outcome) -> CallToolResult {
+pub(super) fn execution(session: &SessionId, outcome: &Outcome, occasion: Occasion) -> CallToolResult {
     let resource = (outcome.output.cut_chars > 0).then(|| resources::output_uri(session, outcome.execution));
-    let text = execution_text(outcome, resource.as_deref());
+    let mut page = Page::default();
+    if let Occasion::Check { .. } = occasion {
+        page.line(&heading(outcome.execution, &outcome.first_line));
+    }
+    page.text.push_str(&execution_text(outcome, resource.as_deref()));
+    let mut notes = outcome.notes.clone();
+    if occasion == (Occasion::Check { again: true }) {
+        page.line(told_before(&outcome.others));
+    }
+    for line in other_results(session, &outcome.others) {
+        page.line(&line);
+        notes.push(line);
+    }
+    let text = page.finish();
     let images: Vec<&Image> = images(&outcome.output).collect();
     let structured = json!({
         "session_id": session.as_str(),
@@ -69,7 +100,7 @@ pub(super) fn execution(session: &SessionId, outcome: &Outcome) -> CallToolResul
         "isolation": isolation_fields(&outcome.isolation),
         "blocked": outcome.blocked.iter().map(ToString::to_string).collect::<Vec<_>>(),
         "tool_calls": {"total": outcome.tool_calls.total, "failed": outcome.tool_calls.failed},
-        "notes": outcome.notes,
+        "notes": notes,
     });
     let mut content = vec![ContentBlock::text(text)];
     content.extend(images.iter().map(|image| ContentBlock::image(STANDARD.encode(&image.bytes), image.mime)));
@@ -77,16 +108,23 @@ pub(super) fn execution(session: &SessionId, outcome: &Outcome) -> CallToolResul
 }
 
 /// Renders a cell that goes on. Its fields are those of a finished one, without what is not known yet.
-pub(super) fn underway(underway: &Underway) -> CallToolResult {
+pub(super) fn underway(underway: &Underway, occasion: Occasion) -> CallToolResult {
     let session = underway.session.as_str();
     let elapsed = Seconds(whole(underway.elapsed));
+    let others = match underway.ahead {
+        0 => String::new(),
+        1 => " One other is before it.".to_owned(),
+        ahead => format!(" {ahead} others are before it."),
+    };
     let (status, state) = match (underway.ahead, &underway.waits_for) {
         (0, None) => ("running", format!("The cell is still running after {elapsed}.")),
-        (0, Some(why)) => ("waiting", format!("The cell has not begun after {elapsed}: {why}.")),
-        (1, _) => ("waiting", "The cell has not begun; one other is before it.".to_owned()),
-        (ahead, _) => ("waiting", format!("The cell has not begun; {ahead} others are before it.")),
+        (_, Some(why)) => ("waiting", format!("The cell has not begun after {elapsed}: {why}.{others}")),
+        (_, None) => ("waiting", format!("The cell has not begun after {elapsed}.{others}")),
     };
     let mut page = Page::default();
+    if let Occasion::Check { .. } = occasion {
+        page.line(&heading(underway.execution, &underway.first_line));
+    }
     if underway.omitted > 0 {
         page.line(&format!("[… {} characters of output before this …]", underway.omitted));
     }
@@ -95,9 +133,16 @@ pub(super) fn underway(underway: &Underway) -> CallToolResult {
         page.line(&format!("It waits until a person has allowed this: {}", asked.text));
     }
     page.line(&format!("{state} It goes on; call check_execution with session_id \"{session}\" to hear more."));
+    let asked = underway.asks.iter().map(|asked| format!("waits for approval: {}", asked.text));
+    let mut notes = asked.collect::<Vec<_>>();
+    for line in other_results(&underway.session, &underway.others) {
+        page.line(&line);
+        notes.push(line);
+    }
     let text = page.finish();
     let structured = json!({
         "session_id": session,
+        "execution": underway.execution.0,
         "status": status,
         "text": text,
         "images": [],
@@ -108,9 +153,17 @@ pub(super) fn underway(underway: &Underway) -> CallToolResult {
         "output": {"cut_chars": underway.omitted, "resource": null},
         "isolation": {},
         "blocked": [],
-        "notes": underway.asks.iter().map(|asked| format!("waits for approval: {}", asked.text)).collect::<Vec<_>>(),
+        "notes": notes,
     });
     finished(vec![ContentBlock::text(text)], structured, false)
+}
+
+/// Says that work other than a cell has ended, to whoever does not ask for it.
+pub(super) fn work_has_ended(session: &SessionId) -> String {
+    format!(
+        "The installation or exploration that was begun earlier has ended; call check_execution with session_id \
+         \"{session}\" to get its result."
+    )
 }
 
 /// Renders work other than a cell that goes on.
@@ -125,10 +178,69 @@ pub(super) fn at_work(session: &SessionId, elapsed: Duration, news: &str) -> Cal
     finished(vec![ContentBlock::text(text)], structured, false)
 }
 
-/// Adds to a result that it was told before.
-pub(super) fn told_again(mut result: CallToolResult) -> CallToolResult {
-    result.content.push(ContentBlock::text("Nothing runs; this is the last result again."));
+/// Adds the name of the session to a result whose caller does not know it. Some clients show a model the text only.
+pub(super) fn naming(session: &SessionId, result: CallToolResult) -> CallToolResult {
+    with_line(result, &format!("Session: {session} (give it as session_id to go on in this session)"))
+}
+
+/// Adds a line to the text of a result, in both places.
+pub(super) fn with_line(mut result: CallToolResult, line: &str) -> CallToolResult {
+    let extended = |text: &str| if text.is_empty() { line.to_owned() } else { format!("{text}\n{line}") };
+    match result.content.first_mut() {
+        Some(ContentBlock::Text(block)) => block.text = extended(&block.text),
+        _ => result.content.push(ContentBlock::text(line)),
+    }
+    if let Some(Value::String(text)) = result.structured_content.as_mut().and_then(|fields| fields.get_mut("text")) {
+        *text = extended(text);
+    }
     result
+}
+
+/// Says which execution a result is about.
+fn heading(execution: ExecutionId, first_line: &str) -> String {
+    match first_line {
+        "" => format!("Execution {}:", execution.0),
+        line => format!("Execution {} (`{line}`):", execution.0),
+    }
+}
+
+fn told_before(others: &Others) -> &'static str {
+    match (others.under_way, &others.uncollected[..]) {
+        (0, []) => "Nothing runs and no other result waits; this is the result that was told last, again.",
+        _ => "This result was told before.",
+    }
+}
+
+/// Says which other results of a session wait, failed ones first, and how many were discarded.
+fn other_results(session: &SessionId, others: &Others) -> Vec<String> {
+    let mut lines = Vec::new();
+    let mut waiting = others.uncollected.iter().collect::<Vec<_>>();
+    waiting.sort_by_key(|result| result.failure.is_none());
+    let described = waiting.iter().take(MOST_UNCOLLECTED_TOLD).map(|result| {
+        let Uncollected { execution, first_line, failure } = result;
+        let ended = failure.as_ref().map_or("ok".to_owned(), |why| format!("failed ({why})"));
+        format!("execution {} `{first_line}`: {ended}", execution.0)
+    });
+    let more = waiting.len().saturating_sub(MOST_UNCOLLECTED_TOLD);
+    let more = (more > 0).then(|| format!("{more} more"));
+    let described = described.chain(more).collect::<Vec<_>>().join("; ");
+    match waiting.len() {
+        0 => {}
+        1 => lines.push(format!(
+            "1 other result waits to be collected with check_execution (session_id \"{session}\"): {described}."
+        )),
+        count => lines.push(format!(
+            "{count} other results wait to be collected with check_execution (session_id \"{session}\"), the oldest \
+             first: {described}."
+        )),
+    }
+    match others.discarded {
+        0 => {}
+        1 => lines.push("1 earlier result of this session was discarded because it was never collected.".to_owned()),
+        count => lines
+            .push(format!("{count} earlier results of this session were discarded because they were never collected.")),
+    }
+    lines
 }
 
 /// Renders that a session has nothing to tell.
@@ -159,35 +271,70 @@ fn whole(duration: Duration) -> Duration {
 /// Renders an installation.
 pub(super) fn installed(session: &SessionId, report: &InstallReport) -> CallToolResult {
     let mut lines = vec![report.text.trim_end().to_owned()];
-    if !report.loaded.is_empty() {
+    let needs_reset = |module: &&String| !report.preloaded.contains(module);
+    let imported = report.loaded.iter().filter(needs_reset).map(String::as_str).collect::<Vec<_>>();
+    if !imported.is_empty() {
         lines.push(format!(
-            "Imported before, from elsewhere: {}. After a reset the new version is used, unless every session starts \
-             with the old one; a new process (`!python`) always uses it.",
-            report.loaded.join(", ")
+            "Imported before, from elsewhere: {}. After a reset the new version is used; a new process (`!python`) uses \
+             it now.",
+            imported.join(", ")
+        ));
+    }
+    if !report.preloaded.is_empty() {
+        let verb = if report.preloaded.len() == 1 { "is" } else { "are" };
+        lines.push(format!(
+            "{} {verb} preloaded here; a reset does not change that. Only a new process (`!python`) uses the new \
+             version; for the session itself the server needs an environment that has it.",
+            report.preloaded.join(", ")
         ));
     }
     let text = lines.join("\n");
     let structured = json!({
         "session_id": session.as_str(),
         "text": text,
-        "reset_needed_for": report.loaded,
+        "reset_needed_for": imported,
     });
     finished(vec![ContentBlock::text(text)], structured, false)
 }
 
 /// Renders a reset.
-pub(super) fn reset(session: &SessionId, report: &ResetReport) -> CallToolResult {
+pub(super) fn reset(session: &SessionId, report: &ResetReport, preparation: &Preparation) -> CallToolResult {
     let running = if report.interrupted_running_cell { " The cell that was running was stopped." } else { "" };
     let files = if report.files_kept { "files in the working folder are kept" } else { "files are gone too" };
-    let text = format!(
-        "Python was started anew in session \"{}\".{running} Variables and imports are gone; {files}.",
-        session.as_str()
-    );
+    let begun = match report.had_no_session {
+        true => format!("Session \"{session}\" has no Python now; the next cell starts one anew."),
+        false => format!("Python was started anew in session \"{session}\"."),
+    };
+    let mut text = format!("{begun}{running} Variables and imports are gone; {files}.");
+    match preparation {
+        Preparation::Failed { why } if report.had_no_session => {
+            text.push_str(&format!(
+                "\nPython could not be started when this was last tried: {why}\nThe server tries it again by itself and \
+                 with the next cell."
+            ));
+        }
+        other if report.had_no_session => {
+            let step = other.step_text().map(|step| format!(" Python is being prepared ({step})."));
+            text.push_str(&step.unwrap_or_default());
+        }
+        _ => {}
+    }
     let structured = json!({
         "session_id": session.as_str(),
         "interrupted_running_cell": report.interrupted_running_cell,
         "files_kept": report.files_kept,
     });
+    finished(vec![ContentBlock::text(text)], structured, false)
+}
+
+/// Renders a reset that waits for something.
+pub(super) fn resetting(session: &SessionId, waits_for: Option<String>) -> CallToolResult {
+    let why = waits_for.map_or(String::new(), |why| format!(" ({why})"));
+    let text = format!(
+        "Session \"{session}\" is not ready yet{why}. Cells that waited in it will not run. The next cell waits until it \
+         is ready."
+    );
+    let structured = json!({"session_id": session.as_str(), "interrupted_running_cell": false, "files_kept": true, "status": "waiting"});
     finished(vec![ContentBlock::text(text)], structured, false)
 }
 
@@ -512,17 +659,27 @@ fn ending(outcome: &Outcome) -> Option<String> {
 }
 
 /// Returns what the output does not say about an error. The traceback is normally the last thing in it; where it is
-/// missing, or was cut so short that not even the error's name is left, the error must still be the last word.
+/// missing, or was cut so short that not even the error's name is left, the error must still be the last word. A
+/// message that was cut once is not told at length again: one limit holds for all of the text.
 pub(super) fn untold(error: &PythonError, output: &Output) -> Option<String> {
     let mut tracebacks = output.parts.iter().filter_map(|part| match part {
         Part::Text { stream: Stream::Traceback, text } => Some(text),
         _ => None,
     });
     let traceback = error.traceback.clone();
-    match tracebacks.next_back() {
-        Some(told) if told.contains(&error.name) => None,
-        None if !traceback.trim().is_empty() => Some(traceback),
-        _ => Some(summary(error)),
+    match tracebacks.clone().next() {
+        Some(_) if tracebacks.any(|told| told.contains(&error.name)) => None,
+        None if output.cut_chars == 0 && !traceback.trim().is_empty() => Some(traceback),
+        _ => Some(brief_summary(error)),
+    }
+}
+
+/// Names an error with the beginning of its message.
+fn brief_summary(error: &PythonError) -> String {
+    let whole = summary(error);
+    match whole.char_indices().nth(LONGEST_SUMMARY) {
+        Some((end, _)) => format!("{} [… the rest of the message is cut …]", &whole[..end]),
+        None => whole,
     }
 }
 
@@ -715,6 +872,8 @@ mod tests {
             rulings: Vec::new(),
             blocked: Vec::new(),
             notes: Vec::new(),
+            first_line: String::new(),
+            others: Others::default(),
         }
     }
 
@@ -761,7 +920,7 @@ mod tests {
     /// Renders an outcome, checks it against the output schema, and returns it as it goes over the wire.
     #[track_caller]
     fn rendered(outcome: &Outcome) -> Value {
-        let result = serde_json::to_value(execution(&"default".parse().unwrap(), outcome)).unwrap();
+        let result = serde_json::to_value(execution(&"default".parse().unwrap(), outcome, Occasion::Answer)).unwrap();
         assert_valid_output(ToolName::Execute, &result["structuredContent"]);
         assert_eq!(result["structuredContent"]["text"], result["content"][0]["text"]);
         result
@@ -907,6 +1066,25 @@ mod tests {
     }
 
     #[test]
+    fn a_long_message_is_told_within_the_limit_of_the_text() {
+        let long = PythonError { message: "x".repeat(5000), ..error("Traceback\nValueError: xxx") };
+        let cut = |head: &str| {
+            vec![text(Stream::Traceback, head), Part::Cut { chars: 900, lines: 9 }, text(Stream::Traceback, "xx")]
+        };
+        let mut named = outcome(Status::Raised(long.clone()), cut("ValueError   Traceback"));
+        named.output.cut_chars = 900;
+        let result = rendered(&named);
+        assert!(result["content"][0]["text"].as_str().unwrap().ends_with("…]\nxx"), "the head has named it: {result}");
+        let mut unnamed = outcome(Status::Raised(long), cut("printed"));
+        unnamed.output.cut_chars = 900;
+        let result = rendered(&unnamed);
+        let text = result["content"][0]["text"].as_str().unwrap();
+        let last = text.lines().next_back().unwrap();
+        assert!(last.starts_with("ValueError: xxx"), "{text}");
+        assert!(last.ends_with("[… the rest of the message is cut …]") && last.len() < 300, "{text}");
+    }
+
+    #[test]
     fn a_time_out_says_what_is_kept_or_lost() {
         let limit = Duration::from_secs(120);
         check_failure(
@@ -930,7 +1108,7 @@ mod tests {
         let dead = outcome(Status::Died { exit: Exit::Code(1) }, vec![]);
         let told = |can_undo| {
             let dead = Outcome { can_undo, ..dead.clone() };
-            let result = serde_json::to_value(execution(&"default".parse().unwrap(), &dead)).unwrap();
+            let result = serde_json::to_value(execution(&"default".parse().unwrap(), &dead, Occasion::Answer)).unwrap();
             assert_valid_output(ToolName::Execute, &result["structuredContent"]);
             assert_eq!(result["structuredContent"]["can_undo"], can_undo);
             result["content"][0]["text"].as_str().unwrap().to_owned()
@@ -1029,9 +1207,10 @@ mod tests {
             memory: None,
             rules: Rules::parse(&["example.com"]).unwrap(),
         };
-        let report = ResetReport { interrupted_running_cell: true, files_kept: true };
+        let report = ResetReport { interrupted_running_cell: true, files_kept: true, had_no_session: false };
         let results = [
-            (ToolName::Reset, reset(&session, &report)),
+            (ToolName::Reset, reset(&session, &report, &Preparation::Ready)),
+            (ToolName::Reset, resetting(&session, Some("Python is being prepared".to_owned()))),
             (ToolName::Upload, transfer(&session, "a", 5, Direction::In)),
             (ToolName::Download, transfer(&session, "a", 5, Direction::Out { local_path: "b" })),
             (ToolName::List, sessions(&[info])),
@@ -1050,15 +1229,113 @@ mod tests {
         }
     }
 
+    fn uncollected(number: u64, first_line: &str, failure: Option<&str>) -> Uncollected {
+        let (first_line, failure) = (first_line.to_owned(), failure.map(str::to_owned));
+        Uncollected { execution: ExecutionId(number), first_line, failure }
+    }
+
+    fn told(outcome: &Outcome, occasion: Occasion) -> String {
+        let result = serde_json::to_value(execution(&"s".parse().unwrap(), outcome, occasion)).unwrap();
+        assert_valid_output(ToolName::Execute, &result["structuredContent"]);
+        result["content"][0]["text"].as_str().unwrap().to_owned()
+    }
+
+    #[test]
+    fn results_that_wait_are_told_with_the_next_one_failed_ones_first() {
+        let mut done = outcome(Status::Completed, vec![text(Stream::Stdout, "D\n")]);
+        assert_eq!(told(&done, Occasion::Answer), "D");
+        done.others.uncollected =
+            vec![uncollected(3, "time.sleep(6); 1/0", Some("ZeroDivisionError: division by zero"))];
+        assert_eq!(
+            told(&done, Occasion::Answer),
+            "D\n1 other result waits to be collected with check_execution (session_id \"s\"): execution 3 \
+             `time.sleep(6); 1/0`: failed (ZeroDivisionError: division by zero)."
+        );
+        done.others.uncollected.splice(0..0, (10..16).map(|number| uncollected(number, "x", None)));
+        let text = told(&done, Occasion::Answer);
+        assert!(text.contains("7 other results wait"), "{text}");
+        assert!(text.contains("the oldest first: execution 3 `time.sleep(6); 1/0`: failed"), "{text}");
+        assert!(text.ends_with("execution 13 `x`: ok; 2 more."), "{text}");
+        done.others = Others { discarded: 2, ..Others::default() };
+        assert!(told(&done, Occasion::Answer).contains("2 earlier results of this session were discarded"));
+        let notes = serde_json::to_value(execution(&"s".parse().unwrap(), &done, Occasion::Answer)).unwrap();
+        assert_eq!(notes["structuredContent"]["notes"].as_array().unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_check_says_which_execution_it_tells_about_and_whether_again() {
+        let mut done = outcome(Status::Completed, vec![text(Stream::Stdout, "out\n")]);
+        done.first_line = "train()".to_owned();
+        let heading = "Execution 3 (`train()`):\nout";
+        assert_eq!(told(&done, Occasion::Check { again: false }), heading);
+        let again = told(&done, Occasion::Check { again: true });
+        assert!(again.starts_with(heading) && again.ends_with("the result that was told last, again."), "{again}");
+        done.others.under_way = 1;
+        let again = told(&done, Occasion::Check { again: true });
+        assert_eq!(again, format!("{heading}\nThis result was told before."), "something runs");
+        done.others = Others { uncollected: vec![uncollected(4, "x", None)], ..Others::default() };
+        let again = told(&done, Occasion::Check { again: true });
+        assert!(again.contains("told before") && !again.contains("told last"), "something waits: {again}");
+        assert!(again.contains("1 other result waits"), "{again}");
+    }
+
+    #[test]
+    fn a_session_is_named_at_the_end_of_the_text_in_both_places() {
+        let session: SessionId = "s-1".parse().unwrap();
+        let named = |result| serde_json::to_value(naming(&session, result)).unwrap();
+        let line = "Session: s-1 (give it as session_id to go on in this session)";
+        let outcome = outcome(Status::Completed, vec![text(Stream::Stdout, "hi\n"), image(None)]);
+        let result = named(execution(&session, &outcome, Occasion::Answer));
+        assert_eq!(result["content"][0]["text"], format!("hi\n[image 1: 640×480 png]\n{line}"));
+        assert_eq!(result["content"][1]["type"], "image");
+        assert_eq!(result["structuredContent"]["text"], result["content"][0]["text"]);
+        let result = named(transfer(&session, "a", 5, Direction::In));
+        assert!(result["content"][0]["text"].as_str().unwrap().ends_with(&format!(".\n{line}")), "{result}");
+        assert_eq!(result["structuredContent"].get("text"), None);
+        let result = named(refused(&std::io::Error::other("x")));
+        assert_eq!(result["content"][0]["text"], format!("x\n{line}"));
+    }
+
     #[test]
     fn a_reset_tells_what_it_stopped_and_kept() {
         let session: SessionId = "s".parse().unwrap();
         let told = |interrupted_running_cell, files_kept| {
-            let report = ResetReport { interrupted_running_cell, files_kept };
-            serde_json::to_value(reset(&session, &report)).unwrap()["content"][0]["text"].as_str().unwrap().to_owned()
+            let report = ResetReport { interrupted_running_cell, files_kept, had_no_session: false };
+            parts(reset(&session, &report, &Preparation::Ready)).0
         };
         assert!(told(true, true).contains("was stopped") && told(true, true).contains("are kept"));
         assert!(!told(false, false).contains("was stopped") && told(false, false).contains("files are gone too"));
+    }
+
+    #[test]
+    fn an_installation_says_for_which_modules_a_reset_helps() {
+        let told = |loaded: &[&str], preloaded: &[&str]| {
+            let texts = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+            let text = "Successfully installed numpy-1.26.4\n".to_owned();
+            let report = InstallReport { text, loaded: texts(loaded), preloaded: texts(preloaded), ruling: None };
+            parts(installed(&"s".parse().unwrap(), &report))
+        };
+        let (text, structured) = told(&["numpy", "yaml"], &["numpy"]);
+        assert!(text.contains("\nnumpy is preloaded here; a reset does not change that."), "{text}");
+        assert!(text.contains("\nImported before, from elsewhere: yaml. After a reset"), "{text}");
+        assert_eq!(structured["reset_needed_for"], json!(["yaml"]));
+        let (text, structured) = told(&["numpy"], &["numpy"]);
+        assert!(!text.contains("After a reset"), "{text}");
+        assert_eq!(structured["reset_needed_for"], json!([]));
+        assert_eq!(told(&[], &[]).0, "Successfully installed numpy-1.26.4");
+    }
+
+    #[test]
+    fn a_reset_of_nothing_does_not_claim_that_python_was_started() {
+        let report = ResetReport { interrupted_running_cell: false, files_kept: true, had_no_session: true };
+        let told = |preparation: &Preparation| parts(reset(&"s".parse().unwrap(), &report, preparation)).0;
+        let ready = told(&Preparation::Ready);
+        assert!(!ready.contains("was started") && ready.contains("the next cell starts one"), "{ready}");
+        let working = Preparation::Working { step: "downloading packages".to_owned(), done: 3, total: Some(54) };
+        assert!(told(&working).ends_with("Python is being prepared (downloading packages, 3 of 54)."));
+        let failed = told(&Preparation::Failed { why: "no network".to_owned() });
+        assert!(failed.contains("could not be started") && failed.contains("no network"), "{failed}");
+        assert!(failed.contains("tries it again"), "{failed}");
     }
 
     fn fork_report(files: FilesCarried, lost: &[&str]) -> ForkReport {

@@ -15,6 +15,7 @@ use tokio::time::sleep;
 use super::asking::{self, Binding, Resumption, Titles, Way};
 use super::calls::with_progress;
 use super::progress::Reporter;
+use super::render::Occasion;
 use super::{Server, Shared, render, tasks};
 use crate::session::install::Leave;
 use crate::session::{Asked, Checked, Decision, ExecutionHandle, News, Principal, Refused, SessionId, Underway, Which};
@@ -33,6 +34,8 @@ pub(super) struct Manner {
     pub(super) max_chars: usize,
     /// What takes longer may become a task.
     pub(super) as_task: bool,
+    /// The caller asked for a result of the session, so that it must be told which one it is.
+    pub(super) is_check: bool,
 }
 
 /// What a person said to a form.
@@ -61,7 +64,7 @@ impl Server {
             (Ok(Checked::Underway(underway)), Way::InputRequired, Some(binding)) if !underway.asks.is_empty() => {
                 self.input_required(underway, binding)
             }
-            _ => self.rendered(owner, session, told, manner),
+            _ => self.rendered(owner, session, told, manner).await,
         }
     }
 
@@ -124,7 +127,7 @@ impl Server {
         let Shared { max_wait, most_compared_chars, .. } = &*self.shared;
         let as_task = tasks::are_known_to(context);
         let wait = if as_task { tasks::PATIENCE.min(*max_wait) } else { *max_wait };
-        Manner { wait, max_chars: *most_compared_chars, as_task }
+        Manner { wait, max_chars: *most_compared_chars, as_task, is_check: false }
     }
 
     /// Asks for leave to install, by a form. `Ok` has the answer; otherwise the call is answered.
@@ -259,20 +262,20 @@ impl Server {
         self.shared.sessions.check(owner, &which, UNTIL_STOPPED, manner.max_chars, News::default()).await
     }
 
-    fn rendered(
+    async fn rendered(
         &self,
         owner: &Principal,
         session: &SessionId,
         told: Result<Checked, Refused>,
         manner: Manner,
     ) -> CallToolResponse {
+        let occasion = |again| if manner.is_check { Occasion::Check { again } } else { Occasion::Answer };
         match told {
             Ok(Checked::Finished { session, outcome, again }) => {
-                let result = self.told(owner, &session, &outcome);
-                if again { render::told_again(result).into() } else { result.into() }
+                self.told(owner, &session, &outcome, occasion(again)).await.into()
             }
             Ok(Checked::Underway(underway)) if manner.as_task => tasks::created(&underway),
-            Ok(Checked::Underway(underway)) => render::underway(&underway).into(),
+            Ok(Checked::Underway(underway)) => render::underway(&underway, occasion(false)).into(),
             Ok(Checked::Nothing) => render::nothing_to_check(session).into(),
             Err(refused) => render::refused(&refused).into(),
         }

@@ -14,8 +14,9 @@ use rmcp::model::{
 use rmcp::service::RequestContext;
 use serde_json::{Value, json};
 
-use super::Server;
 use super::asking::{Way, all_decisions, input_requests};
+use super::render::Occasion;
+use super::{Server, render};
 use crate::session::{Checked, ExecutionHandle, News, Principal, Status, Underway, Which};
 
 /// How long a call waits before it becomes a task. Most cells are over by then, and a plain result is one message.
@@ -58,7 +59,11 @@ impl Server {
                 (None, TaskPayload::Cancelled)
             }
             Ok(Checked::Finished { session, outcome, .. }) => {
-                let result = self.told(owner, &session, &outcome);
+                let mut result = self.told(owner, &session, &outcome, Occasion::Answer).await;
+                // Nobody gave it this name, and the call that became a task could not tell it.
+                if session.looks_generated() {
+                    result = render::naming(&session, result);
+                }
                 let result = match json!(result) {
                     Value::Object(result) => result,
                     _ => JsonObject::new(),
@@ -94,9 +99,13 @@ fn task(handle: &ExecutionHandle, status: TaskStatus, underway: Option<&Underway
     let created = underway.and_then(|underway| now.checked_sub(underway.elapsed)).unwrap_or(now);
     let task = Task::new(handle.as_str(), status, stamp(created), stamp(now))
         .with_poll_interval_ms(POLL_INTERVAL.as_millis() as u64);
-    match underway.map(|underway| underway.text.lines().next_back().unwrap_or_default()) {
-        Some(line) if !line.is_empty() => task.with_status_message(line.chars().take(200).collect::<String>()),
-        _ => task,
+    let latest = underway.and_then(|underway| {
+        let printed = underway.text.lines().next_back().filter(|line| !line.is_empty());
+        printed.or(underway.waits_for.as_deref())
+    });
+    match latest {
+        Some(line) => task.with_status_message(line.chars().take(200).collect::<String>()),
+        None => task,
     }
 }
 

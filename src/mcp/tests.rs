@@ -24,9 +24,9 @@ use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetu
 use crate::session::{
     ApprovalSetup, Asking, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle,
     ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, FilesCarried, ForkNames, ForkReport,
-    ForkRequest, InsidePath, LimitSetup, Load, News, Outcome, Output, Part, RecordEnding, Refused, ResetReport,
-    SessionId, SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart,
-    Uploaded, VariantReport, Which,
+    ForkRequest, InsidePath, LimitSetup, Load, News, Outcome, Output, Part, PythonError, RecordEnding, Refused,
+    ResetReport, SessionId, SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport,
+    UploadPart, Uploaded, VariantReport, Which,
 };
 
 mod approvals;
@@ -35,7 +35,7 @@ mod approvals;
 const LONG_OUTPUT: usize = 300_000;
 
 /// Sessions that obey the words in a cell: `hello` prints, `wait` runs until cancelled, `stubborn` never ends, `long`
-/// prints what must be cut, `refuse` is refused, and `slow` takes twelve seconds. Variants obey the same words, one after
+/// prints what must be cut, `import x` finds no x, `refuse` is refused, and `slow` takes twelve seconds. Variants obey the same words, one after
 /// the other. A session called `stuck` cannot be forked or undone in finite time.
 struct FakeSessions {
     preparation: watch::Sender<Preparation>,
@@ -95,6 +95,12 @@ impl SessionAccess for FakeSessions {
                 let cut = LONG_OUTPUT as u64 - 2;
                 (Status::Completed, vec![said("a"), Part::Cut { chars: cut, lines: 1 }, said("z")], cut)
             }
+            import if import.starts_with("import ") => {
+                let message = format!("No module named '{}'", import.trim_start_matches("import "));
+                let (name, traceback) = ("ModuleNotFoundError".to_owned(), format!("ModuleNotFoundError: {message}"));
+                let parts = vec![Part::Text { stream: Stream::Traceback, text: traceback.clone() }];
+                (Status::Raised(PythonError { name, message, traceback, line: Some(1) }), parts, 0)
+            }
             "refuse" => return Err(Refused::Launch(LaunchError::Start { why: "no room".to_owned() })),
             _ => (Status::Completed, vec![said("hello\n")], 0),
         };
@@ -116,6 +122,8 @@ impl SessionAccess for FakeSessions {
             rulings: Vec::new(),
             blocked: Vec::new(),
             notes: Vec::new(),
+            first_line: String::new(),
+            others: Default::default(),
         })))
     }
 
@@ -145,7 +153,7 @@ impl SessionAccess for FakeSessions {
     }
 
     async fn reset(&self, _owner: &Principal, _id: &SessionId) -> Result<ResetReport, Refused> {
-        Ok(ResetReport { interrupted_running_cell: false, files_kept: true })
+        Ok(ResetReport { interrupted_running_cell: false, files_kept: true, had_no_session: false })
     }
 
     async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused> {
@@ -221,6 +229,7 @@ impl SessionAccess for FakeSessions {
             _ => Ok(InstallReport {
                 text: format!("Installed {}", requirements.join(" ")),
                 loaded: vec!["numpy".to_owned()],
+                preloaded: Vec::new(),
                 ruling: None,
             }),
         }
@@ -293,8 +302,9 @@ impl SessionAccess for FakeSessions {
         Ok(FileRange { total: 0, sent: 0, version: String::new() })
     }
 
-    async fn list_files(&self, _owner: &Principal, _id: &SessionId) -> Result<FileList, Refused> {
-        Ok(FileList { files: vec![FileNote { path: "data/ä.csv".to_owned(), size: 9 }], omitted: 0 })
+    async fn list_files(&self, _owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
+        let path = if id.as_str() == "own" { "lib/regex.py" } else { "data/ä.csv" };
+        Ok(FileList { files: vec![FileNote { path: path.to_owned(), size: 9 }], omitted: 0 })
     }
 
     async fn upload(
@@ -513,6 +523,21 @@ async fn initialize_tells_who_we_are_and_what_we_can() {
 }
 
 #[tokio::test]
+async fn a_failed_import_names_the_package_unless_the_module_is_the_users_own() {
+    let mut client = Client::legacy("2025-11-25").await;
+    let told = client.run("import cv2").await;
+    let expected = "ModuleNotFoundError: No module named 'cv2'\n`cv2` is not installed here; call install_package with \
+                    package_name \"opencv-python-headless\" and run the cell again.";
+    assert_eq!((&told["content"][0]["text"], &told["structuredContent"]["text"]), (&json!(expected), &json!(expected)));
+    for (session, code, is_offered) in
+        [("a", "import helpers", false), ("a", "import regex", true), ("own", "import regex", false)]
+    {
+        let told = client.ask(call("execute_ipython_cell", json!({"code": code, "session_id": session}))).await;
+        assert_eq!(text(&told).contains("install_package"), is_offered, "{session}: {told}");
+    }
+}
+
+#[tokio::test]
 async fn a_version_nobody_knows_is_answered_with_one_we_speak() {
     let mut client = Client::new();
     assert_eq!(client.ask(initialize("1999-01-01")).await["result"]["protocolVersion"], "2025-11-25");
@@ -612,7 +637,6 @@ async fn what_is_not_declared_does_not_answer() {
     let mut client = Client::legacy("2025-11-25").await;
     let completion = json!({"ref": {"type": "ref/prompt", "name": "a"}, "argument": {"name": "a", "value": "b"}});
     for (method, params) in [
-        ("prompts/list", json!({})),
         ("prompts/get", json!({"name": "a"})),
         ("completion/complete", completion),
         ("logging/setLevel", json!({"level": "info"})),
@@ -620,6 +644,8 @@ async fn what_is_not_declared_does_not_answer() {
     ] {
         assert_eq!(client.ask(request(1, method, params)).await["error"]["code"], -32601, "{method}");
     }
+    let prompts = client.ask(request(1, "prompts/list", json!({}))).await;
+    assert_eq!(prompts["result"], json!({"prompts": []}), "some clients ask without a declaration");
     let task = client.ask(request(1, "tasks/get", json!({"taskId": "a"}))).await;
     assert_eq!(task["error"]["code"], -32021, "this client did not say that it knows tasks");
 }

@@ -9,7 +9,7 @@ use rmcp::model::{CallToolResponse, ErrorData, GetPromptRequestMethod, GetPrompt
 use rmcp::service::RequestContext;
 
 use super::arguments::nearest;
-use super::tools::{Catalogue, ToolName};
+use super::tools::{Catalogue, ToolName, session_as_written};
 use super::turns::Extent;
 use super::{Server, render};
 use crate::auth::Scope;
@@ -88,10 +88,18 @@ impl Toolbox for Catalogue {
     }
 
     async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse {
+        let Visit { server, owner, context } = visit;
         let tool = ToolName::from_name(tool.name).expect("find has found it");
-        match self.parse(tool, arguments) {
-            Ok(call) => visit.server.carry_out(visit.owner, call, visit.context).await,
-            Err(bad) => render::refused(&bad).into(),
+        let is_named = session_as_written(Some(&arguments)).is_some();
+        let call = match self.parse(tool, arguments) {
+            Ok(call) => call,
+            Err(bad) => return render::refused(&bad).into(),
+        };
+        let unnamed = call.made_session().filter(|_| !is_named).cloned();
+        let response = server.carry_out(owner, call, context).await;
+        match unnamed {
+            Some(session) => server.naming(owner, &session, response).await,
+            None => response,
         }
     }
 }

@@ -782,9 +782,10 @@ impl fmt::Display for Seconds {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use super::super::render::Occasion;
     use super::*;
     use crate::sandbox::Rules;
-    use crate::session::Underway;
+    use crate::session::{ExecutionId, Others, Underway};
 
     fn catalogue() -> Catalogue {
         Catalogue::new(&McpSettings::default())
@@ -895,21 +896,24 @@ pub(super) mod tests {
         let underway = Underway {
             handle: "0123456789abcdef0123456789abcdef".parse().unwrap(),
             session: SessionId::default_session(),
+            execution: ExecutionId(3),
+            first_line: "train()".to_owned(),
             ahead: 0,
             waits_for: None,
             elapsed: Duration::from_secs(50),
             text: "epoch 1\n".to_owned(),
             omitted: 3,
             asks: Vec::new(),
+            others: Others::default(),
         };
-        let told = super::super::render::underway(&underway).structured_content.unwrap();
+        let told = super::super::render::underway(&underway, Occasion::Answer).structured_content.unwrap();
         let catalogue = catalogue();
         let schema = catalogue.get(ToolName::Execute).output_schema.as_deref().unwrap();
         assert_eq!(violations(&Value::Object(schema.clone()), &told, ""), Vec::<String>::new());
         assert_eq!(told["status"], "running");
 
         let waits_for = Some("its session is still starting".to_owned());
-        let told = super::super::render::underway(&Underway { waits_for, ..underway });
+        let told = super::super::render::underway(&Underway { waits_for, ..underway }, Occasion::Answer);
         let told = told.structured_content.unwrap();
         assert_eq!(violations(&Value::Object(schema.clone()), &told, ""), Vec::<String>::new());
         assert_eq!(told["status"], "waiting");

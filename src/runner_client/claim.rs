@@ -100,6 +100,8 @@ pub enum Claim {
     PackagesAdded {
         id: u64,
         loaded: Vec<String>,
+        /// Those of them that every session begins with.
+        preloaded: Vec<String>,
     },
     /// The packages of MCP servers are in the working folder.
     ToolsWritten {
@@ -336,6 +338,7 @@ struct Header {
     mapped: bool,
     seeded: Vec<String>,
     loaded: Vec<String>,
+    preloaded: Vec<String>,
     ask: Option<u64>,
     what: String,
     requirements: Vec<String>,
@@ -458,7 +461,11 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             reason: Trouble::from_word(&header.reason),
             message: shortened(header.message, LONGEST_MESSAGE),
         },
-        "packages_added" => Claim::PackagesAdded { id: id()?, loaded: bounded_losses(header.loaded) },
+        "packages_added" => Claim::PackagesAdded {
+            id: id()?,
+            loaded: bounded_losses(header.loaded),
+            preloaded: bounded_losses(header.preloaded),
+        },
         "tools_written" => Claim::ToolsWritten { id: id()? },
         "ask" => {
             let ask = header.ask.ok_or_else(|| wrong("it has no number"))?;
@@ -617,7 +624,7 @@ fn bundle(data: BTreeMap<String, Value>, blobs: Vec<BlobHeader>, payload: &[u8])
 fn bounded_error(error: ClaimedError) -> ClaimedError {
     ClaimedError {
         name: shortened(error.name, LONGEST_NAME),
-        message: shortened(error.message, LONGEST_MESSAGE),
+        message: shortened_and_marked(error.message, LONGEST_MESSAGE),
         traceback: shortened_in_the_middle(error.traceback, LONGEST_TRACEBACK),
         line: error.line,
     }
@@ -668,6 +675,15 @@ fn shortened(mut text: String, most: usize) -> String {
     text
 }
 
+/// Keeps the beginning of a text that people read, and says how much is missing.
+fn shortened_and_marked(text: String, most: usize) -> String {
+    if text.len() <= most {
+        return text;
+    }
+    let (head, rest) = text.split_at(text.floor_char_boundary(most));
+    format!("{head} [… {} characters cut here …]", rest.chars().count())
+}
+
 /// Keeps both ends: a traceback names the caller first and the error last.
 fn shortened_in_the_middle(text: String, most: usize) -> String {
     if text.len() <= most {
@@ -675,7 +691,8 @@ fn shortened_in_the_middle(text: String, most: usize) -> String {
     }
     let head = text.floor_char_boundary(most / 2);
     let tail = text.ceil_char_boundary(text.len() - most / 2);
-    format!("{}\n…\n{}", &text[..head], &text[tail..])
+    let cut = text[head..tail].chars().count();
+    format!("{}\n[… {cut} characters cut here …]\n{}", &text[..head], &text[tail..])
 }
 
 #[cfg(test)]
@@ -812,8 +829,8 @@ mod tests {
             {"name": "ä".repeat(1000), "message": "m".repeat(100_000), "traceback": "t".repeat(3_000_000), "line": 3}}));
         let error = done.error.unwrap();
         assert!(error.name.len() < 300 && error.name.ends_with('…'));
-        assert!(error.message.len() < 20_000);
-        assert!(error.traceback.len() < 1_100_000);
+        assert!(error.message.len() < 20_000 && error.message.ends_with("[… 83616 characters cut here …]"));
+        assert!(error.traceback.len() < 1_100_000 && error.traceback.contains("\n[… 1951424 characters cut here …]\n"));
         assert_eq!(error.line, Some(3));
     }
 

@@ -739,6 +739,7 @@ impl Script {
             Some("write_end") => self.write_file(id).await,
             Some("branch") => self.branch(&header).await,
             Some("tools") => self.take_tools(&header, &payload).await,
+            Some("packages") => self.say(json!({"type": "packages_added", "id": id, "loaded": []}), b"").await,
             _ => Ok(()),
         }
     }

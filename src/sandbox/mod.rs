@@ -62,6 +62,17 @@ pub enum Preparation {
     },
 }
 
+impl Preparation {
+    /// Says which step it is at, with its count if it has one; nothing when it is not at work.
+    pub fn step_text(&self) -> Option<String> {
+        match self {
+            Preparation::Working { step, done, total: Some(total) } => Some(format!("{step}, {done} of {total}")),
+            Preparation::Working { step, .. } => Some(step.clone()),
+            Preparation::Ready | Preparation::Failed { .. } => None,
+        }
+    }
+}
+
 /// One isolated place: files, limits, and at most one interpreter.
 #[async_trait]
 pub trait Sandbox: Send + Sync {
@@ -338,7 +349,7 @@ pub struct SandboxLimits {
 /// Why no sandbox could be made.
 #[derive(Debug, Clone, thiserror::Error, Serialize, Deserialize)]
 pub enum LaunchError {
-    #[error("the sandbox could not be prepared: {why}")]
+    #[error("its preparation failed: {why}")]
     Preparation { why: String },
     #[error("the isolation layer \"{}\" cannot be enforced here: {why}", kind.name())]
     LayerMissing { kind: LayerKind, why: String },

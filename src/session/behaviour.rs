@@ -233,7 +233,7 @@ async fn code_that_ignores_the_interrupt_is_killed_and_files_stay() {
     let refused = setting.refused("a", "print x").await.to_string();
     assert!(refused.contains("ignored the interrupt") && refused.contains("`reset`"), "{refused}");
     let report = setting.sessions.reset(&owner(), &id("a")).await.unwrap();
-    assert_eq!(report, ResetReport { interrupted_running_cell: false, files_kept: true });
+    assert_eq!(report, ResetReport { interrupted_running_cell: false, files_kept: true, had_no_session: false });
     assert_eq!(setting.download("a", "data", 100).await.unwrap(), b"kept");
 }
 
@@ -339,7 +339,7 @@ async fn a_reset_acts_in_the_middle_of_a_cell() {
     assert!(futures_are_pending(&mut waiting).await);
     let before = Instant::now();
     let report = setting.sessions.reset(&owner(), &id("a")).await.unwrap();
-    assert_eq!(report, ResetReport { interrupted_running_cell: true, files_kept: true });
+    assert_eq!(report, ResetReport { interrupted_running_cell: true, files_kept: true, had_no_session: false });
     assert_eq!(running.await.unwrap().unwrap().status, Status::Reset);
     assert!(matches!(waiting.await, Err(Refused::ResetWhileWaiting)));
     assert_eq!(before.elapsed(), Duration::ZERO);
@@ -478,7 +478,7 @@ async fn an_idle_session_expires_and_its_id_says_so_until_a_reset() {
     assert!(setting.refused("a", "print x").await.to_string().contains("not used for 3600 s"));
     assert_eq!(setting.sessions.list(&owner())[0].state, "ended");
     let report = setting.sessions.reset(&owner(), &id("a")).await.unwrap();
-    assert_eq!(report, ResetReport { interrupted_running_cell: false, files_kept: false });
+    assert_eq!(report, ResetReport { interrupted_running_cell: false, files_kept: false, had_no_session: true });
     assert_eq!(text(&setting.ok("a", "print new").await), "new\n");
 }
 

@@ -13,9 +13,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::history::first_line;
 use super::output::bounded_text;
 use super::state::RequestId;
-use super::{Asked, ExecutionHandle, Outcome, Part, Refused};
+use super::{Asked, ExecutionHandle, ExecutionId, Others, Outcome, Part, Refused, Status, Uncollected};
 
 /// Endings that are kept for somebody to collect.
 const MOST_UNCOLLECTED: usize = 16;
@@ -49,6 +50,8 @@ pub(super) struct Execution {
     pub(super) handle: ExecutionHandle,
     pub(super) request: RequestId,
     pub(super) entered: Instant,
+    /// The first line of its code.
+    pub(super) first_line: String,
     stage: watch::Sender<Stage>,
     /// The latest line that it printed.
     line: watch::Sender<String>,
@@ -96,6 +99,18 @@ impl Execution {
         });
     }
 
+    /// Describes it to whoever has not heard its end; nothing while it goes on or somebody waits for it.
+    fn uncollected(&self) -> Option<Uncollected> {
+        // Whoever waits for it follows it until it is collected.
+        if self.stage.receiver_count() > 0 {
+            return None;
+        }
+        let stage = self.stage.borrow();
+        let Stage::Ended(ending) = &*stage else { return None };
+        let (execution, first_line) = (ExecutionId(self.request), self.first_line.clone());
+        Some(Uncollected { execution, first_line, failure: failure(ending) })
+    }
+
     fn is_over(&self) -> bool {
         matches!(*self.stage.borrow(), Stage::Ended(_))
     }
@@ -120,8 +135,8 @@ struct Lists {
     open: VecDeque<Arc<Execution>>,
     /// The last one that was collected.
     last: Option<Arc<Execution>>,
-    /// Endings that gave way before anybody collected them, since this was last told.
-    given_up: usize,
+    /// Endings that were discarded before anybody collected them, since this was last told.
+    discarded: usize,
 }
 
 /// What somebody who asks for the end of an execution is told.
@@ -134,13 +149,14 @@ pub(super) struct Collected {
 
 impl Docket {
     /// Enters an execution. Its teller goes to the driver.
-    pub(super) fn enter(self: &Arc<Docket>, request: RequestId) -> (Arc<Execution>, Teller) {
+    pub(super) fn enter(self: &Arc<Docket>, request: RequestId, first_line: String) -> (Arc<Execution>, Teller) {
         let mut lists = self.lists();
         let ahead = lists.open.iter().filter(|execution| !execution.is_over()).count();
         let execution = Arc::new(Execution {
             handle: ExecutionHandle::random(),
             request,
             entered: Instant::now(),
+            first_line,
             stage: watch::Sender::new(Stage::Waiting { ahead, held: false }),
             line: watch::Sender::new(String::new()),
             asks: watch::Sender::default(),
@@ -171,7 +187,12 @@ impl Docket {
         lists.open.iter().chain(&lists.last).find(|execution| execution.handle == *handle).cloned()
     }
 
-    /// Hands out how an execution ended. Tells with it how many endings were given up before.
+    /// Tells what the session has beside an execution.
+    pub(super) fn others(&self, execution: &Execution) -> Others {
+        self.lists().others(execution)
+    }
+
+    /// Hands out how an execution ended. Tells with it what else there is, and how many endings were discarded.
     pub(super) fn collect(&self, execution: &Arc<Execution>, ending: &Ending) -> Collected {
         let mut lists = self.lists();
         let place = lists.open.iter().position(|known| Arc::ptr_eq(known, execution));
@@ -179,9 +200,9 @@ impl Docket {
             lists.last = lists.open.remove(place);
         }
         let mut ending = ending.clone();
-        if let (Ok(outcome), given_up @ 1..) = (&mut ending, lists.given_up) {
-            outcome.notes.push(given_up_note(given_up));
-            lists.given_up = 0;
+        if let Ok(outcome) = &mut ending {
+            outcome.first_line = execution.first_line.clone();
+            outcome.others = Others { discarded: std::mem::take(&mut lists.discarded), ..lists.others(execution) };
         }
         Collected { ending, again: place.is_none() }
     }
@@ -197,7 +218,7 @@ impl Docket {
         lists.open.iter().chain(&lists.last).map(|execution| execution.weight() as u64).sum()
     }
 
-    /// Tells those that wait how many are ahead of them, and gives up what is too much.
+    /// Tells those that wait how many are ahead of them, and discards what is too much.
     fn ended(&self) {
         let mut lists = self.lists();
         let mut ahead = 0;
@@ -211,7 +232,7 @@ impl Docket {
             });
             ahead += usize::from(!execution.is_over());
         }
-        lists.give_up();
+        lists.discard();
     }
 
     fn lists(&self) -> MutexGuard<'_, Lists> {
@@ -220,8 +241,17 @@ impl Docket {
 }
 
 impl Lists {
-    /// Gives up the oldest endings when there are too many. What was collected goes first, and the newest stays in any case.
-    fn give_up(&mut self) {
+    fn others(&self, told: &Execution) -> Others {
+        let others = || self.open.iter().filter(|other| other.request != told.request);
+        Others {
+            uncollected: others().filter_map(|other| other.uncollected()).collect(),
+            under_way: others().filter(|other| !other.is_over()).count(),
+            discarded: 0,
+        }
+    }
+
+    /// Discards the oldest endings when there are too many. What was collected goes first, and the newest stays in any case.
+    fn discard(&mut self) {
         loop {
             let over = self.open.iter().filter(|execution| execution.is_over());
             let count = over.clone().count();
@@ -234,7 +264,7 @@ impl Lists {
             }
             let oldest = self.open.iter().position(|execution| execution.is_over());
             self.open.remove(oldest.expect("there is more than one"));
-            self.given_up += 1;
+            self.discarded += 1;
         }
     }
 }
@@ -318,13 +348,21 @@ impl Drop for Teller {
     }
 }
 
-fn given_up_note(count: usize) -> String {
-    let outcomes = if count == 1 {
-        "the outcome of 1 execution".to_owned()
-    } else {
-        format!("the outcomes of {count} executions")
+/// Says in a few words why an ending is not a good one; nothing when it is.
+fn failure(ending: &Ending) -> Option<String> {
+    let words = match ending {
+        Ok(Outcome { status: Status::Completed, .. }) => return None,
+        Ok(Outcome { status: Status::Raised(error), .. }) => {
+            let name = error.name.as_str();
+            match error.message.lines().next() {
+                Some(message) if !message.is_empty() => format!("{name}: {message}"),
+                _ => name.to_owned(),
+            }
+        }
+        Ok(outcome) => outcome.status.name().replace('_', " "),
+        Err(refused) => refused.to_string(),
     };
-    format!("Meanwhile {outcomes} in this session had to be given up, because nobody asked for them.")
+    Some(first_line(&words))
 }
 
 /// Returns about how many bytes an outcome holds.

@@ -40,6 +40,7 @@ use super::approvals::WaitingInstall;
 use super::docket::{Docket, Teller};
 use super::history::{History, Undoable};
 use super::images;
+use super::install::LoadedModules;
 use super::kept_outputs::SessionOutputs;
 use super::late::LateText;
 use super::output::{Gatherer, Glance, Seen, bounded_text};
@@ -47,7 +48,7 @@ use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, Sta
 use super::tools::{Grants, ToolCalls};
 use super::turns::{Crowded, Turn, Turns};
 use super::{
-    Decision, ExecuteRequest, ExecutionEnded, ExecutionId, FileChanges, FileList, FileNote, InsidePath, Ledger,
+    Decision, ExecuteRequest, ExecutionEnded, ExecutionId, FileChanges, FileList, FileNote, InsidePath, Ledger, Others,
     Outcome, Output, Principal, PythonError, RecorderId, Refused, ResetReport, Ruling, SessionId, SessionSettings,
     StateAfter, Status, Undo, UndoReport, Variable, VariableChanges, WorkFolder,
 };
@@ -138,7 +139,7 @@ pub(super) enum Job {
     /// Adds folders of packages. The answer names modules that were imported from elsewhere before.
     Packages {
         paths: Vec<String>,
-        reply: oneshot::Sender<Result<Vec<String>, Refused>>,
+        reply: oneshot::Sender<Result<LoadedModules, Refused>>,
     },
     Fork {
         wanted: ForksWanted,
@@ -531,8 +532,8 @@ enum Task {
     },
     Packages {
         paths: Vec<String>,
-        result: Option<Result<Vec<String>, Refused>>,
-        reply: oneshot::Sender<Result<Vec<String>, Refused>>,
+        result: Option<Result<LoadedModules, Refused>>,
+        reply: oneshot::Sender<Result<LoadedModules, Refused>>,
     },
     Read {
         path: InsidePath,
@@ -1063,7 +1064,11 @@ impl Driver {
                     self.give_packages_again();
                 }
                 for (reply, interrupted_running_cell) in self.resets.drain(..) {
-                    let _ = reply.send(Ok(ResetReport { interrupted_running_cell, files_kept: !files_lost }));
+                    let _ = reply.send(Ok(ResetReport {
+                        interrupted_running_cell,
+                        files_kept: !files_lost,
+                        had_no_session: false,
+                    }));
                     let files = if files_lost { "and so are files" } else { "files are kept" };
                     self.notes =
                         vec![format!("Python was started anew: variables from before the reset are gone, {files}.")];
@@ -1302,7 +1307,9 @@ impl Driver {
                 _ => {}
             },
             (Task::Packages { result, .. }, runner_client::Event::Claim(claim)) => match claim {
-                Claim::PackagesAdded { id: claimed, loaded } if claimed == id => *result = Some(Ok(loaded)),
+                Claim::PackagesAdded { id: claimed, loaded, preloaded } if claimed == id => {
+                    *result = Some(Ok(LoadedModules { all: loaded, preloaded }));
+                }
                 Claim::Failed { id: claimed, message, .. } if claimed == id => {
                     *result = Some(Err(Refused::NotAdded { why: message }));
                 }
@@ -1519,6 +1526,8 @@ impl Driver {
             tool_calls,
             rulings,
             notes,
+            first_line: String::new(),
+            others: Others::default(),
         };
         let images = draft.take_images();
         if images.is_empty() {

@@ -13,11 +13,12 @@ use tokio_util::sync::CancellationToken;
 
 use super::docket::{Collected, Ending, Execution, Stage};
 use super::driver::{Command, Job};
+use super::history::first_line;
 use super::manager::{Entry, Silence};
 use super::output::Glance;
 use super::{
-    Checked, ExecuteRequest, Executed, LARGEST_CODE, News, Outcome, Principal, Refused, SessionId, Sessions, Underway,
-    Which, most_undone,
+    Checked, ExecuteRequest, Executed, ExecutionId, LARGEST_CODE, News, Outcome, Principal, Refused, SessionId,
+    Sessions, Underway, Which, most_undone,
 };
 use crate::sandbox::Preparation;
 
@@ -38,6 +39,7 @@ impl Sessions {
         cancel: CancellationToken,
     ) -> Result<Outcome, Refused> {
         let (entry, execution) = self.submit_code(owner, id, request, &cancel)?;
+        let _waits_for_it = execution.follow();
         let ending = to_the_end(&entry, &execution, &cancel).await;
         answer_at_once(&entry, &execution, &ending)
     }
@@ -55,6 +57,7 @@ impl Sessions {
     ) -> Result<Executed, Refused> {
         let max_chars = request.max_output_chars;
         let (entry, execution) = self.submit_code(owner, id, request, &cancel)?;
+        let _waits_for_it = execution.follow();
         match ended(&entry, &execution, wait, Some(&cancel), &news).await {
             Some(ending) => {
                 let outcome = answer_at_once(&entry, &execution, &ending)?;
@@ -80,6 +83,7 @@ impl Sessions {
         };
         let Some(execution) = execution else { return Ok(Checked::Nothing) };
         entry.shared.touch();
+        let _waits_for_it = execution.follow();
         let Some(ending) = ended(&entry, &execution, Some(wait), None, &news).await else {
             return Ok(Checked::Underway(self.underway(&id, &entry, &execution, max_chars).await));
         };
@@ -141,7 +145,7 @@ impl Sessions {
             Stage::Waiting { ahead, held } => {
                 let is_starting = entry.shared.facts().state == "starting";
                 let preparation = self.preparation();
-                waits_for = (ahead == 0).then(|| waiting_reason(held, is_starting, &preparation.borrow()));
+                waits_for = waiting_reason(ahead, held, is_starting, &preparation.borrow());
                 (ahead, execution.entered)
             }
             Stage::Running { since } => (0, since),
@@ -150,19 +154,22 @@ impl Sessions {
         Underway {
             handle: execution.handle.clone(),
             session: id.clone(),
+            execution: ExecutionId(execution.request),
+            first_line: execution.first_line.clone(),
             ahead,
             waits_for,
             elapsed: since.elapsed(),
             text: glance.text,
             omitted: glance.omitted,
             asks: execution.questions().borrow().clone(),
+            others: entry.shared.docket.others(execution),
         }
     }
 
     /// Puts code on a session's docket and submits it.
     fn enter(&self, entry: &Entry, request: ExecuteRequest) -> Result<Arc<Execution>, Silence> {
         let number = self.next_number();
-        let (execution, teller) = entry.shared.docket.enter(number);
+        let (execution, teller) = entry.shared.docket.enter(number, first_line(&request.code));
         match self.submit_as(entry, number, Job::Execute { request, teller }) {
             Ok(()) => Ok(execution),
             Err(silence) => {
@@ -272,14 +279,16 @@ async fn heard_out(execution: &Execution, news: &News) -> Arc<Ending> {
     }
 }
 
-/// Says why the first execution of a session has not begun.
-fn waiting_reason(held: bool, is_starting: bool, preparation: &Preparation) -> String {
-    match (held, is_starting, preparation) {
-        (true, _, _) => "the server runs as many cells as it may".to_owned(),
-        (false, true, Preparation::Working { step, .. }) => format!("its session is still starting ({step})"),
-        (false, true, _) => "its session is still starting".to_owned(),
-        (false, false, _) => "its session is not ready yet".to_owned(),
-    }
+/// Says why an execution has not begun, unless others before it are the only reason.
+fn waiting_reason(ahead: usize, held: bool, is_starting: bool, preparation: &Preparation) -> Option<String> {
+    let step = preparation.step_text().filter(|_| is_starting);
+    Some(match (ahead, held, step) {
+        (_, _, Some(step)) => format!("Python is being prepared ({step})"),
+        (0, true, None) => "the server runs as many cells as it may".to_owned(),
+        (0, false, None) if is_starting => "its session is still starting".to_owned(),
+        (0, false, None) => "its session is not ready yet".to_owned(),
+        (_, _, None) => return None,
+    })
 }
 
 fn waiting_news(ahead: usize, held: bool) -> String {

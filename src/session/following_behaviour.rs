@@ -1,5 +1,6 @@
 //! How executions are followed that outlive the call which began them, shown with the fake backend and a paused clock.
 
+use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -237,10 +238,46 @@ async fn the_oldest_endings_give_way_and_the_next_answer_says_so() {
     tokio::time::sleep(100 * SECOND).await;
     let (outcome, _) = setting.finished(&of("a"), SECOND).await;
     assert_eq!(text(&outcome), "2\n");
-    assert!(outcome.notes.iter().any(|note| note.contains("the outcomes of 2 executions")), "{:?}", outcome.notes);
+    assert_eq!((outcome.others.discarded, outcome.others.uncollected.len()), (2, 15));
     let (outcome, _) = setting.finished(&of("a"), SECOND).await;
     assert_eq!(text(&outcome), "3\n");
-    assert!(outcome.notes.iter().all(|note| !note.contains("given up")), "{:?}", outcome.notes);
+    assert_eq!((outcome.others.discarded, outcome.others.uncollected.len()), (0, 14), "it is told once");
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_next_result_tells_which_ones_nobody_collected() {
+    let setting = setting();
+    let first = setting.leave_running("a", "\nsleep 5\nget nothing", SECOND).await;
+    assert_eq!((first.first_line.as_str(), &first.others), ("sleep 5", &Others::default()));
+    let second = setting.leave_running("a", "print two", SECOND).await;
+    assert_eq!((second.others.under_way, &second.others.uncollected[..]), (1, &[][..]));
+    tokio::time::sleep(10 * SECOND).await;
+    let third = setting.ok("a", "print three").await;
+    let waiting = |outcome: &Outcome| {
+        let told = outcome.others.uncollected.iter();
+        told.map(|one| (one.execution, one.first_line.clone(), one.failure.is_some())).collect::<Vec<_>>()
+    };
+    let expected = [(first.execution, "sleep 5".to_owned(), true), (second.execution, "print two".to_owned(), false)];
+    assert_eq!(waiting(&third), expected);
+    let (one, _) = setting.finished(&of("a"), SECOND).await;
+    assert_eq!((one.execution, one.first_line.as_str()), (first.execution, "sleep 5"));
+    assert_eq!(waiting(&one), expected[1..]);
+    let (two, _) = setting.finished(&of("a"), SECOND).await;
+    assert_eq!((two.execution, waiting(&two)), (second.execution, vec![]));
+    assert_eq!(waiting(&setting.ok("a", "print four").await), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_result_that_somebody_waits_for_is_not_told_to_others() {
+    let setting = setting();
+    let first = setting.leave_running("a", "sleep 5", SECOND).await;
+    // Followed as a call does that has not been polled since the end of the cell.
+    let (_, entry) = setting.sessions.locate(&owner(), &of("a")).unwrap();
+    let follows = entry.shared.docket.find(&first.handle).unwrap().follow();
+    tokio::time::sleep(10 * SECOND).await;
+    assert_eq!(setting.ok("a", "print x").await.others, Others::default());
+    drop(follows);
+    assert_eq!(setting.ok("a", "print x").await.others.uncollected.len(), 1, "the control");
 }
 
 #[tokio::test(start_paused = true)]
@@ -277,12 +314,44 @@ async fn a_running_cell_never_counts_as_idle_and_its_outcome_waits_as_long_as_an
 async fn a_start_that_fails_after_the_caller_left_can_be_asked_about() {
     let setting = setting_with(FakeBackend::unprepared(), SessionSettings::default());
     let underway = setting.leave_running("a", "print x", SECOND).await;
-    assert_eq!(underway.waits_for.as_deref(), Some("its session is still starting (preparing)"));
+    assert_eq!(underway.waits_for.as_deref(), Some("Python is being prepared (preparing)"));
+    let behind = setting.leave_running("a", "print y", SECOND).await;
+    assert_eq!((behind.ahead, behind.waits_for), (1, underway.waits_for), "those behind it wait for the same");
     setting.backend.prepare(Preparation::Failed { why: "no network".to_owned() });
     for which in [Which::This(underway.handle), of("a")] {
         let refused = setting.check_for(&which, SECOND).await.unwrap_err();
         assert!(refused.to_string().contains("no network"), "{refused}");
     }
+}
+
+/// An installer that waits for something that never comes.
+struct Waiter;
+
+impl install::Installer for Waiter {
+    fn install<'a>(
+        &'a self,
+        _request: install::InstallRequest,
+        _tell: &'a (dyn Fn(String) + Send + Sync),
+    ) -> Pin<Box<dyn Future<Output = Result<install::Installed, install::InstallError>> + Send + 'a>> {
+        Box::pin(std::future::pending())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_installation_into_a_session_that_cannot_start_says_why() {
+    let packages = install::Source(Some(Arc::new(Waiter)));
+    let settings = SessionSettings { packages, ..SessionSettings::default() };
+    let setting = setting_with(FakeBackend::unprepared(), settings);
+    let (owner, session, cancel) = (owner(), id("a"), CancellationToken::new());
+    let wanted = vec!["numpy".to_owned()];
+    let mut call =
+        Box::pin(setting.sessions.install(&owner, &session, wanted, install::Leave::default(), cancel, &|_| ()));
+    assert!(tokio::time::timeout(SECOND, &mut call).await.is_err(), "it waits for the preparation");
+    setting.backend.prepare(Preparation::Failed { why: "no network".to_owned() });
+    let refused = call.await.unwrap_err();
+    assert!(matches!(refused, Refused::Launch(_)), "{refused:?}");
+    let text = refused.to_string();
+    assert!(text.contains("no network") && text.contains("prepares Python again by itself"), "{text}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -201,7 +201,7 @@ impl Undoable {
 }
 
 /// Returns the first line of a cell that says something, shortened.
-fn first_line(code: &str) -> String {
+pub(super) fn first_line(code: &str) -> String {
     let line = code.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default();
     let clean = line.chars().map(|character| if character.is_control() { ' ' } else { character });
     if line.chars().count() <= LONGEST_LINE {

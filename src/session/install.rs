@@ -95,12 +95,23 @@ pub struct Leave {
     pub answer: Option<Decision>,
 }
 
+/// Modules of added packages that were imported before, from elsewhere. As the runner claims.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct LoadedModules {
+    pub(super) all: Vec<String>,
+    /// Those of them that every session begins with.
+    pub(super) preloaded: Vec<String>,
+}
+
 /// What an installation did to a session.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstallReport {
     pub text: String,
-    /// Modules of these packages that were imported before, from elsewhere; a reset is needed to use the new ones.
+    /// Modules of these packages that were imported before, from elsewhere.
     pub loaded: Vec<String>,
+    /// Those of them that every session begins with. For the others a reset is needed to use the new ones.
+    #[serde(default)]
+    pub preloaded: Vec<String>,
     /// What a person has decided about it.
     #[serde(default)]
     pub ruling: Option<Ruling>,
@@ -122,6 +133,12 @@ impl Sessions {
         let entry = self.find_or_create(owner, id)?;
         let Leave { asking, answer } = leave;
         let ruling = self.leave_to_install((owner, id), &entry.shared, &requirements, asking, answer)?;
+        // What cannot start has no use for packages, and says why.
+        if entry.shared.facts().state == "starting" {
+            let (reply, answer) = oneshot::channel();
+            let started = self.ask(&entry, Job::Packages { paths: Vec::new(), reply }, answer, &cancel).await;
+            started.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))?;
+        }
         let has = entry.shared.facts().packages.clone();
         let request = InstallRequest { requirements, upgrade: false, has };
         let installed = tokio::select! {
@@ -130,11 +147,12 @@ impl Sessions {
         };
         let Installed { paths, text } = installed;
         if paths.is_empty() {
-            return Ok(InstallReport { text, loaded: Vec::new(), ruling });
+            return Ok(InstallReport { text, loaded: Vec::new(), preloaded: Vec::new(), ruling });
         }
         let (reply, answer) = oneshot::channel();
         let added = self.ask(&entry, Job::Packages { paths, reply }, answer, &cancel).await;
-        let loaded = added.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))?;
-        Ok(InstallReport { text, loaded, ruling })
+        let LoadedModules { all: loaded, preloaded } =
+            added.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))?;
+        Ok(InstallReport { text, loaded, preloaded, ruling })
     }
 }

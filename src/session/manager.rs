@@ -255,11 +255,11 @@ impl Sessions {
                 Some(entry) => entry,
                 None if table.tombstones.remove(&key).is_some() => {
                     let files_kept = self.house.settings.work_folder == WorkFolder::Shared;
-                    return Ok(ResetReport { interrupted_running_cell: false, files_kept });
+                    return Ok(ResetReport { interrupted_running_cell: false, files_kept, had_no_session: true });
                 }
                 // A client that begins with a reset means "from a clean state", and that is what it has.
                 None if *id == SessionId::default_session() => {
-                    return Ok(ResetReport { interrupted_running_cell: false, files_kept: true });
+                    return Ok(ResetReport { interrupted_running_cell: false, files_kept: true, had_no_session: true });
                 }
                 None => return Err(Refused::Unknown { id: id.clone() }),
             }

@@ -115,15 +115,26 @@ impl SessionId {
         SessionId(SessionId::DEFAULT.to_owned())
     }
 
+    /// Without the letters that are taken for digits.
+    const ALPHABET: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
+    const RANDOM_LETTERS: usize = 26;
+
     /// A name that nobody else has and nobody can guess: 130 random bits. For callers who name none and share a server with others.
     pub fn random() -> SessionId {
-        // Without the letters that are taken for digits.
-        const ALPHABET: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
-        let mut bytes = [0; 26];
+        let mut bytes = [0; SessionId::RANDOM_LETTERS];
         rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
             .expect("the kernel has random bytes");
-        let letters = bytes.iter().map(|byte| char::from(ALPHABET[usize::from(byte % 32)]));
+        let letters = bytes.iter().map(|byte| char::from(SessionId::ALPHABET[usize::from(byte % 32)]));
         SessionId(std::iter::once("s-".to_owned()).chain(letters.map(String::from)).collect())
+    }
+
+    /// Tells whether a name has the form of those that `random` makes.
+    pub fn looks_generated(&self) -> bool {
+        let is_of_alphabet = |byte: u8| SessionId::ALPHABET.contains(&byte);
+        let letters = self.0.strip_prefix("s-").map(str::as_bytes);
+        letters.is_some_and(|letters| {
+            letters.len() == SessionId::RANDOM_LETTERS && letters.iter().copied().all(is_of_alphabet)
+        })
     }
 
     /// What sessions are called in the log that nobody can name.
@@ -323,6 +334,9 @@ pub struct Resident {
 pub struct ResetReport {
     pub interrupted_running_cell: bool,
     pub files_kept: bool,
+    /// Nothing was started, because there was no session: the next cell makes one.
+    #[serde(default)]
+    pub had_no_session: bool,
 }
 
 /// Why a request to a session was not carried out. Nothing of the request has happened unless the text says so.
@@ -376,7 +390,7 @@ pub enum Refused {
         "the code has {size} bytes and at most {LARGEST_CODE} are accepted. Upload the data as a file and read it from a short cell"
     )]
     CodeTooLarge { size: usize },
-    #[error("no Python could be started: {0}")]
+    #[error("no Python could be started: {}{}", .0, next_attempt(.0))]
     Launch(#[from] LaunchError),
     #[error("the request was cancelled while it waited for its turn. It has not run")]
     CancelledWhileWaiting,
@@ -480,6 +494,17 @@ fn lost_with_server(files_kept: bool) -> &'static str {
     }
 }
 
+/// Says that a preparation that failed is tried again.
+fn next_attempt(error: &LaunchError) -> &'static str {
+    match error {
+        LaunchError::Preparation { .. } => {
+            "\nNothing was executed. The server prepares Python again by itself and with the next call; if this stays, its \
+             operator must act"
+        }
+        _ => "",
+    }
+}
+
 fn unanswered(sent: bool) -> &'static str {
     match sent {
         true => {
@@ -531,7 +556,8 @@ fn file_trouble(reason: Trouble, detail: &str) -> String {
     let what = match reason {
         Trouble::Missing => "there is no such file in the working folder",
         Trouble::NotAFile => "it is not a regular file, and only regular files can be copied",
-        Trouble::Exists => "a file of this name exists already. Choose another name, or allow overwriting",
+        // The detail says the same.
+        Trouble::Exists => return "it exists already. Choose another name, or give `overwrite: true`".to_owned(),
         Trouble::Outside => "the path leads out of the working folder, and links are not followed",
         Trouble::TooLarge => "the file is larger than may be copied",
         Trouble::NoSpace => "the working folder has no space left. Delete some files and try again",
@@ -560,7 +586,11 @@ mod tests {
         let ids = (0..1000).map(|_| SessionId::random()).collect::<std::collections::HashSet<_>>();
         assert_eq!(ids.len(), 1000);
         for id in ids {
+            assert!(id.looks_generated());
             assert_eq!((id.as_str().len(), SessionId::from_str(id.as_str()).unwrap()), (28, id));
+        }
+        for chosen in ["default", "s-1", "s-0000000000000000000000000", "s-OOOOOOOOOOOOOOOOOOOOOOOOOO"] {
+            assert!(!SessionId::from_str(chosen).unwrap().looks_generated(), "{chosen}");
         }
     }
 

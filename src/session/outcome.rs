@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::Others;
 use super::tools::ToolCalls;
 use crate::sandbox::{Blocked, Exit, Isolation, MemoryUse};
 
@@ -36,9 +37,15 @@ pub struct Outcome {
     pub rulings: Vec<super::Ruling>,
     /// Sentences the reader must know, such as "this is a new session".
     pub notes: Vec<String>,
+    /// The first line of its code.
+    #[serde(default)]
+    pub first_line: String,
+    /// What else the session has to tell, when the outcome is told.
+    #[serde(default)]
+    pub others: Others,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ExecutionId(pub u64);
 
 /// How an execution ended.

@@ -174,6 +174,8 @@ mod tests {
             rulings: Vec::new(),
             blocked: vec![refused.clone()],
             notes: vec!["a note".to_owned()],
+            first_line: String::new(),
+            others: Default::default(),
         };
         let back = there_and_back(&outcome).unwrap();
         assert_eq!(back.output.parts, outcome.output.parts);

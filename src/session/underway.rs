@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Asked, Outcome, SessionId};
+use super::{Asked, ExecutionId, Outcome, SessionId};
 
 /// How a call that runs code ended.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -21,9 +21,14 @@ pub enum Executed {
 pub struct Underway {
     pub handle: ExecutionHandle,
     pub session: SessionId,
+    #[serde(default)]
+    pub execution: ExecutionId,
+    /// The first line of its code.
+    #[serde(default)]
+    pub first_line: String,
     /// Executions of the same session that come first; zero when it runs.
     pub ahead: usize,
-    /// Why it has not begun although none comes first, as the end of "it has not begun: …".
+    /// Why it has not begun, as the end of "it has not begun: …", unless others before it are the only reason.
     #[serde(default)]
     pub waits_for: Option<String>,
     /// Since it began to run, or to wait.
@@ -35,6 +40,29 @@ pub struct Underway {
     /// What a person has to decide before all of it goes on. Its clock stands still meanwhile.
     #[serde(default)]
     pub asks: Vec<Asked>,
+    #[serde(default)]
+    pub others: Others,
+}
+
+/// The other executions of a session, as far as the reader of one result must know of them.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Others {
+    /// Results that nobody has collected and nobody waits for, the oldest first.
+    pub uncollected: Vec<Uncollected>,
+    /// Executions that run or wait for their turn.
+    pub under_way: usize,
+    /// Results that were discarded before anybody collected them, since this was last told.
+    pub discarded: usize,
+}
+
+/// A result that waits to be collected.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Uncollected {
+    pub execution: ExecutionId,
+    /// The first line of its code.
+    pub first_line: String,
+    /// Why it is not a good one, in a few words.
+    pub failure: Option<String>,
 }
 
 /// What is known of an execution that was asked about.

@@ -49,7 +49,7 @@ async fn an_inspector_that_is_ended_cancels_its_cell() {
     let mut inspector = inspector.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let mut other = Raw::with_token(&service).await;
     let mut heard = String::new();
-    while !heard.contains("begun") {
+    while !heard.contains(r"begun\n") {
         other.call("check_execution", json!({"session_id": "a", "wait": 1})).await;
         heard = other.answer().await.body;
     }

@@ -157,6 +157,37 @@ async fn what_is_another_callers_looks_like_what_was_never_there() {
 }
 
 #[tokio::test]
+async fn a_session_that_was_made_without_a_name_is_named_in_the_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let service = service(&folder);
+    let mut alice = Raw::with_key(&service, "alice").await;
+    let named = |result: &Value| {
+        let text = result["content"][0]["text"].as_str().unwrap();
+        let (_, rest) = text.rsplit_once("Session: ").unwrap_or_else(|| panic!("no session in {text:?}"));
+        rest.split_once(' ').unwrap().0.to_owned()
+    };
+    let first = alice.result("execute_ipython_cell", json!({"code": "x = 1\nprint('hi')"})).await;
+    let session = named(&first);
+    assert_eq!(first["content"][0]["text"].as_str().unwrap().lines().next(), Some("hi"));
+    let second = alice.result("execute_ipython_cell", json!({"code": "x", "session_id": session})).await;
+    assert_eq!(second["content"][0]["text"], "1", "who knows the name is not told it");
+    let sent = alice.result("upload_file", json!({"relpath": "f", "text": "data"})).await;
+    let read = json!({"code": "open('f').read()", "session_id": named(&sent)});
+    assert_eq!(alice.result("execute_ipython_cell", read).await["content"][0]["text"], "'data'");
+    // The session is made before the requirement is looked at.
+    let refused = alice.result("install_package", json!({"package_name": "-x"})).await;
+    assert_eq!(refused["isError"], true);
+    let kept = json!({"code": "1", "session_id": named(&refused)});
+    assert_eq!(alice.result("execute_ipython_cell", kept).await["content"][0]["text"], "1");
+    let mut unlucky = Raw::with_key(&service, "bob").await;
+    let refused = unlucky.result("execute_ipython_cell", json!({"code": "1", "allowed_domains": ["a.example"]})).await;
+    let text = refused["content"][0]["text"].as_str().unwrap();
+    let listed = unlucky.result("list_sessions", json!({})).await;
+    let made = listed["structuredContent"]["sessions"].as_array().unwrap().len();
+    assert_eq!((&refused["isError"], text.contains("Session: ")), (&json!(true), made == 1), "{text}");
+}
+
+#[tokio::test]
 async fn two_callers_may_use_one_name_for_two_sessions() {
     let folder = tempfile::tempdir().unwrap();
     let service = service(&folder);

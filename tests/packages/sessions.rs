@@ -145,6 +145,32 @@ fn what_cannot_be_installed_is_an_error_with_the_resolvers_words() {
 }
 
 #[test]
+fn an_answer_says_what_a_reader_must_know_about_versions() {
+    let index = Index::start(&host_python("minimal"), Manner::Open);
+    let server = server(&index, &[]);
+    let session = server.session();
+    assert_eq!(install(&session, json!("[\"pure\"]")).text(), "Successfully installed pure-2.0", "a list as text");
+    let older = install(&session, json!("modest"));
+    assert_eq!(
+        older.text(),
+        "Successfully installed modest-1.0\nmodest 1.0 is not the newest version: 2.0 cannot be used with pure 2.0, \
+         which the session has. To get it and replace what is in its way, install \"modest==2.0\", \"pure==1.0\" \
+         together."
+    );
+    let together = install(&session, json!(["modest==2.0", "pure==1.0"]));
+    assert_eq!(together.text(), "Successfully installed modest-2.0 pure-1.0", "the way out leads there");
+    let newest = install(&server.session(), json!("modest"));
+    assert_eq!(newest.text(), "Successfully installed modest-2.0 pure-1.0", "nothing was in the way");
+    let preloaded = install(&session, json!("ipython==0.0"));
+    assert!(
+        preloaded.text().contains("IPython is preloaded here; a reset does not change that."),
+        "{}",
+        preloaded.text()
+    );
+    assert_eq!(preloaded.structured()["reset_needed_for"], json!([]));
+}
+
+#[test]
 fn a_session_without_network_installs_and_still_reaches_nothing() {
     let index = Index::start(&host_python("minimal"), Manner::Open);
     let server = server(&index, &[]);

@@ -157,5 +157,5 @@ fn flags_of_other_servers_are_taken_and_those_without_effect_are_told() {
 #[test]
 fn the_default_profile_has_no_prompts() {
     let answer = Server::shared().request("prompts/list", json!({}));
-    assert_eq!(answer["error"]["code"], -32601, "{answer}");
+    assert_eq!(answer["result"]["prompts"], json!([]), "{answer}");
 }

@@ -117,7 +117,7 @@ fn malformed_messages_are_answered_and_nothing_is_lost() {
     }
     server.send_line("");
     assert_eq!(server.request("no/such/method", json!({}))["error"]["code"], -32601);
-    assert_eq!(server.request("prompts/list", json!({}))["error"]["code"], -32601);
+    assert_eq!(server.request("prompts/get", json!({"name": "a"}))["error"]["code"], -32601);
     assert_eq!(server.request("tools/call", json!({"name": 5}))["error"]["code"], -32602);
     let unknown = server.request("tools/call", json!({"name": "execute_python_cell", "arguments": {}}));
     assert_eq!(unknown["error"]["code"], -32602);

@@ -343,7 +343,7 @@ async fn callers_over_http_name_no_commands_and_no_private_addresses() {
     }
     // The control: the operator's command is there for everybody.
     let code = "from cellblock_runner import asking\nprint(asking.ask('call_tool', server='notes', tool='echo', arguments={'text': 'x'})['ok'])";
-    let result = client.result("execute_ipython_cell", json!({"code": code})).await;
+    let result = client.result("execute_ipython_cell", json!({"code": code, "session_id": "a"})).await;
     assert_eq!(result["content"][0]["text"], "True", "{result}");
     assert_eq!(notes.count("call echo"), 1);
 }

@@ -292,7 +292,7 @@ fn result(outcome: &Outcome, anew: Option<&str>) -> CallToolResult {
     let printed = telling::printed(outcome);
     let mut result = match why {
         None => said(format!("{note}{}", printed.trim_end_matches('\n'))),
-        Some(why) => failed(format!("Error: {note}{why}{}", telling::before_the_error(&printed))),
+        Some(why) => failed(format!("Error: {note}{why}{}", telling::before_the_error(outcome, str::to_owned))),
     };
     result.content.extend(telling::images(outcome).map(telling::image_block));
     result

@@ -24,6 +24,8 @@ pub(super) fn outcome(status: Status, parts: Vec<Part>) -> Outcome {
         notes: Vec::new(),
         tool_calls: Default::default(),
         rulings: Vec::new(),
+        first_line: String::new(),
+        others: Default::default(),
     }
 }
 

@@ -180,8 +180,7 @@ fn failure(outcome: &Outcome, most: usize) -> Option<Failure> {
         }
         other => telling::ending(other, WAY_BACK)?,
     };
-    let printed = telling::printed(outcome);
-    Some(Failure(why + &telling::before_the_error(&cut(printed.trim(), most))))
+    Some(Failure(why + &telling::before_the_error(outcome, |printed| cut(printed, most))))
 }
 
 /// Cuts a text that is longer than a caller wants, and says so.

@@ -9,8 +9,16 @@ use super::super::tools::Seconds;
 use crate::sandbox::Exit;
 use crate::session::{Image, Outcome, Part, Refused, StateAfter, Status, Stream};
 
-/// Returns the text of a cell in its order: of these streams, with cuts and refused connections in their place.
+/// Returns the text of a cell in its order: of these streams, with cuts in their place, and then refused connections.
 pub(super) fn text_of(outcome: &Outcome, wanted: impl Fn(Stream) -> bool) -> String {
+    let mut page = page_of(outcome, wanted);
+    for blocked in &outcome.blocked {
+        page.line(&blocked.to_string());
+    }
+    page.text
+}
+
+fn page_of(outcome: &Outcome, wanted: impl Fn(Stream) -> bool) -> render::Page {
     let mut page = render::Page::default();
     for part in &outcome.output.parts {
         match part {
@@ -19,10 +27,7 @@ pub(super) fn text_of(outcome: &Outcome, wanted: impl Fn(Stream) -> bool) -> Str
             Part::Text { .. } | Part::Image(_) => {}
         }
     }
-    for blocked in &outcome.blocked {
-        page.line(&blocked.to_string());
-    }
-    page.text
+    page
 }
 
 /// Returns the text of a cell without its traceback.
@@ -130,12 +135,19 @@ pub(super) fn head(text: &str, most: usize) -> (&str, bool) {
     }
 }
 
-/// What was printed before a failure, as the last part of its text; nothing when nothing was.
-pub(super) fn before_the_error(printed: &str) -> String {
-    match printed.trim() {
+/// What was printed before a failure and which connections were refused, as the last part of its text; nothing when
+/// there is nothing. `cut` shortens what was printed.
+pub(super) fn before_the_error(outcome: &Outcome, cut: impl Fn(&str) -> String) -> String {
+    let printed = page_of(outcome, |stream| stream != Stream::Traceback).text;
+    let mut text = match printed.trim() {
         "" => String::new(),
-        printed => format!("\n\nOutput before the error:\n{printed}"),
+        printed => format!("\n\nOutput before the error:\n{}", cut(printed)),
+    };
+    for (number, blocked) in outcome.blocked.iter().enumerate() {
+        text.push_str(if number == 0 { "\n\n" } else { "\n" });
+        text.push_str(&blocked.to_string());
     }
+    text
 }
 
 #[cfg(test)]
@@ -144,6 +156,7 @@ mod tests {
 
     use super::super::examples::{outcome, raised, text};
     use super::*;
+    use crate::sandbox::{Blocked, Reason};
 
     #[test]
     fn text_is_of_the_wanted_streams_and_cuts_have_lines_of_their_own() {
@@ -156,6 +169,19 @@ mod tests {
         let outcome = outcome(Status::Raised(raised()), parts);
         assert_eq!(printed(&outcome), "a\n[… 7 characters cut here …]\nb\n");
         assert_eq!(text_of(&outcome, |stream| stream == Stream::Traceback), "[… 7 characters cut here …]\nc\n");
+    }
+
+    #[test]
+    fn refused_connections_are_not_output_before_the_error() {
+        let printed = vec![text(Stream::Stdout, "a\n"), text(Stream::Traceback, "c\n")];
+        let blocked = Blocked { target: "example.org:443".to_owned(), reason: Reason::NotListed, times: 1 };
+        let mut failed = outcome(Status::Raised(raised()), printed);
+        assert_eq!(before_the_error(&failed, str::to_uppercase), "\n\nOutput before the error:\nA");
+        failed.blocked = vec![blocked.clone()];
+        let told = before_the_error(&failed, str::to_owned);
+        assert_eq!(told, format!("\n\nOutput before the error:\na\n\n{blocked}"));
+        failed.output.parts.clear();
+        assert_eq!(before_the_error(&failed, str::to_owned), format!("\n\n{blocked}"));
     }
 
     #[test]
