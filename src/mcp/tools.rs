@@ -785,7 +785,7 @@ pub(super) mod tests {
     use super::super::render::Occasion;
     use super::*;
     use crate::sandbox::Rules;
-    use crate::session::{ExecutionId, Others, Underway};
+    use crate::session::{ExecutionId, Underway};
 
     fn catalogue() -> Catalogue {
         Catalogue::new(&McpSettings::default())
@@ -880,6 +880,17 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn a_list_of_requirements_may_be_written_as_text() {
+        let requirements = |written: &str| match parse(ToolName::Install, json!({"package_name": written})) {
+            Ok(Call::Install { requirements, .. }) => requirements,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(requirements(r#" ["tabulate", "httpx>=1"]"#), ["tabulate", "httpx>=1"]);
+        assert_eq!(requirements("[broken"), ["[broken"], "whoever installs it says what is wrong");
+        check_refused(ToolName::Install, json!({"package_name": "[]"}), &["must be"]);
+    }
+
+    #[test]
     fn the_whole_list_of_tools_is_short_enough_for_a_model() {
         // 3,000 tokens: a tokenizer (o200k) makes 2,759 of the 11,791 bytes on stdio, 4.27 bytes each.
         let packages = crate::environment::EnvironmentSpec::built_in()[0].packages_for_code();
@@ -904,7 +915,7 @@ pub(super) mod tests {
             text: "epoch 1\n".to_owned(),
             omitted: 3,
             asks: Vec::new(),
-            others: Others::default(),
+            others: Box::default(),
         };
         let told = super::super::render::underway(&underway, Occasion::Answer).structured_content.unwrap();
         let catalogue = catalogue();

@@ -145,8 +145,7 @@ impl Resolved {
             let is_package = |name: &str, versions: [&str; 2]| {
                 is_name(name) && name.len() <= 200 && versions.into_iter().all(is_version)
             };
-            let replaced = held.replaced.iter();
-            let all_are = replaced.map(|one| is_package(&one.name, [&one.version, &one.wanted])).all(|fits| fits);
+            let all_are = held.replaced.iter().all(|one| is_package(&one.name, [&one.version, &one.wanted]));
             if !is_package(&held.name, [&held.version, &held.newer]) || !all_are {
                 return Err("a remark is about no proper package");
             }

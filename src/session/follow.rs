@@ -162,7 +162,7 @@ impl Sessions {
             text: glance.text,
             omitted: glance.omitted,
             asks: execution.questions().borrow().clone(),
-            others: entry.shared.docket.others(execution),
+            others: Box::new(entry.shared.docket.others(execution)),
         }
     }
 

@@ -248,7 +248,7 @@ async fn the_oldest_endings_give_way_and_the_next_answer_says_so() {
 async fn the_next_result_tells_which_ones_nobody_collected() {
     let setting = setting();
     let first = setting.leave_running("a", "\nsleep 5\nget nothing", SECOND).await;
-    assert_eq!((first.first_line.as_str(), &first.others), ("sleep 5", &Others::default()));
+    assert_eq!((first.first_line.as_str(), &*first.others), ("sleep 5", &Others::default()));
     let second = setting.leave_running("a", "print two", SECOND).await;
     assert_eq!((second.others.under_way, &second.others.uncollected[..]), (1, &[][..]));
     tokio::time::sleep(10 * SECOND).await;

@@ -40,8 +40,9 @@ pub struct Underway {
     /// What a person has to decide before all of it goes on. Its clock stands still meanwhile.
     #[serde(default)]
     pub asks: Vec<Asked>,
+    /// Boxed, because it is empty nearly always.
     #[serde(default)]
-    pub others: Others,
+    pub others: Box<Others>,
 }
 
 /// The other executions of a session, as far as the reader of one result must know of them.
