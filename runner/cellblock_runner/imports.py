@@ -10,9 +10,12 @@ the sandbox like any other.
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 import json
 import os
+import re
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -36,9 +39,11 @@ def problem(tree: ast.AST, request: dict[str, Any]) -> Problem | None:
     for name in _imported(tree):
         module = name.partition(".")[0]
         if module in blocked or name in blocked:
-            return "blocked", module
-        if allowed and module not in allowed and name not in allowed and not _brought_along(module, request["packages"]):
-            return "not listed", module
+            if not (request["requested_wins"] and _requested(module, request["requested"])):
+                return "blocked", module
+        elif allowed and module not in allowed and name not in allowed:
+            if not (_brought_along(module, request["packages"]) or _requested(module, request["requested"])):
+                return "not listed", module
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in request["calls"]:
             return "call", node.func.id
@@ -95,3 +100,22 @@ def _brought_along(module: str, packages: str) -> bool:
     places = [*(spec.submodule_search_locations or []), spec.origin or ""]
     homes = tuple(f"{home.rstrip('/')}/" for home in (packages, os.getcwd()))
     return any(place.startswith(homes) for place in places)
+
+
+def _requested(module: str, requirements: list[str]) -> bool:
+    """Tells whether a module belongs to a distribution that was asked for by name. Modules of Python itself belong to none."""
+    if module in sys.stdlib_module_names:
+        return False
+    names = (re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", requirement.strip()) for requirement in requirements)
+    return any(module in _modules_of(name.group()) for name in names if name)
+
+
+def _modules_of(distribution: str) -> set[str]:
+    """Returns the top-level modules of a distribution, or none when it is not installed."""
+    try:
+        found = importlib.metadata.distribution(distribution)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return set()
+    named = set((found.read_text("top_level.txt") or "").split())
+    files = (file.parts for file in found.files or ())
+    return named or {parts[0] if len(parts) > 1 else parts[0].partition(".")[0] for parts in files if parts}

@@ -30,7 +30,8 @@ def descriptor_1() -> Iterator[Any]:
 
 def request(code: str, **lists: Any) -> dict[str, Any]:
     usual: dict[str, Any] = {"allowed": [], "blocked": [], "calls": [], "packages": "/packages", "word": "word"}
-    return {**usual, **lists, "code": code}
+    asked: dict[str, Any] = {"requested": [], "requested_wins": False}
+    return {**usual, **asked, **lists, "code": code}
 
 
 def problem(code: str, **lists: Any) -> Any:
@@ -73,6 +74,31 @@ class Imports(unittest.TestCase):
                 self.assertEqual(problem("import brought_along", allowed=["math"]), ("not listed", "brought_along"))
                 blocked = problem("import brought_along", blocked=["brought_along"], packages=folder)
                 self.assertEqual(blocked, ("blocked", "brought_along"))
+            finally:
+                sys.path.remove(folder)
+
+    def test_what_was_asked_for_and_is_there_already_need_not_be_listed(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            info = os.path.join(folder, "Some_Dist-1.0.dist-info")
+            os.makedirs(info)
+            os.makedirs(os.path.join(folder, "some_module"))
+            with open(os.path.join(info, "METADATA"), "w") as file:
+                file.write("Metadata-Version: 2.1\nName: Some.Dist\nVersion: 1.0\n")
+            with open(os.path.join(info, "RECORD"), "w") as file:
+                file.write("some_module/__init__.py,,\none_file.py,,\nos/__init__.py,,\nSome_Dist-1.0.dist-info/METADATA,,\n")
+            sys.path.insert(0, folder)
+            try:
+                for module in ("some_module", "some_module.inner", "one_file"):
+                    code = f"import {module}"
+                    top = module.partition(".")[0]
+                    asked = {"requested": ["other", "some-dist[extra]>=1"]}
+                    self.assertIsNone(problem(code, allowed=["math"], **asked), module)
+                    self.assertEqual(problem(code, allowed=["math"]), ("not listed", top))
+                    self.assertEqual(problem(code, blocked=[top], **asked), ("blocked", top), "a list of names to block is stronger")
+                    self.assertIsNone(problem(code, blocked=[top], requested_wins=True, **asked))
+                    self.assertEqual(problem(code, blocked=[top], requested_wins=True), ("blocked", top))
+                wins = {"requested": ["some-dist"], "requested_wins": True}
+                self.assertEqual(problem("import os", blocked=["os"], **wins), ("blocked", "os"), "a module of Python is nobody's")
             finally:
                 sys.path.remove(folder)
 

@@ -533,7 +533,7 @@ pub(super) fn wrong_shape(key: &str, origin: &Origin, allowed: &str) -> ConfigEr
 }
 
 /// Returns the known name that a mistyped one most likely meant.
-fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+pub(super) fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     // Jaro-Winkler over 0.85 takes "memroy" and "max_session" for what they are and leaves "service_host" alone.
     const LOOKS_LIKE: f64 = 0.85;
     known

@@ -583,6 +583,7 @@ fn lost_info(id: SessionId, why: &str) -> SessionInfo {
         idle: Duration::ZERO,
         memory: None,
         rules: Rules::none(),
+        requested: Vec::new(),
     }
 }
 

@@ -1206,6 +1206,7 @@ mod tests {
             idle: Duration::from_millis(1500),
             memory: None,
             rules: Rules::parse(&["example.com"]).unwrap(),
+            requested: Vec::new(),
         };
         let report = ResetReport { interrupted_running_cell: true, files_kept: true, had_no_session: false };
         let results = [

@@ -223,6 +223,8 @@ pub(super) struct Facts {
     pub(super) rules: Rules,
     /// Folders of packages that were added to it, the latest first.
     pub(super) packages: Vec<String>,
+    /// Requirements that calls installed, or found to be there already.
+    pub(super) requested: Vec<String>,
     /// What a person has allowed for this session.
     pub(super) granted: Memory,
     /// Tools of other servers that it may use.
@@ -242,6 +244,7 @@ impl Shared {
             undoable: Vec::new(),
             rules: Rules::none(),
             packages: Vec::new(),
+            requested: Vec::new(),
             granted: Memory::default(),
             grants: Grants::default(),
         };

@@ -140,19 +140,32 @@ impl Sessions {
             started.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))?;
         }
         let has = entry.shared.facts().packages.clone();
-        let request = InstallRequest { requirements, upgrade: false, has };
+        let request = InstallRequest { requirements: requirements.clone(), upgrade: false, has };
         let installed = tokio::select! {
             installed = installer.install(request, tell) => installed.map_err(Refused::Install)?,
             () = cancel.cancelled() => return Err(Refused::CancelledWhileWaiting),
         };
         let Installed { paths, text } = installed;
         if paths.is_empty() {
+            note_requested(&mut entry.shared.facts().requested, requirements);
             return Ok(InstallReport { text, loaded: Vec::new(), preloaded: Vec::new(), ruling });
         }
         let (reply, answer) = oneshot::channel();
         let added = self.ask(&entry, Job::Packages { paths, reply }, answer, &cancel).await;
         let LoadedModules { all: loaded, preloaded } =
             added.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))?;
+        note_requested(&mut entry.shared.facts().requested, requirements);
         Ok(InstallReport { text, loaded, preloaded, ruling })
+    }
+}
+
+/// Requirements that are remembered of one session. Whoever asks for more has them installed all the same.
+const MOST_REMEMBERED: usize = 500;
+
+fn note_requested(known: &mut Vec<String>, requirements: Vec<String>) {
+    for requirement in requirements {
+        if known.len() < MOST_REMEMBERED && !known.contains(&requirement) {
+            known.push(requirement);
+        }
     }
 }

@@ -400,6 +400,7 @@ impl Sessions {
                 idle: if matches!(facts.state, "running" | "waiting") { Duration::ZERO } else { now - facts.last_used },
                 memory: facts.memory,
                 rules: facts.rules,
+                requested: facts.requested,
             }
         });
         let ended =
@@ -412,6 +413,7 @@ impl Sessions {
                 idle: now - tombstone.at,
                 memory: None,
                 rules: Rules::none(),
+                requested: Vec::new(),
             });
         let mut all = alive.chain(ended).collect::<Vec<_>>();
         all.sort_by(|a, b| a.id.cmp(&b.id));

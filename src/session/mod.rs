@@ -318,6 +318,9 @@ pub struct SessionInfo {
     /// What it can reach.
     #[serde(with = "serial::rules")]
     pub rules: Rules,
+    /// Requirements that were installed into it by a call, or found to be there already.
+    #[serde(default)]
+    pub requested: Vec<String>,
 }
 
 /// A session and whose it is.

@@ -197,6 +197,7 @@ mod tests {
                 idle: Default::default(),
                 memory: None,
                 rules: rules.clone(),
+                requested: vec!["polars>=1".to_owned()],
             };
             assert_eq!(there_and_back(&info).unwrap().rules, rules);
         }

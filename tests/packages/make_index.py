@@ -83,6 +83,8 @@ wheel(
     "[console_scripts]\ntool-kit = tool_kit:main\n",
 )
 wheel("ipython", "0.0", {"IPython.py": ""})
+# A module that profiles block by name.
+wheel("requests", "9.0", {"requests/__init__.py": "value = 9\n"})
 wheel("modern", "1.0", {"modern.py": ""}, ["pure>=2"])
 wheel("modest", "1.0", {"modest.py": ""})
 wheel("modest", "2.0", {"modest.py": ""}, ["pure<2"])

@@ -30,7 +30,7 @@ fn the_tools_have_their_names_and_arguments() {
     let expected = json!([
         [START, ["dependencies"], []],
         [EXECUTE, ["code"], ["code"]],
-        [STOP, ["delete_service", "name"], ["name"]],
+        [STOP, ["delete_service", "name"], []],
         [REUSE, ["name"], ["name"]],
     ]);
     assert_eq!(listed(&server), expected);
@@ -73,7 +73,17 @@ pub(super) fn life_of_a_service(server: &Server) {
             fails(REUSE, json!({"name": name}), &["Code execution service is not running."]),
             fails(STOP, json!({"name": name}), &["Code execution service is not running."]),
             fails(STOP, json!({"name": "default"}), &["Code execution service is not running."]),
-            fails(STOP, json!({}), &["\"name\""]),
+            fails(STOP, json!({}), &["Code execution service is not running."]),
+        ],
+    );
+    // As the document has it: without a name.
+    started(server, json!({}));
+    go_through(
+        server,
+        vec![
+            exactly(EXECUTE, code("print('Hello, World!')"), &["Hello, World!"]),
+            exactly(STOP, json!({}), &["Code execution service stopped."]),
+            no_service(),
         ],
     );
 }
@@ -91,8 +101,31 @@ fn several_services_can_be_started_and_the_last_one_is_meant() {
             fails(EXECUTE, code("where"), &["NameError"]),
             exactly(REUSE, json!({"name": first}), &["Code execution service restarted."]),
             exactly(EXECUTE, code("where"), &["'first'"]),
-            exactly(STOP, json!({"name": first, "delete_service": "true"}), &["Code execution service stopped."]),
+            exactly(
+                STOP,
+                json!({"name": first, "delete_service": "true"}),
+                &[&format!("Code execution service stopped. Code runs in the service {second} now.")],
+            ),
             fails(EXECUTE, code("where"), &["NameError"]),
+            exactly(EXECUTE, code("where = 'second'"), &[""]),
+        ],
+    );
+    let third = started(&server, json!({}));
+    go_through(
+        &server,
+        vec![
+            // Another one than that in which code runs.
+            exactly(STOP, json!({"name": second, "delete_service": false}), &["Code execution service stopped."]),
+            exactly(REUSE, json!({"name": second}), &["Code execution service restarted."]),
+            // Without a name the one is meant in which code runs.
+            exactly(
+                STOP,
+                json!({}),
+                &[&format!("Code execution service stopped. Code runs in the service {third} now.")],
+            ),
+            fails(REUSE, json!({"name": second}), &["is not running."]),
+            exactly(STOP, json!({"name": null}), &["Code execution service stopped."]),
+            no_service(),
         ],
     );
 }
@@ -109,7 +142,25 @@ pub(super) fn dependencies(server: &Server) {
     server.call(START, json!({"dependencies": ["pure; touch x"]})).assert_refused(&["Error: "]);
     go_through(server, vec![no_service()]);
     started(server, json!({"dependencies": ["pure", "leaf"]}));
-    go_through(server, vec![exactly(EXECUTE, code("import pure, leaf; (pure.value, leaf.name)"), &["(2, 'leaf')"])]);
+    let blocked = "The code contains dangerous operations and cannot be executed. (Import 'requests' is blocked";
+    go_through(
+        server,
+        vec![
+            exactly(EXECUTE, code("import pure, leaf; (pure.value, leaf.name)"), &["(2, 'leaf')"]),
+            fails(EXECUTE, code("import requests"), &[blocked]),
+        ],
+    );
+    // A dependency can be imported although the list of that server blocks it; what Python itself has cannot.
+    started(server, json!({"dependencies": ["requests"]}));
+    go_through(
+        server,
+        vec![
+            exactly(EXECUTE, code("import requests; requests.value"), &["9"]),
+            fails(EXECUTE, code("import os"), &["'os'"]),
+            exactly(EXECUTE, code("clear"), &["Globals cleared"]),
+            exactly(EXECUTE, code("import requests; requests.value"), &["9"]),
+        ],
+    );
 }
 
 #[test]

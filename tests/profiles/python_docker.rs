@@ -85,7 +85,6 @@ pub(super) fn calls(server: &Server) {
                 &["Error executing cleanup-session: Missing session ID"],
             ),
             fails(PERSISTENT, within("../x", "1"), &["Error executing execute-persistent: ", "session id"]),
-            fails("install-package", json!({"package_name": "x", "session_id": "never"}), &["Session never not found"]),
             fails("no-such-tool", json!({}), &["Error executing no-such-tool: Unknown tool: no-such-tool"]),
         ],
     );
@@ -128,6 +127,13 @@ pub(super) fn state_in_and_out(server: &Server) {
     // What came out goes in again.
     let again = state_after(server, json!({"code": "y = state['x'] * 21", "state": state}));
     assert_eq!((&again["y"], &again["x"]), (&json!(42), &json!(2)));
+    // Code that is not run gives the state back.
+    let refused = state_after(server, json!({"code": "import os", "state": {"a": [1]}}));
+    let why = "Validation error: Import 'os' is blocked for security reasons";
+    assert_eq!((&refused["a"], &refused["__error__"]), (&json!([1]), &json!(why)));
+    assert!(text(server, PERSISTENT, within("state", "kept = 5")).contains("\"kept\":5"));
+    let (blocks, failed) = call(server, PERSISTENT, within("state", "import os"));
+    assert!(failed && blocks[0].contains("\n\nState: {") && blocks[0].contains("\"kept\":5"), "{blocks:?}");
     let failed = state_after(server, json!({"code": "z = 1\nraise ValueError('bad')"}));
     assert_eq!((&failed["z"], &failed["__error__"]), (&json!(1), &json!("Python execution error: ValueError: bad")));
 }
@@ -257,11 +263,17 @@ fn packages_are_installed_into_sessions_from_the_index_of_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.yaml");
     let url = index.url_without_password();
-    fs::write(&file, format!("package:\n  installer: uv\n  index_url: {url}\n  trusted_hosts: [127.0.0.1]\n")).unwrap();
+    let package = format!("package:\n  installer: uv\n  index_url: {url}\n  trusted_hosts: [127.0.0.1]\n");
+    // The lists of that server's own example file.
+    let allowed = "allowed_modules: [math, datetime, random, json, re, collections]\n";
+    fs::write(&file, format!("{package}{allowed}blocked_modules: [os, sys, subprocess, shutil, pathlib]\n")).unwrap();
     let server = start_with_index("python-docker-mcp", &index, |command| {
         command.env_remove("CELLBLOCK_PACKAGE_INDEX").env("PYTHON_DOCKER_MCP_CONFIG", &file);
     });
     packages(&server);
+    // What that server brings along passes its own list; the code ends before it needs what the environment of tests lacks.
+    let bundled = "raise SystemExit('passed')\nimport numpy, pandas, scipy, matplotlib, sklearn, sympy";
+    go_through(&server, vec![fails(TRANSIENT, code(bundled), &["SystemExit: passed"])]);
     assert!(index.requests().iter().any(|path| path.contains("pure")), "the index of the file was asked");
 }
 
@@ -286,6 +298,14 @@ pub(super) fn packages(server: &Server) {
                 &["Package installation result:", "No session was named"],
             ),
             fails(TRANSIENT, code("import leaf"), &["not in the allowed list"]),
+            // As the document's example has it: the package first, in a session that is not there yet.
+            words("install-package", package("leaf", "my_math_session"), &["Package installation result:\n\n"]),
+            words(PERSISTENT, within("my_math_session", "import leaf\nprint(leaf.name)"), &["\n\nleaf\n\n"]),
+            // One that the environment has already.
+            fails(PERSISTENT, within("s", "import IPython"), &["Import 'IPython' is not in the allowed list"]),
+            words("install-package", package("ipython", "s"), &["already satisfied"]),
+            words(PERSISTENT, within("s", "import IPython\nprint('there')"), &["\n\nthere\n\n"]),
+            fails(PERSISTENT, within("t", "import IPython"), &["Import 'IPython' is not in the allowed list"]),
         ],
     );
 }

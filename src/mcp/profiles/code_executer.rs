@@ -1,8 +1,9 @@
 //! `Containerized Code Executer`: services that are started with dependencies, used, stopped, and used again by name.
 //!
 //! A service is a session whose name begins with `code_executer-`. Code runs in the one that was started or reused last, because calls do
-//! not name one. A service that was stopped and kept has its files and packages, and a new Python when it is reused. Which sessions exist
-//! is asked of the sessions themselves; only which one is meant, and which are stopped, is remembered here.
+//! not name one; when that one is stopped, the youngest other one takes its place, and the next reply names it. A service that was stopped
+//! and kept has its files and packages, and a new Python when it is reused. Which sessions exist is asked of the sessions themselves; only
+//! which one is meant, and which are stopped, is remembered here.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -16,7 +17,7 @@ use rmcp::model::{
 };
 use serde_json::{Value, json};
 
-use super::super::arguments::{self, LARGEST_CODE};
+use super::super::arguments::{self, Given, LARGEST_CODE};
 use super::super::toolbox::{Entry, Introduction, Toolbox, Visit};
 use super::super::turns::Extent;
 use super::super::{McpSettings, render};
@@ -65,11 +66,19 @@ struct Services {
     stopped: HashSet<SessionId>,
 }
 
+/// The service that calls mean.
+struct Current {
+    name: SessionId,
+    /// No reply has named it as the one in which code runs.
+    is_new: bool,
+}
+
 impl CodeExecuter {
     pub(super) fn new(settings: &McpSettings, modules: Modules) -> CodeExecuter {
         // Whoever blocks nothing wants nothing to be blocked.
         let calls = if modules.blocked.is_empty() { &[][..] } else { &DANGEROUS_CALLS };
-        let modules = Modules { calls: calls.iter().map(|call| (*call).to_owned()).collect(), ..modules };
+        let calls = calls.iter().map(|call| (*call).to_owned()).collect();
+        let modules = Modules { calls, requested_wins: true, ..modules };
         CodeExecuter { tools: tools(), modules, timeout: settings.default_timeout, services: Mutex::default() }
     }
 
@@ -91,13 +100,21 @@ impl CodeExecuter {
                 self.execute(visit, &code).await
             }
             "stop_code_executer" => {
-                let name = name(&mut written)?;
+                let named = match written.take("name") {
+                    given if matches!(given.value, None | Some(Value::Null)) => None,
+                    given => Some(name(given)?),
+                };
+                // The document calls it without a name: the service in which code runs is meant.
+                let name = match named {
+                    Some(name) => name,
+                    None => self.current(visit).await.map_err(refusal)?.ok_or(NOT_RUNNING)?.name,
+                };
                 let delete = written.take_leniently("delete_service");
                 let delete = delete.value.is_none() || delete.flag().map_err(|bad| format!("Error: {bad}"))?;
                 self.stop(visit, &name, delete).await
             }
             _ => {
-                let name = name(&mut written)?;
+                let name = name(written.take("name"))?;
                 self.reuse(visit, &name).await
             }
         }
@@ -119,7 +136,9 @@ impl CodeExecuter {
     }
 
     async fn execute(&self, visit: Visit<'_>, code: &str) -> Result<CallToolResult, String> {
-        let session = self.current(visit).await.map_err(refusal)?.ok_or(NO_SERVICE)?;
+        let Current { name: session, is_new } = self.current(visit).await.map_err(refusal)?.ok_or(NO_SERVICE)?;
+        let place = is_new.then(|| format!("({})", code_runs_in(&session)));
+        self.change(visit.owner, |services| services.current = Some(session.clone()));
         match code.trim() {
             "clear" => {
                 visit.server.shared.sessions.reset(visit.owner, &session).await.map_err(refusal)?;
@@ -130,14 +149,15 @@ impl CodeExecuter {
         }
         let (problem, anew) = self.modules.check_anew(visit, &session, code).await.map_err(refusal)?;
         if let Some(problem) = problem {
-            let anew = anew.map(|note| format!(" {note}")).unwrap_or_default();
+            let notes: String = place.into_iter().chain(anew).map(|note| format!(" {note}")).collect();
             return Err(format!(
-                "Error: The code contains dangerous operations and cannot be executed. ({problem}.){anew}"
+                "Error: The code contains dangerous operations and cannot be executed. ({problem}.){notes}"
             ));
         }
         let Ran { outcome, anew: later } =
             visit.run_anew(&session, code, self.timeout, MOST_OUTPUT).await.map_err(refusal)?;
-        Ok(result(&outcome, anew.or(later).as_deref()))
+        let notes: Vec<String> = place.into_iter().chain(anew.or(later)).collect();
+        Ok(result(&outcome, &notes))
     }
 
     async fn stop(&self, visit: Visit<'_>, name: &SessionId, delete: bool) -> Result<CallToolResult, String> {
@@ -160,7 +180,11 @@ impl CodeExecuter {
                 false => services.stopped.insert(name.clone()),
             };
         });
-        Ok(said(STOPPED))
+        let Some(Current { name: next, is_new: true }) = self.current(visit).await.map_err(refusal)? else {
+            return Ok(said(STOPPED));
+        };
+        self.change(visit.owner, |services| services.current = Some(next.clone()));
+        Ok(said(format!("{STOPPED} {}", code_runs_in(&next))))
     }
 
     async fn reuse(&self, visit: Visit<'_>, name: &SessionId) -> Result<CallToolResult, String> {
@@ -176,15 +200,17 @@ impl CodeExecuter {
         Ok(said(RESTARTED))
     }
 
-    /// Returns the service that calls mean: the one that was started or reused last. A new server asks the sessions which is youngest.
-    async fn current(&self, visit: Visit<'_>) -> Result<Option<SessionId>, Refused> {
+    /// Returns the service that calls mean: the one that was started or reused last. When that one is gone, or this server is new, it is
+    /// the youngest one that runs.
+    async fn current(&self, visit: Visit<'_>) -> Result<Option<Current>, Refused> {
         let services = self.all(visit).await?;
         let remembered = self.services().get(visit.owner).and_then(|services| services.current.clone());
-        if let Some(current) = remembered.filter(|current| services.iter().any(|service| service.id == *current)) {
-            return Ok(Some(current));
+        if let Some(name) = remembered.filter(|current| services.iter().any(|service| service.id == *current)) {
+            return Ok(Some(Current { name, is_new: false }));
         }
         let running = services.into_iter().filter(|service| !self.is_stopped(visit.owner, &service.id));
-        Ok(running.min_by_key(|service| service.age).map(|service| service.id))
+        let youngest = running.min_by_key(|service| service.age);
+        Ok(youngest.map(|service| Current { name: service.id, is_new: true }))
     }
 
     async fn all(&self, visit: Visit<'_>) -> Result<Vec<SessionInfo>, Refused> {
@@ -268,8 +294,12 @@ impl Toolbox for CodeExecuter {
     }
 }
 
-fn name(written: &mut Written) -> Result<SessionId, String> {
-    let text = written.take("name").text(64, 1).map_err(|bad| format!("Error: {bad}"))?;
+fn code_runs_in(name: &SessionId) -> String {
+    format!("Code runs in the service {name} now.")
+}
+
+fn name(given: Given) -> Result<SessionId, String> {
+    let text = given.text(64, 1).map_err(|bad| format!("Error: {bad}"))?;
     // Whatever else the text is, no service has such a name.
     text.parse().ok().filter(|name: &SessionId| name.as_str().starts_with(PREFIX)).ok_or(NOT_RUNNING.to_owned())
 }
@@ -279,8 +309,8 @@ fn refusal(refused: Refused) -> String {
 }
 
 /// Writes what code gave: its output, or why it failed and then its output.
-fn result(outcome: &Outcome, anew: Option<&str>) -> CallToolResult {
-    let note = anew.map(|note| format!("{note}\n")).unwrap_or_default();
+fn result(outcome: &Outcome, notes: &[String]) -> CallToolResult {
+    let note: String = notes.iter().map(|note| format!("{note}\n")).collect();
     let why = match &outcome.status {
         Status::Completed => None,
         Status::Raised(error) => {
@@ -323,10 +353,13 @@ fn tools() -> Vec<Tool> {
             "Stops a service. It is deleted, or kept with its files and packages for reuse_code_executer.",
             schema(
                 json!({
-                    "name": name,
+                    "name": {
+                        "type": "string",
+                        "description": "The name that start_code_executer told. Without one, the service in which code runs is stopped.",
+                    },
                     "delete_service": {"type": "boolean", "default": true, "description": "False keeps it."},
                 }),
-                &["name"],
+                &[],
             ),
         ),
         Tool::new(
@@ -345,16 +378,16 @@ mod tests {
     #[test]
     fn code_that_ends_well_is_told_by_its_output() {
         let parts = vec![text(Stream::Stdout, "a\n"), text(Stream::Stderr, "b\n"), text(Stream::Value, "3"), picture()];
-        let (failed, blocks) = told(&result(&outcome(Status::Completed, parts), None));
+        let (failed, blocks) = told(&result(&outcome(Status::Completed, parts), &[]));
         assert_eq!((failed, blocks), (false, vec!["a\nb\n3".to_owned(), "<picture>".to_owned()]));
-        let (failed, blocks) = told(&result(&outcome(Status::Completed, vec![]), None));
+        let (failed, blocks) = told(&result(&outcome(Status::Completed, vec![]), &[]));
         assert_eq!((failed, blocks), (false, vec![String::new()]));
     }
 
     #[test]
     fn code_that_fails_is_told_by_the_error_and_then_its_output() {
         let parts = vec![text(Stream::Stdout, "a\n"), text(Stream::Traceback, "trace\n")];
-        let (failed, blocks) = told(&result(&outcome(Status::Raised(raised()), parts), Some("(anew)")));
+        let (failed, blocks) = told(&result(&outcome(Status::Raised(raised()), parts), &["(anew)".to_owned()]));
         assert!(failed);
         assert_eq!(blocks, ["Error: (anew)\nValueError: bad\ntrace\n\nOutput before the error:\na"]);
     }

@@ -1,8 +1,8 @@
 //! Modules that code may import: a policy for honest mistakes, checked on parsed code inside the sandbox, by `imports` of the runner.
 //!
 //! It protects nothing. The sandbox does that, whatever is imported; the lists tell code early and clearly what an operator does not want it
-//! to use. Text that only looks like an import (in a comment or a string) is left alone, and packages that were installed into the session
-//! may be imported unless they are blocked by name.
+//! to use. Text that only looks like an import (in a comment or a string) is left alone. Packages that were installed into the session, or
+//! asked for and found to be there already, may be imported unless they are blocked by name.
 
 use std::time::Duration;
 
@@ -28,6 +28,8 @@ pub struct Modules {
     pub calls: Vec<String>,
     /// Where packages are, inside, that were installed into a session. They need not be listed.
     pub installed: String,
+    /// Packages that the caller asked for by name may be imported although their modules are blocked.
+    pub requested_wins: bool,
 }
 
 /// What is wrong with code. Its text is written for a model.
@@ -59,7 +61,9 @@ impl Modules {
         first: &str,
     ) -> Result<Option<Problem>, Refused> {
         let word = SessionId::random();
-        let cell = format!("{first}\n{}", self.cell(code, word.as_str()));
+        let sessions = visit.server.shared.sessions.list(visit.owner).await?;
+        let requested = sessions.into_iter().find(|known| known.id == *session).map(|known| known.requested);
+        let cell = format!("{first}\n{}", self.cell(code, &requested.unwrap_or_default(), word.as_str()));
         let outcome = visit.run(session, cell, CHECK_TIME, CHECK_CHARS).await?;
         Ok(verdict(&outcome, word.as_str()))
     }
@@ -83,10 +87,11 @@ impl Modules {
         }
     }
 
-    fn cell(&self, code: &str, word: &str) -> String {
-        let Modules { allowed, blocked, calls, installed } = self;
+    fn cell(&self, code: &str, requested: &[String], word: &str) -> String {
+        let Modules { allowed, blocked, calls, installed, requested_wins } = self;
         let request = json!({
-            "code": code, "allowed": allowed, "blocked": blocked, "calls": calls, "packages": installed, "word": word,
+            "code": code, "allowed": allowed, "blocked": blocked, "calls": calls, "packages": installed,
+            "requested": requested, "requested_wins": requested_wins, "word": word,
         });
         runners_own("imports", "check", &[], &request)
     }

@@ -96,7 +96,8 @@ impl PythonDocker {
         let fresh = Fresh::new(visit);
         let given = format!("state = __import__('json').loads({})", Value::from(state.to_string()));
         if let Some(problem) = self.check(visit, &fresh.id, code, &given).await? {
-            return Ok(refused_code(&problem, ""));
+            let state = state.as_object().cloned().unwrap_or_default();
+            return Ok(refused_code(&problem, "", state));
         }
         let outcome = visit.run(&fresh.id, code.to_owned(), self.timeout, MOST_OUTPUT).await?;
         let told = self.state_of(visit, &fresh.id, &outcome, true).await;
@@ -108,7 +109,8 @@ impl PythonDocker {
         let (problem, anew) = self.modules.check_anew(visit, session, code).await?;
         if let Some(problem) = problem {
             let anew = anew.map(|note| format!("{note}\n\n")).unwrap_or_default();
-            return Ok(refused_code(&problem, &format!("{before}{anew}")));
+            let state = self.names_of(visit, session, false).await;
+            return Ok(refused_code(&problem, &format!("{before}{anew}"), state));
         }
         let Ran { outcome, anew: later } = visit.run_anew(session, code, self.timeout, MOST_OUTPUT).await?;
         let told = self.state_of(visit, session, &outcome, false).await;
@@ -131,10 +133,7 @@ impl PythonDocker {
                 report.text.trim_end()
             )));
         };
-        if !server.shared.sessions.list(owner).await.map_err(not_installed)?.iter().any(|known| known.id == session) {
-            let why = format!("Error installing package: Session {session} not found; execute-persistent makes one");
-            return Err(Failure(why));
-        }
+        // A session that is not there yet is made, as the example of that server's document has it.
         let report = server.install_to_end(owner, &session, vec![name], context).await.map_err(not_installed)?;
         Ok(said(format!("Package installation result:\n\n{}", report.text.trim_end())))
     }
@@ -163,27 +162,33 @@ impl PythonDocker {
             Status::TimedOut { state, .. } | Status::Cancelled { state } => *state == StateAfter::Kept,
             Status::Died { .. } | Status::Nonsense { .. } | Status::Reset | Status::Closed => false,
         };
-        let mut told = JsonObject::new();
-        if is_alive {
-            let word = SessionId::random();
-            let request = json!({
-                "given": given, "longest_text": LONGEST_TEXT, "most_characters": MOST_STATE, "word": word.as_str(),
-            });
-            // Twice the size leaves room for what threads of the cell still print.
-            let cell = runners_own("state", "tell", &["__import__('builtins').globals()"], &request);
-            let asked = visit.run(session, cell, STATE_TIME, 2 * MOST_STATE).await;
-            if let Ok(asked) = asked
-                && let Some(Value::Object(state)) = answer(&asked, word.as_str())
-            {
-                told = state;
-            }
-        }
+        let mut told = if is_alive { self.names_of(visit, session, given).await } else { JsonObject::new() };
         let of = |wanted: Stream| telling::text_of(outcome, |stream| stream == wanted);
-        told.insert("__stdout__".to_owned(), Value::from(of(Stream::Stdout)));
-        told.insert("__stderr__".to_owned(), Value::from(of(Stream::Stderr)));
-        told.insert("__error__".to_owned(), error_of(outcome, "").map_or(Value::Null, Value::from));
+        tell_run(&mut told, of(Stream::Stdout), of(Stream::Stderr), error_of(outcome, ""));
         told
     }
+
+    /// Asks a live session what its names hold.
+    async fn names_of(&self, visit: Visit<'_>, session: &SessionId, given: bool) -> JsonObject {
+        let word = SessionId::random();
+        let request = json!({
+            "given": given, "longest_text": LONGEST_TEXT, "most_characters": MOST_STATE, "word": word.as_str(),
+        });
+        // Twice the size leaves room for what threads of the cell still print.
+        let cell = runners_own("state", "tell", &["__import__('builtins').globals()"], &request);
+        let asked = visit.run(session, cell, STATE_TIME, 2 * MOST_STATE).await;
+        match asked.ok().and_then(|asked| answer(&asked, word.as_str())) {
+            Some(Value::Object(state)) => state,
+            _ => JsonObject::new(),
+        }
+    }
+}
+
+/// Adds to a state what a run printed and how it failed.
+fn tell_run(state: &mut JsonObject, stdout: String, stderr: String, error: Option<String>) {
+    state.insert("__stdout__".to_owned(), Value::from(stdout));
+    state.insert("__stderr__".to_owned(), Value::from(stderr));
+    state.insert("__error__".to_owned(), error.map_or(Value::Null, Value::from));
 }
 
 #[async_trait]
@@ -277,9 +282,11 @@ fn session(written: &mut Written) -> Result<Option<SessionId>, Failure> {
     }
 }
 
-/// Says that code was not run.
-fn refused_code(problem: &Problem, before: &str) -> CallToolResult {
-    failed(format!("{before}Execution Result:\n\n\n\nError: Validation error: {problem}"))
+/// Says that code was not run. The state comes back as it was, so that a chain of runs does not lose it.
+fn refused_code(problem: &Problem, before: &str, mut state: JsonObject) -> CallToolResult {
+    let error = format!("Validation error: {problem}");
+    tell_run(&mut state, String::new(), String::new(), Some(error.clone()));
+    failed(format!("{before}Execution Result:\n\n\n\nError: {error}\n\nState: {}", Value::Object(state)))
 }
 
 /// Says how code failed, if it did.
@@ -351,7 +358,7 @@ fn tools() -> Vec<Tool> {
             schema(
                 json!({
                     "package_name": id("A requirement such as `polars` or `polars>=1`."),
-                    "session_id": id("The session in which it is needed."),
+                    "session_id": id("The session in which it is needed. It is made if it is not there."),
                 }),
                 &["package_name"],
             ),
