@@ -153,7 +153,7 @@ pub(super) enum Command {
     /// The same as "image build", under the name that ipybox has for it
     #[command(hide = true)]
     Build(ImageArguments),
-    /// Remove what nothing uses, where "ipybox cleanup" removes containers; see docs/migrate/ipybox.md
+    /// Remove containers that a killed server left, or packages that nothing uses; see docs/migrate/ipybox.md
     #[command(hide = true)]
     Cleanup(IpyboxCleanupArguments),
 }
@@ -202,9 +202,14 @@ pub(super) struct ConfigShowArguments {
 /// What `ipybox cleanup` takes.
 #[derive(Args)]
 pub(super) struct IpyboxCleanupArguments {
-    /// The image of the containers; it stays
+    /// Remove containers of this image whose server is gone, and nothing else; the image stays
     #[arg(short, long, value_name = "TAG")]
     pub ancestor: Option<String>,
+    /// Without --ancestor: remove packages that nothing uses without asking
+    #[arg(short, long, conflicts_with = "ancestor")]
+    pub yes: bool,
+    #[command(flatten)]
+    pub engine: EngineArguments,
 }
 
 /// Levels of the log; Python's programs have other names for two of them.

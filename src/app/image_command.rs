@@ -40,7 +40,7 @@ pub(super) async fn execute(
 }
 
 /// Connects to the engine that sessions would use, or to the one that was asked for.
-async fn connect(arguments: &EngineArguments, settings: &Settings) -> anyhow::Result<Engine> {
+pub(super) async fn connect(arguments: &EngineArguments, settings: &Settings) -> anyhow::Result<Engine> {
     let asked = arguments.engine.as_deref().map(|word| match word {
         "podman" => EngineKind::Podman,
         _ => EngineKind::Docker,

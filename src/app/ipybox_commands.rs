@@ -1,15 +1,53 @@
-//! `cellblock cleanup`: what `ipybox cleanup` did, where nothing is left to clean up.
+//! `cellblock cleanup`: what `ipybox cleanup` does, for what is left here.
+//!
+//! With an image it removes containers of that image whose server is gone, and nothing else. Without
+//! one it removes packages that no session uses, after a question.
+
+use std::io::{IsTerminal, Write};
+
+use anyhow::Context;
 
 use super::cli::{IpyboxCleanupArguments, PackagesCommand};
-use super::packages_command;
+use super::{image_command, packages_command};
 use crate::config::Settings;
+use crate::sandbox::container::remove_left_containers;
 
-/// Removes packages that no session uses, and says why there are no containers to remove.
-pub(super) fn clean_up(arguments: &IpyboxCleanupArguments, settings: &Settings) -> anyhow::Result<String> {
-    let cleaned = packages_command::execute(&PackagesCommand::Clean, settings)?;
-    let image = arguments.ancestor.as_deref().map(|image| format!(", and the image {image} stays")).unwrap_or_default();
-    Ok(format!(
-        "{cleaned}No container was removed{image}: sandboxes end with their server, and what a server left that was killed is removed by \
-         the next one.\n"
-    ))
+/// Removes what was named, or asks about what was not. Returns what there is to say.
+pub(super) async fn clean_up(arguments: &IpyboxCleanupArguments, settings: &Settings) -> anyhow::Result<String> {
+    if let Some(image) = &arguments.ancestor {
+        let engine = image_command::connect(&arguments.engine, settings).await?;
+        let removed = remove_left_containers(&engine, &settings.runtime_dir, image).await;
+        return Ok(containers_removed(removed.context("the containers could not be listed")?, image));
+    }
+    let Some(unused) = packages_command::unused(settings)? else {
+        return Ok("no package is unused; nothing was removed\n".to_owned());
+    };
+    if !arguments.yes && !confirmed(&unused)? {
+        return Ok(format!(
+            "{unused} are used by no session; nothing was removed. \"cellblock cleanup --yes\" removes them, and \
+             \"cellblock cleanup -a IMAGE\" removes containers only\n"
+        ));
+    }
+    packages_command::execute(&PackagesCommand::Clean, settings)
+}
+
+fn containers_removed(removed: usize, image: &str) -> String {
+    let count = match removed {
+        0 => "no container was removed".to_owned(),
+        1 => "removed 1 container".to_owned(),
+        count => format!("removed {count} containers"),
+    };
+    format!("{count}; the image {image} stays. Containers of servers that live end with their server\n")
+}
+
+/// Asks on the terminal. Without one, nothing is confirmed.
+fn confirmed(unused: &str) -> anyhow::Result<bool> {
+    if !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
+        return Ok(false);
+    }
+    eprint!("{unused} are used by no session. Remove them? [y/N] ");
+    std::io::stderr().flush()?;
+    let mut answer = String::new();
+    std::io::stdin().read_line(&mut answer)?;
+    Ok(matches!(answer.trim().to_ascii_lowercase().as_str(), "y" | "yes"))
 }

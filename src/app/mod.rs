@@ -146,7 +146,7 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
                 image_command::execute(build, &settings, &mut standard_output()).await.map(|()| ExitCode::SUCCESS)
             }
             Command::Cleanup(cleanup) => {
-                print(&ipybox_commands::clean_up(&cleanup, &settings)?)?;
+                print(&ipybox_commands::clean_up(&cleanup, &settings).await?)?;
                 Ok(ExitCode::SUCCESS)
             }
             Command::Version | Command::Completions { .. } | Command::Config(_) => unreachable!("done above"),

@@ -30,6 +30,18 @@ pub(super) fn execute(command: &PackagesCommand, settings: &Settings) -> anyhow:
     }
 }
 
+/// Counts packages that no session uses, with their size, if there are any.
+pub(super) fn unused(settings: &Settings) -> anyhow::Result<Option<String>> {
+    let folder = store_folder(settings);
+    if !folder.is_dir() {
+        return Ok(None);
+    }
+    let store = Store::open(&folder)?;
+    let in_use = store.in_use()?;
+    let unused: Vec<Tree> = store.list()?.into_iter().filter(|tree| !in_use.contains(&tree.name)).collect();
+    Ok((!unused.is_empty()).then(|| format!("{} ({})", counted(unused.len()), format_size(bytes(&unused)))))
+}
+
 /// Says in one or two lines how the store is, for `doctor`.
 pub(super) fn summary(settings: &Settings) -> String {
     let folder = store_folder(settings);

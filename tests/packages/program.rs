@@ -152,6 +152,26 @@ fn the_store_is_listed_and_cleaned_of_what_no_session_uses() {
 }
 
 #[test]
+fn cleanup_removes_what_it_names_and_packages_only_when_that_is_confirmed() {
+    let index = Index::start(&host_python("minimal"), Manner::Open);
+    let place = Place::new();
+    assert_eq!(place.says(&["cleanup"]), "no package is unused; nothing was removed\n");
+    let server = place.server(use_index(&index));
+    install(&server, "pure");
+    assert_eq!(place.says(&["cleanup", "--yes"]), "no package is unused; nothing was removed\n");
+    drop(server);
+    // An image is named, so that containers are meant; here no engine can be asked for them.
+    let nowhere = format!("unix://{}", place.home().join("no.sock").display());
+    let (status, _, errors) = finished(place.program(&["cleanup", "-a", "a/b:c"]).env("DOCKER_HOST", nowhere));
+    assert_eq!((status, place.list().len()), (Some(2), 1), "{errors}");
+    let unasked = place.says(&["cleanup"]);
+    assert!(unasked.starts_with("1 package (") && unasked.contains("nothing was removed"), "{unasked}");
+    assert_eq!(place.list().len(), 1);
+    assert!(place.says(&["cleanup", "--yes"]).starts_with("removed 1 package, "));
+    assert_eq!(place.list(), Vec::<Value>::new());
+}
+
+#[test]
 fn a_package_that_was_changed_on_disk_is_told_by_doctor_and_replaced_by_the_next_installation() {
     let index = Index::start(&host_python("minimal"), Manner::Open);
     let place = Place::new();

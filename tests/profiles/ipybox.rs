@@ -336,10 +336,10 @@ fn the_sandbox_file_opens_the_network_by_name() {
 fn build_and_cleanup_are_commands_here_too() {
     let folder = tempfile::tempdir().unwrap();
     let nowhere = format!("unix://{}", folder.path().join("no.sock").display());
-    let (status, _, errors) = finished(program().env("DOCKER_HOST", nowhere).args(["build", "-t", "a/b:c", "-r"]));
+    let (status, _, errors) = finished(program().env("DOCKER_HOST", &nowhere).args(["build", "-t", "a/b:c", "-r"]));
     assert_eq!(status, Some(2));
     assert!(errors.contains("Docker cannot be reached"), "{errors}");
-    let (status, output, errors) = finished(program().args(["cleanup", "-a", "a/b:c"]));
-    assert_eq!(status, Some(0), "{errors}");
-    assert!(output.contains("No container was removed") && output.contains("a/b:c"), "{output}");
+    let (status, _, errors) = finished(program().env("DOCKER_HOST", &nowhere).args(["cleanup", "-a", "a/b:c"]));
+    assert_eq!(status, Some(2));
+    assert!(errors.contains("Docker cannot be reached"), "{errors}");
 }

@@ -253,7 +253,21 @@ impl Engine {
 
     /// Lists containers that have this label with this value.
     pub(super) async fn list(&self, label: &str, value: &str) -> Result<Vec<Listed>, EngineError> {
-        let filters = HashMap::from([("label", vec![format!("{label}={value}")])]);
+        self.list_of(HashMap::from([("label", vec![format!("{label}={value}")])])).await
+    }
+
+    /// Lists containers of an image that have this label with this value.
+    pub(super) async fn list_of_image(
+        &self,
+        label: &str,
+        value: &str,
+        image: &str,
+    ) -> Result<Vec<Listed>, EngineError> {
+        let label = ("label", vec![format!("{label}={value}")]);
+        self.list_of(HashMap::from([label, ("ancestor", vec![image.to_owned()])])).await
+    }
+
+    async fn list_of(&self, filters: HashMap<&str, Vec<String>>) -> Result<Vec<Listed>, EngineError> {
         let options = ListContainersOptionsBuilder::default().all(true).filters(&filters).build();
         let listed = self.docker.list_containers(Some(options)).await.map_err(|error| self.failure(error, "list"))?;
         let known = listed

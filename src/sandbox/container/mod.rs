@@ -60,6 +60,7 @@ use self::sandbox::{Container, ContainerSandbox, Fresh, House, Made, Maker};
 pub use self::spec::{ContainerBind, WORK as WORK_FOLDER};
 use self::spec::{LABEL_PLACE, LABEL_ROLE, LABEL_SERVER, ROLE_PORTER, ROLE_SESSION, User, Wanted};
 use self::tenancy::Tenancy;
+pub use self::tenancy::remove_left_containers;
 pub use self::way_out::ContainerNetwork;
 use super::{Backend, Interpreter, LaunchError, Preparation, Sandbox, SandboxLimits};
 

@@ -16,7 +16,7 @@ use rustix::fs::FlockOperation;
 use sha2::{Digest, Sha256};
 use tracing::info;
 
-use super::engine::{Engine, EngineError, ListedVolume};
+use super::engine::{Engine, EngineError, Listed, ListedVolume};
 use super::image::fresh_number;
 use super::spec::{LABEL_IMAGE, LABEL_PLACE, LABEL_ROLE, LABEL_RUNNER, LABEL_SERVER, ROLE_RUNNER};
 
@@ -73,14 +73,22 @@ impl Tenancy {
     /// Removes what servers of this place left that live no more.
     pub(super) async fn sweep(&self, engine: &Engine) {
         let Ok(listed) = engine.list(LABEL_PLACE, &self.place).await else { return };
+        self.remove_of_dead(engine, listed).await;
+        self.forget_dead();
+    }
+
+    /// Removes containers whose server lives no more, and counts them.
+    async fn remove_of_dead(&self, engine: &Engine, listed: Vec<Listed>) -> usize {
+        let mut removed = 0;
         for container in listed {
             let Some(server) = container.labels.get(LABEL_SERVER) else { continue };
             if *server != self.server && !self.lives(server) {
                 info!("a container of a server that is gone is removed");
                 engine.remove(&container.id).await;
+                removed += 1;
             }
         }
-        self.forget_dead();
+        removed
     }
 
     /// Writes down that this server uses a volume, before it looks whether the volume is there. Whoever is removing volumes is waited for.
@@ -165,6 +173,13 @@ impl Drop for Tenancy {
     fn drop(&mut self) {
         self.end();
     }
+}
+
+/// Removes containers of an image that servers of this place left that live no more, and counts them.
+pub async fn remove_left_containers(engine: &Engine, runtime_dir: &Path, image: &str) -> anyhow::Result<usize> {
+    let tenancy = Tenancy::register(runtime_dir)?;
+    let listed = engine.list_of_image(LABEL_PLACE, &tenancy.place, image).await?;
+    Ok(tenancy.remove_of_dead(engine, listed).await)
 }
 
 /// Labels are text that anybody could have written, so the name must fit too.
