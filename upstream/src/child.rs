@@ -32,6 +32,8 @@ pub(crate) const INHERITED: [&str; 7] = ["HOME", "LOGNAME", "PATH", "SHELL", "TE
 const USUAL_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 /// How long a server has to end by itself once its input has ended. Interpreters take that long on a busy machine.
 const PATIENCE_AFTER_INPUT: Duration = Duration::from_secs(2);
+/// How long a program that installs packages has to finish that.
+const PATIENCE_FOR_PACKAGES: Duration = Duration::from_secs(120);
 /// How long it has after SIGTERM.
 const PATIENCE_AFTER_TERM: Duration = Duration::from_secs(1);
 /// How long the last words of a program may be on their way.
@@ -39,6 +41,8 @@ const PATIENCE_FOR_WORDS: Duration = Duration::from_millis(300);
 /// How much is kept of what a server writes to its standard error.
 const KEPT_LINES: usize = 20;
 const LONGEST_KEPT_LINE: usize = 500;
+/// How many lines are told: the cause is often above the last one.
+const TOLD_LINES: usize = 5;
 
 /// The command through which programs are started, so that they end with this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -138,10 +142,27 @@ pub(crate) async fn start(
     Ok(Started { child: Child { process, group, over }, input, output, last_words })
 }
 
+/// Programs that install packages before they run one. Cut off, they can leave a cache that is broken for everybody.
+const PACKAGE_RUNNERS: [&str; 8] = ["bunx", "npm", "npx", "pipx", "pnpm", "uv", "uvx", "yarn"];
+
+/// Tells whether a command is one that installs packages first.
+pub(crate) fn installs_first(command: &str) -> bool {
+    PACKAGE_RUNNERS.contains(&command.rsplit('/').next().unwrap_or(command))
+}
+
 impl Child {
     /// Ends the program, whose input has been closed, and its group.
     pub(crate) async fn end(&mut self) {
-        if timeout(PATIENCE_AFTER_INPUT, self.process.wait()).await.is_err() {
+        self.end_within(PATIENCE_AFTER_INPUT).await;
+    }
+
+    /// Ends it like `end`, but gives it the time that an installation takes.
+    pub(crate) async fn end_slowly(&mut self) {
+        self.end_within(PATIENCE_FOR_PACKAGES).await;
+    }
+
+    async fn end_within(&mut self, patience: Duration) {
+        if timeout(patience, self.process.wait()).await.is_err() {
             self.signal(Signal::TERM);
             if timeout(PATIENCE_AFTER_TERM, self.process.wait()).await.is_err() {
                 self.signal(Signal::KILL);
@@ -178,10 +199,12 @@ pub(crate) struct LastWords {
 }
 
 impl LastWords {
-    /// Returns the last line that says something, of a program that seems to have ended. What it said is on its way, and soon here.
+    /// Returns the last lines that say something, of a program that seems to have ended. What it said is on its way, and soon here.
     pub(crate) async fn last(&self) -> Option<String> {
         let _ = timeout(PATIENCE_FOR_WORDS, self.ended.cancelled()).await;
-        self.lines().back().cloned()
+        let lines = self.lines();
+        let told: Vec<&str> = lines.iter().skip(lines.len().saturating_sub(TOLD_LINES)).map(String::as_str).collect();
+        (!told.is_empty()).then(|| told.join("\n"))
     }
 
     fn add(&self, line: &[u8], mask: &Mask) {
@@ -358,6 +381,16 @@ mod tests {
         }
     }
 
+    #[test]
+    fn programs_that_install_packages_are_known_by_their_name() {
+        for command in ["npx", "/usr/bin/npx", "uvx"] {
+            assert!(installs_first(command), "{command}");
+        }
+        for command in ["node", "npxx", "/npx/server"] {
+            assert!(!installs_first(command), "{command}");
+        }
+    }
+
     #[tokio::test]
     async fn last_words_are_kept_within_bounds_and_without_secrets() {
         let filled =
@@ -368,7 +401,8 @@ mod tests {
         assert_eq!(words.lines().len(), KEPT_LINES);
         let text = format!("{}\nthe key hunter2 is wrong\r\n\n", "x".repeat(100_000));
         listen(text.as_bytes(), words.clone(), filled.unwrap().mask, CancellationToken::new()).await;
-        assert_eq!(words.last().await.unwrap(), "the key [hidden] is wrong");
+        assert_eq!(words.last().await.unwrap().lines().last(), Some("the key [hidden] is wrong"));
+        assert_eq!(words.last().await.unwrap().lines().count(), TOLD_LINES);
         assert!(words.lines().iter().all(|line| line.len() <= LONGEST_KEPT_LINE));
     }
 

@@ -51,7 +51,10 @@ pub enum ConnectError {
     Address(#[from] AddressError),
     #[error("the server cannot be used")]
     Web(#[from] WebError),
-    #[error("the server did not answer within {} s{}", .limit.as_secs_f64(), last(.last_words))]
+    #[error(
+        "the server did not answer within {} s; a larger \"connect_timeout\" among its parameters gives it more time{}",
+        .limit.as_secs_f64(), last(.last_words)
+    )]
     Timeout { limit: Duration, last_words: Option<String> },
     #[error("the server ended or closed the connection before it could be used{}", last(.last_words))]
     Ended { last_words: Option<String> },
@@ -119,16 +122,22 @@ impl Opening<'_> {
         program: impl Fn() -> Program<'p>,
         known: Option<Era>,
     ) -> Result<Connection, ConnectError> {
+        let installs = child::installs_first(program().command);
         let era = match known {
             Some(era) => era,
             None => {
                 let (mut lines, words, watch) = self.start(program()).await?;
-                // The rest of the time is for starting once more.
-                let patience = self.deadline - self.limit * 2 / 5;
+                // The rest of the time is for starting once more. What installs packages first is slow and is started once.
+                let patience = if installs { self.deadline } else { self.deadline - self.limit * 2 / 5 };
                 match timeout_at(patience, lines.probe(&question())).await {
                     Ok(Some(true)) => return self.greet(lines, modern(), Some(words), watch).await,
                     Ok(Some(false)) => {
                         return self.greet(lines, ClientLifecycleMode::Initialize, Some(words), watch).await;
+                    }
+                    Err(_) if installs => {
+                        let last_words = words.last().await;
+                        tokio::spawn(lines.let_finish());
+                        return Err(ConnectError::Timeout { limit: self.limit, last_words });
                     }
                     // It ended, or it does not answer what it does not know. It is dropped, and so killed, before it is started again.
                     Ok(None) | Err(_) => Era::Legacy,

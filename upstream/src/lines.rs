@@ -57,6 +57,16 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Lines<
         }
     }
 
+    /// Closes the input of a program that never answered, and lets it come to its end within bounds: one that is installing packages would
+    /// leave half of them behind.
+    pub(crate) async fn let_finish(mut self) {
+        let child = self.child.take();
+        drop(self);
+        if let Some(mut child) = child {
+            child.end_slowly().await;
+        }
+    }
+
     /// Ends `child` with this.
     pub(crate) fn with_child(mut self, child: Child) -> Lines<R, W> {
         self.child = Some(child);

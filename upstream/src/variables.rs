@@ -49,7 +49,11 @@ pub(crate) struct Filled<T> {
 
 /// Names that are asked for and are not there.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("these variables are not set where the server runs: {}", .names.join(", "))]
+#[error(
+    "these variables are not set where the server runs: {}; set them in its environment (\"env\" of the client's configuration) or in \
+     the file .env of the workspace, and start it again",
+    .names.join(", ")
+)]
 pub struct MissingVariables {
     pub names: Vec<String>,
 }

@@ -205,13 +205,23 @@ async fn register(visit: Visit<'_>, mut written: Written) -> Result<CallToolResu
         Some(params @ Value::Object(_)) => params,
         _ => return Err(Failure("server_params must be an object with a \"command\" or a \"url\"".to_owned())),
     };
+    let given = name.clone();
     let request = ServerRequest { name, params, trust: visit.server.shared.front.trust() };
     let registered = visit.server.shared.sessions.register_server(visit.owner, request);
     let report = or_cancelled(visit.context, registered).await.map_err(|error| match error.downcast::<Refused>() {
         Ok(refused) => Failure::from(*refused),
         Err(error) => Failure(telling::with_causes(&*error)),
     })?;
-    Ok(CallToolResult::success(report.tools.iter().map(|tool| ContentBlock::text(tool.module.as_str())).collect()))
+    let mut told: Vec<ContentBlock> =
+        report.tools.iter().map(|tool| ContentBlock::text(tool.module.as_str())).collect();
+    // Otherwise the package is called what the server is called, and one block for each tool is all that was ever said.
+    if report.package != given {
+        told.push(ContentBlock::text(format!(
+            "(\"{given}\" is no name of a Python package: import from mcptools.{}.)",
+            report.package
+        )));
+    }
+    Ok(CallToolResult::success(told))
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]

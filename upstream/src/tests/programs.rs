@@ -114,7 +114,7 @@ async fn missing_variables_are_all_named_and_nothing_is_started() {
     });
     let params = ServerParams::parse(&params).unwrap();
     let error = Upstream::connect(&name("fixture"), &params, &settings()).await.unwrap_err();
-    assert_eq!(error.to_string(), "these variables are not set where the server runs: NEITHER, NO_SUCH");
+    assert!(error.to_string().starts_with("these variables are not set where the server runs: NEITHER, NO_SUCH; "));
     assert!(!folder.path().join("started").exists());
 }
 
@@ -130,7 +130,7 @@ async fn variables_reach_the_server_and_no_message() {
         "the server fixture answered with an error of the protocol: the key [hidden] is wrong really (code -32000)"
     );
     let died = call(&upstream, "die", json!({})).await.unwrap_err();
-    assert!(died.to_string().ends_with("the last that it said: fatal: the key [hidden] is wrong"), "{died}");
+    assert!(died.to_string().ends_with("fatal: the key [hidden] is wrong"), "{died}");
     let printed = format!("{upstream:?} {:?} {refused:?} {died:?}", upstream.info());
     assert!(!printed.contains("hunter2"), "{printed}");
 }
@@ -523,4 +523,27 @@ async fn a_server_that_was_replaced_is_closed_although_a_call_goes_on() {
     upstream.retire(Duration::from_millis(50)).await;
     assert_eq!(reason(running.await.unwrap()), Reason::Unavailable);
     assert!(!is_alive(process));
+}
+
+#[cfg(unix)]
+#[tokio::test]
+async fn a_program_that_installs_first_is_started_once_and_not_cut_off() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let npx = folder.path().join("npx");
+    // It installs until its input has ended, and longer than the time to connect.
+    let script = "#!/bin/sh\necho start >> starts\nfor n in 1 2 3 4 5 6; do echo line $n >&2; done\n\
+                  cat > /dev/null\ntouch finished\n";
+    std::fs::write(&npx, script).unwrap();
+    std::fs::set_permissions(&npx, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let params = json!({"command": npx, "args": [], "cwd": folder.path(), "connect_timeout": 1});
+    let params = ServerParams::parse(&params).unwrap();
+    let error = Upstream::connect(&name("fixture"), &params, &settings()).await.unwrap_err().to_string();
+    assert!(error.contains("\"connect_timeout\""), "{error}");
+    assert!(error.ends_with("line 2\nline 3\nline 4\nline 5\nline 6"), "{error}");
+    let finished = folder.path().join("finished");
+    while !finished.exists() {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(std::fs::read_to_string(folder.path().join("starts")).unwrap(), "start\n");
 }
