@@ -211,6 +211,7 @@ fn make_init(
             warden: orders,
             doors: descriptors.collect(),
             mounts: if apart { Vec::new() } else { setup.mounts.clone() },
+            masks: if apart { Vec::new() } else { setup.masks.clone() },
             scratch,
             // Below the least limit that kernels have, with room for some processes until the next
             // sandbox's numbers.

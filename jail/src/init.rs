@@ -32,8 +32,8 @@ use serde::{Deserialize, Serialize};
 use crate::identity::INSIDE_ID;
 use crate::network::{self, Door, Doors};
 use crate::root::{self, RootError};
-use crate::wire::{self, LeftOut, OperatorMount, Scratch};
-use crate::{landlock, sys};
+use crate::wire::{self, LeftOut, Mask, OperatorMount, Scratch};
+use crate::{landlock, mask, sys};
 
 /// What init says to the warden.
 #[derive(Debug, Serialize, Deserialize)]
@@ -68,6 +68,8 @@ pub(crate) struct Start {
     pub(crate) doors: Vec<OwnedFd>,
     /// What stands in the family's root and belongs into this sandbox.
     pub(crate) mounts: Vec<OperatorMount>,
+    /// What is protected in them.
+    pub(crate) masks: Vec<Mask>,
     pub(crate) scratch: Scratch,
     pub(crate) private_work_folder: bool,
     pub(crate) network: Option<Doors>,
@@ -146,6 +148,7 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
         step("mount the pseudo-terminals", root::attach(&terminals, "/dev/pts"))?;
     }
     root::place_standing_mounts(&start.mounts)?;
+    mask::place(&start.masks)?;
     let rules = if start.leave_out.contains(&LeftOut::Landlock) { None } else { Some(landlock::ruleset()?) };
     let mounts = step("hide the table of mounts", Mounts::leave())?;
 

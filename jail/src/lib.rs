@@ -27,6 +27,7 @@ pub mod identity;
 mod idmap;
 mod init;
 mod landlock;
+mod mask;
 pub mod memory;
 mod netlink;
 pub mod network;

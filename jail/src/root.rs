@@ -359,6 +359,8 @@ pub(crate) fn become_root(
     }
     etc::copy(Path::new("/etc"), &place.join("etc")).map_err(failed)?;
     sysfs::write(&place.join("sys"), shown_limits).map_err(failed)?;
+    fs::write(place.join(&crate::mask::UNREADABLE[1..]), "").map_err(failed)?;
+    fs::set_permissions(place.join(&crate::mask::UNREADABLE[1..]), Permissions::from_mode(0o000)).map_err(failed)?;
     for (path, content) in ETC {
         fs::write(place.join(path), content).map_err(failed)?;
         fs::set_permissions(place.join(path), Permissions::from_mode(0o644)).map_err(failed)?;

@@ -24,6 +24,7 @@ use crate::family::{Family, OperatorMounts, Word as FamilyWord};
 use crate::guardian::{self, OpenMounts, OpenedMounts};
 use crate::identity::INSIDE_ID;
 use crate::init::{JOINED, Order, Word as InitWord};
+use crate::mask;
 use crate::program::StepError;
 use crate::root::{self, RootError, Tree};
 use crate::seccomp::Filters;
@@ -41,6 +42,8 @@ const SCORE_OF_OLDER: &str = "1000";
 /// Descriptors that no new sandbox may take: interpreters, programs and the zygote need some for a
 /// moment, and a warden without any could do nothing for the sandboxes that exist.
 const RESERVED_DESCRIPTORS: u64 = 64;
+/// The place of the mount namespace in `JOINED`.
+const MOUNTS: usize = 1;
 /// How long the warden waits for an init once the memory of its interpreter is copied. An init that
 /// needs longer is starved of processor time, and must not delay other sandboxes: its fork is made
 /// when it is ready.
@@ -60,8 +63,10 @@ pub(crate) struct Start {
 
 struct Sandbox {
     family: FamilyId,
-    /// It is for work of the server's own, with limits of its own.
+    /// It is for work of the server's own, with limits of its own and none of the operator's mounts.
     apart: bool,
+    /// The value of `Warden::masked` when it was begun.
+    masked: u32,
     /// Readable when the init has ended. `None` until the family has made it.
     init: Option<OwnedFd>,
     orders: OwnedFd,
@@ -113,6 +118,8 @@ struct Warden {
     /// Oldest first. The newest warm one forks; older ones end when a newer one is warm.
     zygotes: Vec<Zygote>,
     sandboxes: BTreeMap<Slot, Sandbox>,
+    /// How often files were covered again.
+    masked: u32,
     /// Twins that were ended and not collected yet, and the sandbox whose limits they count against.
     ending: HashMap<Pid, Slot>,
 }
@@ -175,6 +182,7 @@ fn run(start: Start) -> Result<(), RootError> {
         zygotes: Vec::new(),
         families: BTreeMap::new(),
         sandboxes: BTreeMap::new(),
+        masked: 0,
         ending: HashMap::new(),
         setup: start.setup,
     };
@@ -383,8 +391,33 @@ impl Warden {
                 }
                 Ok(())
             }
+            Command::Mask => self.mask_again(),
             Command::Destroy { slot } => self.destroy(slot),
             Command::Ping { number } => self.tell(&Event::Pong { number }, &[]),
+        }
+    }
+
+    /// Covers again what was replaced, in every sandbox that is ready. For one that is being made it is
+    /// done when it is.
+    fn mask_again(&mut self) -> io::Result<()> {
+        self.masked = self.masked.wrapping_add(1);
+        let slots: Vec<Slot> = self.sandboxes.keys().copied().collect();
+        slots.into_iter().try_for_each(|slot| self.mask_sandbox(slot))
+    }
+
+    /// Covers again what was replaced since a sandbox was begun, or ends it.
+    fn mask_sandbox(&mut self, slot: Slot) -> io::Result<()> {
+        let masked = self.masked;
+        let stale = |sandbox: &&mut Sandbox| sandbox.standing && !sandbox.apart && sandbox.masked != masked;
+        let Some(sandbox) = self.sandboxes.get_mut(&slot).filter(stale) else { return Ok(()) };
+        let Some(mounts) = sandbox.namespaces.get(MOUNTS) else { return Ok(()) };
+        let Some(family) = self.families.get(&sandbox.family) else { return Ok(()) };
+        match mask::place_again(&self.setup.masks, &family.user_namespace, mounts) {
+            Ok(()) => {
+                sandbox.masked = masked;
+                Ok(())
+            }
+            Err(_) => self.destroy(slot),
         }
     }
 
@@ -422,6 +455,7 @@ impl Warden {
         let sandbox = Sandbox {
             family: id,
             apart,
+            masked: self.masked,
             init: None,
             orders,
             namespaces: Vec::new(),
@@ -917,7 +951,10 @@ impl Warden {
                 sandbox.namespaces = descriptors;
                 let deferred = sandbox.deferred.take();
                 match namespaces {
-                    Ok(namespaces) => self.tell(&Event::Prepared { slot, namespaces }, &[])?,
+                    Ok(namespaces) => {
+                        self.mask_sandbox(slot)?;
+                        self.tell(&Event::Prepared { slot, namespaces }, &[])?;
+                    }
                     Err(error) => return self.tell(&Event::Failed { slot, why: error.to_string() }, &[]),
                 }
                 deferred.map_or(Ok(()), |(fork, descriptors)| self.carry_out(fork, descriptors))

@@ -45,6 +45,8 @@ pub struct Setup {
     pub binds: Vec<Bind>,
     /// Folders and files of the operator, shown below the working folder.
     pub mounts: Vec<OperatorMount>,
+    /// What sessions must not read or change in those mounts.
+    pub masks: Vec<Mask>,
     pub scratch: Scratch,
     /// The same of sandboxes that are apart, which do work of the server's own.
     pub scratch_apart: Scratch,
@@ -78,6 +80,27 @@ pub struct OperatorMount {
     pub host: PathBuf,
     pub inside: PathBuf,
     pub writable: bool,
+}
+
+/// A path below an operator's mount that is protected from sessions.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mask {
+    pub inside: PathBuf,
+    pub rule: MaskRule,
+}
+
+/// What sessions must not do with a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MaskRule {
+    /// The host reads settings from this file. It cannot be read, made or replaced: where there is
+    /// none, an empty one is made, because only a name that is taken can be held. A folder of that
+    /// name holds no settings; it can be used, and keeps its name.
+    EnvironmentFile,
+    /// What is there cannot be read.
+    Hidden,
+    /// What is there cannot be changed.
+    ReadOnly,
 }
 
 /// Sizes of a sandbox's own memory file systems.
@@ -185,6 +208,9 @@ pub enum Command {
     SignalErrand { slot: Slot, number: u32, signal: i32 },
     /// Ends every process of the sandbox but its init. The number comes back with the answer, so that nobody takes an earlier answer for his.
     Sweep { slot: Slot, number: u32 },
+    /// Covers again, in every sandbox, what somebody outside has replaced. A sandbox in which that
+    /// fails is ended.
+    Mask,
     /// Ends the sandbox.
     Destroy { slot: Slot },
     /// Asks for a `Pong`: a heartbeat, by which the server notices a warden that hangs.

@@ -98,6 +98,7 @@ fn container_settings(settings: &Settings, choice: &Containers, warmth: Warmth) 
         limits: settings.limits.clone(),
         limits_apart: settings.packages.sandbox_limits(&settings.limits),
         binds: workspace.chain(mounts).collect(),
+        masks: if choice.address.is_local() { settings.masks.clone() } else { Vec::new() },
         variables: settings.variables.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         pool: PoolSettings {
             size: if warmth == Warmth::OneShot { 0 } else { settings.pool },

@@ -72,6 +72,7 @@ fn described(settings: &Settings) -> Vec<(&'static str, String)> {
         environment,
         environments: _, // The chosen one counts.
         mounts,
+        masks,
         variables,
         limits: SandboxLimits { memory, family_memory, cpus, processes, disk, files },
         max_sessions,
@@ -118,7 +119,7 @@ fn described(settings: &Settings) -> Vec<(&'static str, String)> {
         ("workspace", format!("{workspace:?}")),
         ("environment", environment.to_string()),
         ("environments", format!("{:?}", settings.environment_spec())),
-        ("mounts", format!("{mounts:?}")),
+        ("mounts", format!("{mounts:?} {masks:?}")),
         ("variables, env_files", format!("{:?}", variables.iter().collect::<Vec<_>>())),
         ("memory", memory.to_string()),
         ("family_memory", family_memory.to_string()),

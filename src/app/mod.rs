@@ -302,6 +302,7 @@ fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
         limits: settings.limits.clone(),
         limits_apart: settings.packages.sandbox_limits(&settings.limits),
         mounts: workspace.chain(mounts).collect(),
+        masks: settings.masks.clone(),
         variables: settings.variables.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         allow_missing: settings.allow_missing.clone(),
         programs: programs(settings),

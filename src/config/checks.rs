@@ -24,7 +24,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use super::folders::{self, Machine};
-use super::layers::{self, Flags, Key, Layer, Member, Merged, Origin, Written};
+use super::layers::{self, Flags, Key, Member, Merged, Origin, Written};
 use super::profiles::{self, Surroundings};
 use super::quantity::{format_duration, format_size, parse_duration, parse_size};
 use super::{
@@ -33,6 +33,7 @@ use super::{
 };
 use crate::environment::{EnvironmentName, EnvironmentSpec, PythonRequest, spec};
 use crate::keeper::KeeperName;
+use crate::sandbox::masks::HostMask;
 use crate::sandbox::{LayerKind, SandboxLimits};
 
 pub use network::SecretProblem;
@@ -52,7 +53,7 @@ pub(super) struct Sources {
 pub(super) enum NamedFile<'a> {
     /// The operator named it.
     ByOperator(&'a Path),
-    /// It lies in the workspace, where code from a sandbox can write.
+    /// It lies in the workspace, where code from a sandbox can write other files.
     InWorkspace(&'a Path),
 }
 
@@ -98,9 +99,9 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<(Settings, 
         image: check.written.text(Key::ContainerTag)?.is_some(),
     };
     let usual = profiles::layer(profile, &around, &mut notices)?;
-    let sandbox = match check.path(Key::SandboxConfig)? {
+    let (sandbox, protected) = match check.path(Key::SandboxConfig)? {
         Some(path) => profiles::sandbox_config(&path, &around, &mut notices)?,
-        None => Layer::default(),
+        None => Default::default(),
     };
     check.written = Merged::from_weakest_to_strongest([usual, sandbox, file, environment, flags.layer()]);
 
@@ -140,11 +141,20 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<(Settings, 
     };
 
     let environments = check.environments()?;
-    let mut variables = check.variables(workspace.as_deref(), &surroundings, read, &mut notices)?;
+    let in_workspace = workspace_variables(workspace.as_deref(), read, &mut notices);
+    let mut variables = check.variables(&in_workspace, &surroundings, read)?;
     let secrets = check.secrets(&surroundings)?;
     secrets.keep_out_of(&mut variables, &mut notices)?;
     let network = check.network(&secrets, &mut notices)?;
-    let (upstreams, servers_file) = check.upstreams(&surroundings, read)?;
+    // The server's own environment is stronger.
+    let known = in_workspace.into_iter().chain(surroundings.clone()).collect();
+    let (upstreams, servers_file) = check.upstreams(known, read)?;
+    let masks = protected.into_iter().filter_map(|(rule, path)| match path.is_absolute() {
+        true => Some(HostMask { host: path, rule }),
+        // Paths of that file begin at the working folder. One of the session's own holds nothing of the host.
+        false => workspace.as_deref().map(|workspace| HostMask { host: workspace.join(path), rule }),
+    });
+    let masks = masks.collect();
 
     let settings = Settings {
         environment: check.environment_name()?,
@@ -189,6 +199,7 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<(Settings, 
         data_dir,
         notices,
         upstreams,
+        masks,
         secret_files: secrets.into_files().into_iter().chain(servers_file).collect(),
         keep_sessions: check.switch(Key::KeepSessions)?,
         keeper: check.keeper()?,
@@ -202,6 +213,25 @@ const CELLS_PER_CORE: usize = 4;
 
 /// Levels of the log, loudest last.
 pub const LOG_LEVELS: [&str; 5] = ["error", "warn", "info", "debug", "trace"];
+
+/// Reads the `.env` of the workspace, which sessions can neither read nor write. A broken one does not
+/// keep the server from starting.
+fn workspace_variables(
+    workspace: Option<&Path>,
+    read: ReadFile<'_>,
+    notices: &mut Vec<String>,
+) -> Vec<(String, String)> {
+    let Some(path) = workspace.map(|workspace| workspace.join(".env")) else { return Vec::new() };
+    let parsed = match read(NamedFile::InWorkspace(&path)) {
+        Ok(None) => return Vec::new(),
+        Ok(Some(text)) => dotenv::parse(&text).map_err(|error| error.to_string()),
+        Err(error) => Err(error.to_string()),
+    };
+    parsed.unwrap_or_else(|why| {
+        notices.push(format!("the workspace's .env is not used: {why}"));
+        Vec::new()
+    })
+}
 
 struct Check<'a> {
     written: Merged,
@@ -442,10 +472,9 @@ impl Check<'_> {
     /// environment, then the files the operator named, then single variables.
     fn variables(
         &self,
-        workspace: Option<&Path>,
+        in_workspace: &[(String, String)],
         surroundings: &BTreeMap<String, String>,
         read: ReadFile<'_>,
-        notices: &mut Vec<String>,
     ) -> Result<Variables, ConfigError> {
         let mut variables = Variables::default();
         let mut pass_on = |name: &str, value: &str| {
@@ -455,17 +484,7 @@ impl Check<'_> {
                 variables.set(inside.to_owned(), value.to_owned());
             }
         };
-        if let Some(path) = workspace.map(|workspace| workspace.join(".env")) {
-            // Code in a sandbox can write this file. A broken one must not keep the server from starting.
-            match read(NamedFile::InWorkspace(&path)) {
-                Ok(None) => {}
-                Ok(Some(text)) => match dotenv::parse(&text) {
-                    Ok(entries) => entries.iter().for_each(|(name, value)| pass_on(name, value)),
-                    Err(error) => notices.push(format!("the workspace's .env is not used: {error}")),
-                },
-                Err(error) => notices.push(format!("the workspace's .env is not used: {error}")),
-            }
-        }
+        in_workspace.iter().for_each(|(name, value)| pass_on(name, value));
         surroundings.iter().for_each(|(name, value)| pass_on(name, value));
 
         let origin = self.written.texts(Key::EnvFiles)?.map(|(origin, _)| origin.clone());

@@ -28,6 +28,7 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read};
 use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -43,7 +44,8 @@ use crate::auth::AuthSettings;
 use crate::environment::{self, EnvironmentName, EnvironmentSpec};
 use crate::http::{AllowedHost, Origin as PageOrigin};
 use crate::keeper::KeeperName;
-use crate::sandbox::container::{EngineAddress, EngineKind};
+use crate::sandbox::container::{EngineAddress, EngineKind, FIRST_USER};
+use crate::sandbox::masks::{HostMask, MaskRule};
 use crate::sandbox::{LayerKind, SandboxLimits};
 use crate::telemetry::LogFormat;
 use checks::{NamedFile, Sources};
@@ -125,6 +127,8 @@ pub struct Settings {
     pub upstreams: Upstreams,
     /// What these settings were made of, for another process that needs the same.
     pub hand_over: HandOver,
+    /// What sessions must not read or change in the folders that they are shown.
+    pub masks: Vec<HostMask>,
     /// Files that hold secrets. `load` has made sure that no sandbox is shown one.
     pub(crate) secret_files: Vec<PathBuf>,
 }
@@ -206,7 +210,7 @@ pub struct Upstreams {
     pub servers: BTreeMap<String, serde_json::Value>,
     /// Hosts that callers over HTTP may name although they are at no public address.
     pub allowed_hosts: Vec<String>,
-    /// What `${VAR}` is filled from: the environment of this process.
+    /// What `${VAR}` is filled from: the environment of this process, and `.env` of the workspace.
     pub variables: BTreeMap<String, String>,
 }
 
@@ -387,6 +391,8 @@ pub enum ConfigError {
         "there is no environment \"{name}\"; known: {known}. Describe it in the configuration file or build it with \"cellblock env build {name} --packages …\""
     )]
     UnknownEnvironment { name: EnvironmentName, known: String },
+    #[error("the sandbox configuration protects {}, which {why}", path.display())]
+    Mask { path: PathBuf, why: &'static str },
     #[error("the container engine cannot be found")]
     Engine(#[from] engine::EngineProblem),
     #[error("there is no place for environments: set HOME, XDG_DATA_HOME or CELLBLOCK_DATA_DIR")]
@@ -563,18 +569,23 @@ fn config_text(
 const LARGEST_ENV_FILE: u64 = 1 << 20;
 
 fn read_named_file(file: NamedFile<'_>) -> io::Result<Option<String>> {
-    let (path, extra) = match file {
-        NamedFile::ByOperator(path) => (path, OFlags::empty()),
-        // Code in a sandbox could have put a link to a host file here, or a pipe that never answers.
-        NamedFile::InWorkspace(path) => (path, OFlags::NOFOLLOW | OFlags::NONBLOCK),
+    let (path, extra, in_workspace) = match file {
+        NamedFile::ByOperator(path) => (path, OFlags::empty(), false),
+        // Code of an earlier version could have put a link to a host file here, or a pipe that never answers.
+        NamedFile::InWorkspace(path) => (path, OFlags::NOFOLLOW | OFlags::NONBLOCK, true),
     };
     let file = match rustix::fs::openat(CWD, path, OFlags::RDONLY | OFlags::CLOEXEC | extra, Mode::empty()) {
         Ok(descriptor) => File::from(descriptor),
         Err(rustix::io::Errno::NOENT) => return Ok(None),
         Err(error) => return Err(error.into()),
     };
-    if !file.metadata()?.is_file() {
+    let about = file.metadata()?;
+    if !about.is_file() {
         return Err(io::Error::other("it is not a regular file"));
+    }
+    // Code could write into it under its other name.
+    if in_workspace && about.nlink() > 1 {
+        return Err(io::Error::other("it has more than one name (hard links)"));
     }
     let mut text = String::new();
     let length = file.take(LARGEST_ENV_FILE + 1).read_to_string(&mut text)?;
@@ -602,8 +613,21 @@ fn settle_folders(settings: &mut Settings, user_id: u32, folders: Folders) -> Re
             .map_err(folder_error("runtime_dir", &settings.runtime_dir))?;
     }
     settings.runtime_dir = shared(&settings.runtime_dir).map_err(folder_error("runtime_dir", &settings.runtime_dir))?;
+    // Sessions in containers are never root, and could not work in a folder that root has made for itself.
+    let owner = match settings.backend {
+        BackendChoice::Containers(_) if user_id == 0 && folders == Folders::Made => Some(FIRST_USER),
+        _ => None,
+    };
+    let for_sessions = |path: &Path| {
+        let is_new = !path.exists();
+        let made = shared(path)?;
+        if let Some(owner) = owner.filter(|_| is_new) {
+            std::os::unix::fs::chown(&made, Some(owner), Some(owner))?;
+        }
+        Ok(made)
+    };
     if let Some(workspace) = &mut settings.workspace {
-        *workspace = shared(workspace).map_err(folder_error("workspace", workspace))?;
+        *workspace = for_sessions(workspace).map_err(folder_error("workspace", workspace))?;
     }
     for directory in &mut settings.allowed_dirs {
         let is_workspace = settings.workspace.as_ref() == Some(directory);
@@ -611,13 +635,55 @@ fn settle_folders(settings: &mut Settings, user_id: u32, folders: Folders) -> Re
         *directory = real.map_err(folder_error("allowed_dirs", directory))?;
     }
     for mount in &mut settings.mounts {
-        let real = if mount.writable { shared(&mount.host) } else { folders::existing_folder(&mount.host) };
+        let real = if mount.writable { for_sessions(&mount.host) } else { folders::existing_folder(&mount.host) };
         mount.host = real.map_err(folder_error("mounts", &mount.host))?;
     }
+    resolve_masks(settings)?;
     settings.auth.shown = checks::auth::shown_folders(settings);
     refuse_overlaps(settings)?;
     refuse_shown_secrets(settings)?;
     refuse_shown_audit(settings)
+}
+
+/// Finds the true paths of what sessions must not read or change, and leaves out what they do not see
+/// in any case. The file `.env` of the workspace is always among them.
+fn resolve_masks(settings: &mut Settings) -> Result<(), ConfigError> {
+    let shown: Vec<PathBuf> =
+        settings.workspace.iter().chain(settings.mounts.iter().map(|mount| &mount.host)).cloned().collect();
+    let mut masks = Vec::new();
+    for HostMask { host: written, rule } in std::mem::take(&mut settings.masks) {
+        let Ok(host) = written.canonicalize() else {
+            let folder = written.parent().and_then(|folder| folder.canonicalize().ok());
+            let host = folder.zip(written.file_name()).map(|(folder, name)| folder.join(name));
+            if let Some(host) = host.filter(|host| shown.iter().any(|folder| host.starts_with(folder))) {
+                settings.notices.push(format!(
+                    "the sandbox configuration protects {}, which does not exist; until it is made on this machine, code can make it",
+                    written.display()
+                ));
+                masks.push(HostMask { host, rule });
+            }
+            continue;
+        };
+        if shown.contains(&host) {
+            let why = "is a folder that sessions are shown as a whole; do not show it, or show it with \":ro\"";
+            return Err(ConfigError::Mask { path: written, why });
+        }
+        if let Some(folder) = shown.iter().find(|folder| folder.starts_with(&host)) {
+            let (path, folder) = (written.display(), folder.display());
+            settings.notices.push(format!(
+                "the sandbox configuration protects {path}; sessions see nothing of it but {folder}, which stays as it is"
+            ));
+        } else if shown.iter().any(|folder| host.starts_with(folder)) {
+            masks.push(HostMask { host, rule });
+        }
+    }
+    let environment_file = settings.workspace.iter().map(|folder| folder.join(".env"));
+    for host in environment_file {
+        masks.retain(|mask| mask.host != host);
+        masks.push(HostMask { host, rule: MaskRule::EnvironmentFile });
+    }
+    settings.masks = masks;
+    Ok(())
 }
 
 /// Refuses to let a sandbox write where the host's own tools, environments or sockets are.
@@ -824,7 +890,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_or_a_pipe_in_the_workspace_is_not_read_as_variables() {
+    fn a_link_a_pipe_or_a_file_of_two_names_in_the_workspace_is_not_read_as_variables() {
         let base = tempfile::tempdir().unwrap();
         let (real, link, pipe) = (base.path().join("real"), base.path().join("link"), base.path().join("pipe"));
         std::fs::write(&real, "A=1").unwrap();
@@ -834,7 +900,51 @@ mod tests {
         assert_eq!(read_named_file(NamedFile::ByOperator(&link)).unwrap().as_deref(), Some("A=1"));
         assert!(read_named_file(NamedFile::InWorkspace(&link)).is_err());
         assert!(read_named_file(NamedFile::InWorkspace(&pipe)).is_err());
+        std::fs::hard_link(&real, base.path().join("other")).unwrap();
+        assert!(read_named_file(NamedFile::InWorkspace(&real)).is_err(), "code could write into it by its other name");
+        assert!(read_named_file(NamedFile::ByOperator(&real)).is_ok()); // control
         assert_eq!(read_named_file(NamedFile::InWorkspace(&base.path().join("none"))).unwrap(), None);
+    }
+
+    #[test]
+    fn paths_to_protect_are_found_where_sessions_see_them() {
+        let base = tempfile::tempdir().unwrap();
+        let base = base.path().canonicalize().unwrap();
+        for folder in ["space/secrets", "data"] {
+            std::fs::create_dir_all(base.join(folder)).unwrap();
+        }
+        for file in ["space/secrets/key", "data/table", "elsewhere"] {
+            std::fs::write(base.join(file), "").unwrap();
+        }
+        std::os::unix::fs::symlink("secrets/key", base.join("space/link")).unwrap();
+        std::os::unix::fs::symlink(base.join("elsewhere"), base.join("space/out")).unwrap();
+        let resolved = |paths: &[&str]| {
+            let mut settings = settings_below(&base);
+            settings.workspace = Some(base.join("space"));
+            settings.mounts = vec![Mount { host: base.join("data"), inside: "data".into(), writable: false }];
+            let masks = paths.iter().map(|path| HostMask { host: base.join(path), rule: MaskRule::Hidden });
+            settings.masks = masks.collect();
+            let made = make_folders(&mut settings, rustix::process::geteuid().as_raw());
+            made.map(|()| {
+                let below = |mask: &HostMask| mask.host.strip_prefix(&base).unwrap().display().to_string();
+                (settings.masks.iter().map(below).collect::<Vec<_>>(), settings.notices)
+            })
+        };
+        let masks = |paths: &[&str]| resolved(paths).unwrap().0;
+        assert_eq!(masks(&[]), ["space/.env"], "it is always protected");
+        assert_eq!(masks(&["space/.env"]), ["space/.env"]);
+        assert_eq!(masks(&["space/link"]), ["space/secrets/key", "space/.env"], "a link stands for its file");
+        assert_eq!(masks(&["data/table"]), ["data/table", "space/.env"]);
+        for unseen in ["elsewhere", "space/out", "missing"] {
+            assert_eq!(masks(&[unseen]), ["space/.env"], "{unseen}");
+        }
+        let (later, notices) = resolved(&["space/later"]).unwrap();
+        assert_eq!((&later[..], notices.len()), (&["space/later".to_owned(), "space/.env".to_owned()][..], 1));
+        let (above, notices) = resolved(&[""]).unwrap();
+        assert_eq!((&above[..], notices.len()), (&["space/.env".to_owned()][..], 1));
+        for whole in ["space", "data"] {
+            assert!(matches!(resolved(&[whole]), Err(ConfigError::Mask { .. })), "{whole}");
+        }
     }
 
     #[test]

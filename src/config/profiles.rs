@@ -9,17 +9,21 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use serde_json::Value;
 
 use super::checks::{NamedFile, ReadFile};
 use super::folders;
 use super::layers::{self, Key, Layer, Member, Origin, Written};
-use super::{ConfigError, Profile};
+use super::{ConfigError, InvalidValue, Profile};
+use crate::sandbox::masks::MaskRule;
 
-/// Modules that python-docker-mcp lists, and the packages that it brings along, which its list forgot.
-const LISTED_MODULES: [&str; 28] = [
+/// Packages that python-docker-mcp brings along. Its lists forget them, and its document promises them.
+const BUNDLED_MODULES: [&str; 6] = ["matplotlib", "numpy", "pandas", "scipy", "sklearn", "sympy"];
+
+/// Modules that python-docker-mcp lists.
+const LISTED_MODULES: [&str; 22] = [
     "abc",
     "array",
     "bisect",
@@ -42,12 +46,6 @@ const LISTED_MODULES: [&str; 28] = [
     "string",
     "time",
     "typing",
-    "matplotlib",
-    "numpy",
-    "pandas",
-    "scipy",
-    "sklearn",
-    "sympy",
 ];
 
 /// Modules that python-docker-mcp refuses.
@@ -109,7 +107,7 @@ pub(super) fn layer(
     }
     if profile == Profile::PythonDocker {
         let without_pool = own_file(surroundings, &mut layer, notices)?;
-        own_variables(surroundings, without_pool, &mut layer);
+        own_variables(surroundings, without_pool, &mut layer, notices)?;
     }
     Ok(layer)
 }
@@ -133,7 +131,7 @@ fn usual(profile: Profile) -> Layer {
             text(Key::IdleTimeout, "24h"),
             text(Key::PoolMaxAge, "300s"),
             text(Key::PoolCreations, "5"),
-            list(Key::AllowedModules, &LISTED_MODULES),
+            list(Key::AllowedModules, &[&LISTED_MODULES[..], &BUNDLED_MODULES].concat()),
             list(Key::BlockedModules, &BLOCKED_MODULES),
         ],
         Profile::CodeExecuter => {
@@ -155,16 +153,20 @@ fn own_file(
     layer: &mut Layer,
     notices: &mut Vec<String>,
 ) -> Result<Option<Origin>, ConfigError> {
-    let named = surroundings.variable("PYTHON_DOCKER_MCP_CONFIG").map(|path| surroundings.absolute(path));
-    let usual = surroundings.absolute("~/.python-docker-mcp/config.yaml");
-    // A file that is named and missing is passed over, as that server does.
-    for path in named.into_iter().chain([usual]) {
-        if let Some(text) = surroundings.text(&path)? {
-            let containers = surroundings.containers == Some(true);
-            return PythonDockerFile { path: &path, layer, notices, without_pool: None, containers }.read(&text);
+    let named = surroundings.variable(CONFIG).map(|path| surroundings.absolute(path));
+    let path = named.clone().unwrap_or_else(|| surroundings.absolute("~/.python-docker-mcp/config.yaml"));
+    let text = match surroundings.text(&path)? {
+        Some(text) => text,
+        None if named.is_none() => return Ok(None),
+        // It may have been meant to close something.
+        None => {
+            let origin = Origin::Variable(CONFIG.to_owned());
+            let given = surroundings.variable(CONFIG).unwrap_or_default();
+            return Err(refused_value(&origin, given, "a file that exists"));
         }
-    }
-    Ok(None)
+    };
+    let containers = surroundings.containers == Some(true);
+    PythonDockerFile { path: &path, layer, notices, without_pool: None, containers }.read(&text)
 }
 
 struct PythonDockerFile<'a> {
@@ -202,7 +204,7 @@ impl PythonDockerFile<'_> {
         }
     }
 
-    fn setting(&mut self, name: &str, origin: Origin, value: Written) -> Result<(), ConfigError> {
+    fn setting(&mut self, name: &str, origin: Origin, mut value: Written) -> Result<(), ConfigError> {
         let is = |word: bool| matches!(&value, Written::Text(text) if truth(text) == Some(word));
         let key = match name {
             "docker.memory_limit" => Key::Memory,
@@ -214,7 +216,15 @@ impl PythonDockerFile<'_> {
             "docker.pool_size" => Key::Pool,
             "package.index_url" => Key::PackageIndex,
             "package.trusted_hosts" => Key::PackageTrustedHosts,
-            "allowed_modules" => Key::AllowedModules,
+            "allowed_modules" => {
+                // An empty list is no list.
+                if let Written::List(listed) = &mut value
+                    && !listed.is_empty()
+                {
+                    listed.extend(BUNDLED_MODULES.map(|module| Written::Text(module.to_owned())));
+                }
+                Key::AllowedModules
+            }
             "blocked_modules" => Key::BlockedModules,
             "docker.pool_enabled" if is(false) => {
                 self.without_pool = Some(origin);
@@ -253,32 +263,76 @@ fn why(name: &str) -> &'static str {
     }
 }
 
+const VARIABLES: &str = "PYTHON_DOCKER_MCP_";
+const CONFIG: &str = "PYTHON_DOCKER_MCP_CONFIG";
+const DEBUG: &str = "PYTHON_DOCKER_MCP_DEBUG";
+const POOL_ENABLED: &str = "PYTHON_DOCKER_MCP_POOL_ENABLED";
+
+/// Variables of python-docker-mcp that are settings here.
+const SETTINGS: [(&str, Key); 5] = [
+    ("PYTHON_DOCKER_MCP_MEMORY_LIMIT", Key::Memory),
+    ("PYTHON_DOCKER_MCP_CPU_LIMIT", Key::Cpus),
+    ("PYTHON_DOCKER_MCP_POOL_SIZE", Key::Pool),
+    ("PYTHON_DOCKER_MCP_POOL_MAX_AGE", Key::PoolMaxAge),
+    ("PYTHON_DOCKER_MCP_MAX_CONCURRENT_CREATIONS", Key::PoolCreations),
+];
+
 /// Reads the variables of python-docker-mcp, which win over its file. `without_pool` is where that one switches the pool off.
-fn own_variables(surroundings: &Surroundings<'_>, without_pool: Option<Origin>, layer: &mut Layer) {
-    const SETTINGS: [(&str, Key); 5] = [
-        ("PYTHON_DOCKER_MCP_MEMORY_LIMIT", Key::Memory),
-        ("PYTHON_DOCKER_MCP_CPU_LIMIT", Key::Cpus),
-        ("PYTHON_DOCKER_MCP_POOL_SIZE", Key::Pool),
-        ("PYTHON_DOCKER_MCP_POOL_MAX_AGE", Key::PoolMaxAge),
-        ("PYTHON_DOCKER_MCP_MAX_CONCURRENT_CREATIONS", Key::PoolCreations),
-    ];
+fn own_variables(
+    surroundings: &Surroundings<'_>,
+    without_pool: Option<Origin>,
+    layer: &mut Layer,
+    notices: &mut Vec<String>,
+) -> Result<(), ConfigError> {
+    let known = || {
+        let names = [CONFIG, DEBUG, POOL_ENABLED].into_iter().chain(SETTINGS.map(|(name, _)| name));
+        names.filter_map(|name| name.strip_prefix(VARIABLES))
+    };
+    for (variable, name) in surroundings.variables.keys().filter_map(|all| Some((all, all.strip_prefix(VARIABLES)?))) {
+        if known().any(|known| known == name) {
+            continue;
+        }
+        let Some(near) = layers::nearest(name, known()) else {
+            // Others may have set it for a purpose of their own, as with our own variables.
+            notices.push(format!("the variable {variable} is no setting of python-docker-mcp and is ignored"));
+            continue;
+        };
+        let (origin, nearest) = (Origin::Variable(variable.clone()), Some(format!("{VARIABLES}{near}")));
+        return Err(ConfigError::UnknownKey { key: variable.clone(), origin, nearest });
+    }
     for (name, key) in SETTINGS {
         if let Some(value) = surroundings.variable(name) {
             layer.push(key, Origin::Variable(name.to_owned()), Written::Text(value.to_owned()));
         }
     }
-    const ENABLED: &str = "PYTHON_DOCKER_MCP_POOL_ENABLED";
-    let without_pool = match surroundings.variable(ENABLED) {
-        Some(value) => (truth(value) != Some(true)).then(|| Origin::Variable(ENABLED.to_owned())),
+    let switch = |name: &str| match surroundings.variable(name) {
+        None => Ok(None),
+        Some(value) => truth(value).map(Some).ok_or_else(|| {
+            refused_value(&Origin::Variable(name.to_owned()), value, "1, true, yes or on, or 0, false, no or off")
+        }),
+    };
+    let without_pool = match switch(POOL_ENABLED)? {
+        Some(is_on) => (!is_on).then(|| Origin::Variable(POOL_ENABLED.to_owned())),
         None => without_pool,
     };
     if let Some(origin) = without_pool {
         layer.push(Key::Pool, origin, Written::Text("0".to_owned()));
     }
-    if surroundings.variable("PYTHON_DOCKER_MCP_DEBUG").is_some_and(|value| truth(value) == Some(true)) {
-        let origin = Origin::Variable("PYTHON_DOCKER_MCP_DEBUG".to_owned());
-        layer.push(Key::LogLevel, origin, Written::Text("debug".to_owned()));
+    if switch(DEBUG)? == Some(true) {
+        layer.push(Key::LogLevel, Origin::Variable(DEBUG.to_owned()), Written::Text("debug".to_owned()));
     }
+    Ok(())
+}
+
+/// Makes the error for a variable whose value makes no sense.
+fn refused_value(origin: &Origin, given: &str, allowed: &str) -> ConfigError {
+    ConfigError::Invalid(Box::new(InvalidValue {
+        key: "it".to_owned(),
+        origin: origin.clone(),
+        given: format!("\"{given}\""),
+        allowed: allowed.to_owned(),
+        why: None,
+    }))
 }
 
 fn truth(text: &str) -> Option<bool> {
@@ -289,16 +343,22 @@ fn truth(text: &str) -> Option<bool> {
     }
 }
 
-/// Reads the file that ipybox hands to its sandbox: what code may reach. Returns it as settings.
+/// What code must not read or change, by the file that ipybox hands to its sandbox. Relative paths begin
+/// at the working folder.
+pub(super) type ProtectedPaths = Vec<(MaskRule, PathBuf)>;
+
+/// Reads the file that ipybox hands to its sandbox: what code may reach, read and write. Returns the
+/// first as settings.
 pub(super) fn sandbox_config(
     path: &Path,
     surroundings: &Surroundings<'_>,
     notices: &mut Vec<String>,
-) -> Result<Layer, ConfigError> {
+) -> Result<(Layer, ProtectedPaths), ConfigError> {
     let mut layer = Layer::of(Vec::new());
+    let mut protected = ProtectedPaths::new();
     let Some(text) = surroundings.text(path)? else {
         notices.push(format!("the sandbox configuration {} does not exist; code has no network", path.display()));
-        return Ok(layer);
+        return Ok((layer, protected));
     };
     let unreadable = |why: String| ConfigError::Unreadable { path: path.to_owned(), cause: io::Error::other(why) };
     let Value::Object(sections) = serde_json::from_str(&text).map_err(|error| unreadable(error.to_string()))? else {
@@ -310,9 +370,23 @@ pub(super) fn sandbox_config(
             continue;
         };
         for (name, value) in members {
-            let key = match name.as_str() {
-                "allowedDomains" => Key::AllowedDomains,
-                "deniedDomains" => Key::DeniedDomains,
+            let texts = || {
+                let texts = value.as_array().and_then(|texts| texts.iter().map(Value::as_str).collect());
+                texts.ok_or_else(|| unreadable(format!("{section}.{name} must be a list of texts")))
+            };
+            let key = match (section.as_str(), name.as_str()) {
+                ("network", "allowedDomains") => Key::AllowedDomains,
+                ("network", "deniedDomains") => Key::DeniedDomains,
+                ("filesystem", "denyRead" | "denyWrite") => {
+                    let rule = if name == "denyRead" { MaskRule::Hidden } else { MaskRule::ReadOnly };
+                    let written: Vec<&str> = texts()?;
+                    for text in written {
+                        let path = protected_path(text, surroundings)
+                            .map_err(|why| unreadable(format!("{section}.{name} holds {text:?}, which {why}")))?;
+                        protected.push((rule, path));
+                    }
+                    continue;
+                }
                 _ => {
                     notices.push(format!(
                         "{}: {section}.{name} has no effect here{}",
@@ -322,14 +396,29 @@ pub(super) fn sandbox_config(
                     continue;
                 }
             };
-            let rules: Option<Vec<Written>> = value.as_array().and_then(|rules| {
-                rules.iter().map(|rule| Some(Written::Text(rule_of_sandbox(rule.as_str()?, key)))).collect()
-            });
-            let rules = rules.ok_or_else(|| unreadable(format!("{section}.{name} must be a list of texts")))?;
+            let written: Vec<&str> = texts()?;
+            let rules = written.into_iter().map(|rule| Written::Text(rule_of_sandbox(rule, key))).collect();
             layer.push(key, Origin::File { path: path.to_owned(), line: None }, Written::List(rules));
         }
     }
-    Ok(layer)
+    Ok((layer, protected))
+}
+
+/// Reads a path that code must not read or change. A pattern is refused: a file that it fits and that
+/// is made later could not be hidden.
+fn protected_path(text: &str, surroundings: &Surroundings<'_>) -> Result<PathBuf, &'static str> {
+    // A folder is protected with everything in it.
+    let text = text.strip_suffix("/**").unwrap_or(text);
+    if text.is_empty() || text.contains('\0') {
+        return Err("is not a path");
+    }
+    if text.contains(['*', '?', '[']) {
+        return Err("is a pattern; patterns cannot be held, so name each file or folder");
+    }
+    match text.starts_with(['/', '~']) {
+        true => Ok(surroundings.absolute(text)),
+        false => Ok(Path::new(text).components().filter(|part| *part != Component::CurDir).collect()),
+    }
 }
 
 /// Writes a rule of that file with the meaning that it has there: a wildcard stands for any number of labels, and a name for all its ports.
@@ -343,9 +432,6 @@ fn rule_of_sandbox(rule: &str, key: Key) -> String {
 
 fn why_not(section: &str, name: &str) -> &'static str {
     match (section, name) {
-        ("filesystem", "denyRead" | "denyWrite") => {
-            ": code reads and writes everything in its working folder, so keep elsewhere what it must not, and sees nothing else of this machine"
-        }
         ("filesystem", _) => ": code sees its working folder and what --mount shows, and nothing else of this machine",
         _ => ": code has a network of its own",
     }
@@ -408,7 +494,9 @@ mod tests {
         assert_eq!(settings.pool, 4);
         assert_eq!(settings.package_index.url.as_deref(), Some("https://user:hush@index.test/simple"));
         assert_eq!(settings.package_index.trusted_hosts, ["index.test"]);
-        assert_eq!((&settings.allowed_modules[..], settings.blocked_modules.len()), (&["math".to_owned()][..], 0));
+        let allowed = ["math", "matplotlib", "numpy", "pandas", "scipy", "sklearn", "sympy"];
+        assert_eq!(settings.allowed_modules, allowed, "what it brings along can be imported under any list");
+        assert!(settings.blocked_modules.is_empty());
         for words in ["line 2: docker.image", "working_dir", "read_only", "uv", "future"] {
             assert!(told(&settings, words), "{words}: {:?}", settings.notices);
         }
@@ -454,9 +542,33 @@ mod tests {
             .variable("PYTHON_DOCKER_MCP_POOL_SIZE", "3")
             .variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "0");
         assert_eq!(off.settings().pool, 0);
-        let missing =
-            python_docker().file(FILE, "docker: {memory_limit: 100m}").variable("PYTHON_DOCKER_MCP_CONFIG", "no");
-        assert_eq!(missing.settings().limits.memory >> 20, 100, "one that is missing is passed over");
+    }
+
+    #[test]
+    fn variables_that_make_no_sense_are_refused_with_what_was_meant() {
+        let refusal = |name: &str, value: &str| {
+            let case = python_docker().file(FILE, "docker: {memory_limit: 100m}").variable(name, value);
+            let refusal = case.refusal();
+            assert!(refusal.contains(name), "{refusal}");
+            refusal
+        };
+        assert!(refusal("PYTHON_DOCKER_MCP_POOL_ENABLED", "maybe").contains("true"));
+        assert!(refusal("PYTHON_DOCKER_MCP_DEBUG", "perhaps").contains("true"));
+        assert!(refusal("PYTHON_DOCKER_MCP_POOL_SIZ", "3").contains("\"PYTHON_DOCKER_MCP_POOL_SIZE\""));
+        assert!(refusal("PYTHON_DOCKER_MCP_MEMORY", "1g").contains("no setting"));
+        assert!(refusal("PYTHON_DOCKER_MCP_CONFIG", "/nope.yaml").contains("/nope.yaml"));
+        assert!(refusal("PYTHON_DOCKER_MCP_POOL_SIZE", "x").contains("number"));
+        // Controls: values that do make sense, and another profile, which never looks.
+        python_docker().variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "yes").settings();
+        python_docker().file("/nope.yaml", "").variable("PYTHON_DOCKER_MCP_CONFIG", "/nope.yaml").settings();
+        case().variable("PYTHON_DOCKER_MCP_POOL_SIZ", "3").settings();
+        let other = python_docker().variable("PYTHON_DOCKER_MCP_SERVICE_HOST", "10.0.0.1").settings();
+        assert!(told(&other, "PYTHON_DOCKER_MCP_SERVICE_HOST"), "nothing is like it, so it is only told");
+    }
+
+    #[test]
+    fn an_empty_list_of_modules_stays_empty() {
+        assert!(python_docker().file(FILE, "allowed_modules: []").settings().allowed_modules.is_empty());
     }
 
     #[test]
@@ -508,14 +620,58 @@ mod tests {
         for rule in ["example.com:*", "**.test:*", "!a.test"] {
             assert!(rules.iter().any(|written| written == rule), "{rule}: {rules:?}");
         }
-        for words in ["allowLocalBinding", "denyRead", "allowWrite", "allowPty"] {
+        for words in ["allowLocalBinding", "allowWrite", "allowPty"] {
             assert!(told(&settings, words), "{words}: {:?}", settings.notices);
         }
+        assert!(!told(&settings, "denyRead") && settings.masks.is_empty(), "without a workspace nothing can be read");
         let missing = ipybox("").settings();
         assert!(missing.network.rules.is_empty() && told(&missing, "does not exist"));
         for broken in ["[", "[]", r#"{"network": {"allowedDomains": "example.com"}}"#] {
             assert!(ipybox(broken).result().is_err(), "{broken}");
         }
+    }
+
+    #[test]
+    fn a_sandbox_file_says_what_must_not_be_read_or_changed() {
+        let protected = |lists: &str| {
+            let text = format!(r#"{{"filesystem": {{{lists}}}}}"#);
+            let case = case().flag(Key::Profile, "ipybox").flag(Key::SandboxConfig, "sandbox.json");
+            case.flag(Key::Workspace, "space").file("/here/sandbox.json", &text)
+        };
+        let lists = r#""denyRead": [".env", "./secrets/**", "~/.ssh", "/etc/x"], "denyWrite": ["data"]"#;
+        let masks = protected(lists).settings().masks;
+        let written: Vec<(MaskRule, &Path)> = masks.iter().map(|mask| (mask.rule, mask.host.as_path())).collect();
+        let expected = [
+            (MaskRule::Hidden, "/here/space/.env"),
+            (MaskRule::Hidden, "/here/space/secrets"),
+            (MaskRule::Hidden, "/home/me/.ssh"),
+            (MaskRule::Hidden, "/etc/x"),
+            (MaskRule::ReadOnly, "/here/space/data"),
+        ];
+        assert_eq!(written, expected.map(|(rule, path)| (rule, Path::new(path))));
+        for (lists, words) in [
+            (r#""denyRead": ["**/*.pem"]"#, "is a pattern"),
+            (r#""denyWrite": ["a?"]"#, "is a pattern"),
+            (r#""denyRead": [""]"#, "is not a path"),
+            (r#""denyRead": ".env""#, "must be a list of texts"),
+            (r#""denyWrite": [1]"#, "must be a list of texts"),
+        ] {
+            let refusal = protected(lists).refusal();
+            assert!(refusal.contains(words), "{lists}: {refusal}");
+        }
+    }
+
+    #[test]
+    fn variables_of_the_workspace_fill_parameters_of_servers_and_the_environment_wins() {
+        let settings = case()
+            .flag(Key::Workspace, "space")
+            .file("/here/space/.env", "KEY=from_file\nBOTH=from_file\nKERNEL_ENV_SEEN=1\n")
+            .variable("BOTH", "from_environment")
+            .settings();
+        let known = &settings.upstreams.variables;
+        assert_eq!((known["KEY"].as_str(), known["BOTH"].as_str()), ("from_file", "from_environment"));
+        let inside: Vec<(&str, &str)> = settings.variables.iter().collect();
+        assert_eq!(inside, [("SEEN", "1")], "nothing but what was meant for code goes inside");
     }
 
     #[test]

@@ -9,6 +9,7 @@
 pub mod container;
 pub mod fake;
 pub mod isolation;
+pub mod masks;
 pub mod native;
 pub mod way_out;
 

@@ -196,6 +196,7 @@ impl TestEngine {
     pub(crate) fn build(&self) -> Builder {
         Builder {
             settings: ContainerSettings {
+                masks: Vec::new(),
                 kind: self.kind,
                 address: self.address.clone(),
                 credentials: Vec::new(),

@@ -64,6 +64,7 @@ impl Builder {
         Builder {
             environment,
             settings: NativeSettings {
+                masks: Vec::new(),
                 guardian: PathBuf::from(super::PROGRAM),
                 runtime_dir: runtime_folder(),
                 limits: ROOMY,

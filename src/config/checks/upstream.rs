@@ -23,7 +23,7 @@ impl Check<'_> {
     /// Reads the servers of the operator. Returns also the file that some of them are in, because it may hold secrets.
     pub(super) fn upstreams(
         &self,
-        surroundings: &BTreeMap<String, String>,
+        variables: BTreeMap<String, String>,
         read: ReadFile<'_>,
     ) -> Result<(Upstreams, Option<PathBuf>), ConfigError> {
         let mut servers = BTreeMap::new();
@@ -54,7 +54,7 @@ impl Check<'_> {
         self.refuse_equal_packages(&servers)?;
         let allowed_hosts = self.written.texts(Key::McpAllowedHosts)?.map(|(_, texts)| texts).unwrap_or_default();
         let allowed_hosts = allowed_hosts.into_iter().map(str::to_owned).collect();
-        Ok((Upstreams { servers, allowed_hosts, variables: surroundings.clone() }, file))
+        Ok((Upstreams { servers, allowed_hosts, variables }, file))
     }
 
     fn refuse_equal_packages(&self, servers: &BTreeMap<String, Value>) -> Result<(), ConfigError> {

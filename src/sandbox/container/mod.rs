@@ -20,6 +20,7 @@ mod engine;
 mod facts;
 mod image;
 mod line;
+mod masks;
 mod pool;
 mod porter;
 mod profile;
@@ -30,6 +31,7 @@ mod tenancy;
 mod way_out;
 
 use std::collections::{BTreeSet, HashMap};
+use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock, Weak};
@@ -53,6 +55,7 @@ pub use self::engine::{
 use self::facts::Fate;
 pub use self::image::Supplies;
 use self::image::{Look, Prepared, fresh_number};
+use self::masks::Masks;
 use self::pool::Pool;
 pub use self::pool::PoolSettings;
 use self::porter::Porters;
@@ -62,6 +65,7 @@ use self::spec::{LABEL_PLACE, LABEL_ROLE, LABEL_SERVER, ROLE_PORTER, ROLE_SESSIO
 use self::tenancy::Tenancy;
 pub use self::tenancy::remove_left_containers;
 pub use self::way_out::ContainerNetwork;
+use super::masks::{HostMask, Replacements};
 use super::{Backend, Interpreter, LaunchError, Preparation, Sandbox, SandboxLimits};
 
 /// How long making a session in a new container may take, from its creation to a warm Python.
@@ -76,7 +80,7 @@ const WEEDING: Duration = Duration::from_secs(5);
 const BETWEEN_INVENTORIES: Duration = Duration::from_secs(15);
 
 /// Numbers of host users that sessions are, where the engine has no user namespace. No system gives these away.
-const FIRST_USER: u32 = 0x7000_0000;
+pub const FIRST_USER: u32 = 0x7000_0000;
 /// Who a session is inside a user namespace.
 const NAMESPACED_USER: User = User { uid: 1000, gid: 1000 };
 
@@ -97,6 +101,8 @@ pub struct ContainerSettings {
     /// Limits of containers for work of the server's own.
     pub limits_apart: SandboxLimits,
     pub binds: Vec<ContainerBind>,
+    /// What sessions must not read or change in them.
+    pub masks: Vec<HostMask>,
     /// Variables that the operator gives to sessions.
     pub variables: Vec<(String, String)>,
     pub pool: PoolSettings,
@@ -146,6 +152,7 @@ struct Inner {
     /// What is known once the preparation has succeeded. Later failures of the engine do not take it away.
     ready: RwLock<Option<Arc<Standing>>>,
     tenancy: Tenancy,
+    masks: Masks,
     known: Mutex<HashMap<String, Known>>,
     /// Held by many while they have containers made, and alone by whoever looks for containers that nobody knows.
     creations: tokio::sync::RwLock<()>,
@@ -190,6 +197,7 @@ impl ContainerBackend {
         preparation: watch::Sender<Preparation>,
     ) -> std::io::Result<ContainerBackend> {
         let tenancy = Tenancy::register(&settings.runtime_dir)?;
+        let masks = Masks::new(settings.masks.clone(), &tenancy)?;
         let inner = Arc::new_cyclic(|this| Inner {
             this: Weak::clone(this),
             settings,
@@ -197,6 +205,7 @@ impl ContainerBackend {
             preparation,
             ready: RwLock::new(None),
             tenancy,
+            masks,
             known: Mutex::default(),
             creations: tokio::sync::RwLock::default(),
             pool: Pool::default(),
@@ -292,7 +301,30 @@ impl Inner {
         }
         info!(engine = self.settings.kind.name(), image = %self.settings.image, "the container backend is ready");
         self.preparation.send_replace(Preparation::Ready);
-        tokio::join!(self.listen(), self.keep_pool_full());
+        tokio::join!(self.listen(), self.keep_pool_full(), self.keep_masked());
+    }
+
+    /// Ends containers that see a file which was put in the place of one that they must not see.
+    async fn keep_masked(&self) {
+        let masks = self.masks.host_masks();
+        if masks.is_empty() {
+            return;
+        }
+        let watched = async {
+            let mut replacements = Replacements::watch(masks)?;
+            loop {
+                if self.masks.are_stale()
+                    && let Some(standing) = self.standing()
+                {
+                    warn!("a protected file of the workspace was replaced; the containers that could see it are ended");
+                    self.remove_own(&standing.engine).await;
+                }
+                replacements.next().await?;
+            }
+        };
+        let stopped: Result<std::convert::Infallible, io::Error> = watched.await;
+        let Err(error) = stopped;
+        warn!(%error, "protected files are not watched: one that is replaced is seen by sessions that run");
     }
 
     fn stand(&self, standing: Standing) {
@@ -336,6 +368,9 @@ impl Inner {
         }
         self.tenancy.sweep(&engine).await;
         self.check_network(&engine)?;
+        if engine.is_local() && !check::has_user_namespace(&info) {
+            self.check_folders()?;
+        }
         let seccomp = self.seccomp()?;
         let look = Look {
             engine: &engine,
@@ -381,6 +416,30 @@ impl Inner {
                 ))
             }
         }
+    }
+
+    /// Refuses folders of the operator in which sessions could not work: they are never root, and have one owner.
+    fn check_folders(&self) -> Result<(), String> {
+        let user = self.user(false, &self.settings.binds);
+        let unusable = self
+            .settings
+            .binds
+            .iter()
+            .find(|bind| std::fs::metadata(&bind.host).is_ok_and(|found| !user.may_use(&found, bind.writable)));
+        let Some(bind) = unusable else { return Ok(()) };
+        let place = match bind.inside.strip_prefix(WORK_FOLDER) {
+            Ok(below) if !below.as_os_str().is_empty() => format!("the folder that is mounted at {}", below.display()),
+            _ => "the workspace".to_owned(),
+        };
+        let owner = std::fs::metadata(&bind.host).map_or(0, |found| found.uid());
+        let whose = if owner == 0 { "root".to_owned() } else { format!("the user {owner}") };
+        warn!(folder = %bind.host.display(), %whose, "sessions in containers could not use a folder");
+        let use_it = if bind.writable { "write to it" } else { "read it" };
+        let uid = if user.uid >= FIRST_USER { 1000 } else { user.uid };
+        Err(format!(
+            "{place} belongs to {whose}, and sessions in containers, which are never root and have one user, could not {use_it}. Give it \
+             to the user that sessions are to be (chown -R {uid}:{uid}), allow everybody to {use_it}, or use --backend native"
+        ))
     }
 
     /// Refuses rules that nobody could keep, before anything is made. Whether they are kept in a container is tried in each.
@@ -435,10 +494,7 @@ impl Inner {
         if has_user_namespace {
             return NAMESPACED_USER;
         }
-        let owner = |bind: &ContainerBind| {
-            let found = std::fs::metadata(&bind.host).ok()?;
-            (found.uid() != 0 && found.gid() != 0).then(|| User { uid: found.uid(), gid: found.gid() })
-        };
+        let owner = |bind: &ContainerBind| User::owner_of(&std::fs::metadata(&bind.host).ok()?);
         binds.iter().find_map(owner).unwrap_or_else(|| {
             let id = FIRST_USER + (fresh_number() & 0x00ff_ffff) as u32;
             User { uid: id, gid: id }
@@ -501,6 +557,9 @@ impl Inner {
         let mut shown = self.binds(purpose).to_vec();
         if let Some(network) = network {
             shown.extend(network.files(self.tenancy.folder())?);
+        }
+        if purpose == Purpose::Sessions {
+            shown.extend(self.masks.binds(self.binds(purpose))?);
         }
         if let (Some(packages), None) = (&self.settings.packages, &standing.blind) {
             shown.extend(packages.shown.iter().cloned());

@@ -4,6 +4,8 @@
 //! runtime, sizes, variables and folders, and have no other field to write to. `verify` reads the same facts back from what the engine says it has made.
 
 use std::collections::HashMap;
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use bollard::models::{
@@ -53,6 +55,25 @@ pub struct ContainerBind {
 pub(super) struct User {
     pub(super) uid: u32,
     pub(super) gid: u32,
+}
+
+impl User {
+    /// The owner of a folder, if sessions may be that user. A group of root's is left out.
+    pub(super) fn owner_of(folder: &Metadata) -> Option<User> {
+        let (uid, gid) = (folder.uid(), folder.gid());
+        (uid != 0).then_some(User { uid, gid: if gid == 0 { uid } else { gid } })
+    }
+
+    /// Tells whether this user may list and open what is in a folder, and change it if `writing`.
+    pub(super) fn may_use(self, folder: &Metadata, writing: bool) -> bool {
+        let needed = if writing { 0o7 } else { 0o5 };
+        let shift = match () {
+            () if folder.uid() == self.uid => 6,
+            () if folder.gid() == self.gid => 3,
+            () => 0,
+        };
+        folder.mode() >> shift & needed == needed
+    }
 }
 
 /// What differs between the containers of a server.
@@ -289,6 +310,36 @@ mod tests {
 
     fn limits() -> SandboxLimits {
         SandboxLimits { memory: 1 << 30, family_memory: 2 << 30, cpus: 1.5, processes: 64, disk: 1 << 20, files: 100 }
+    }
+
+    #[test]
+    fn folders_that_sessions_could_not_use_are_refused() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let with_mode = |mode: u32| {
+            std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(mode)).unwrap();
+            folder.path().metadata().unwrap()
+        };
+        let found = with_mode(0o700);
+        let owner = User { uid: found.uid(), gid: found.gid() };
+        let friend = User { uid: found.uid() + 1, gid: found.gid() };
+        let other = User { uid: found.uid() + 1, gid: found.gid() + 1 };
+        // The mode, who may write, who may read.
+        for (mode, writers, readers) in [
+            (0o700, &[owner][..], &[owner][..]),
+            (0o750, &[owner], &[owner, friend]),
+            (0o755, &[owner], &[owner, friend, other]),
+            (0o777, &[owner, friend, other], &[owner, friend, other]),
+            (0o500, &[], &[owner]),
+        ] {
+            let found = with_mode(mode);
+            for user in [owner, friend, other] {
+                assert_eq!(user.may_use(&found, true), writers.contains(&user), "{mode:o} {user:?}");
+                assert_eq!(user.may_use(&found, false), readers.contains(&user), "{mode:o} {user:?}");
+            }
+        }
+        with_mode(0o700);
+        assert_eq!(User::owner_of(&std::fs::metadata("/").unwrap()), None, "sessions are never root");
     }
 
     fn wanted<'a>(limits: &'a SandboxLimits, binds: &'a [ContainerBind]) -> Wanted<'a> {

@@ -17,6 +17,7 @@ use super::instance::Instance;
 use super::sandbox::{Kin, NativeSandbox};
 use super::warden::{Guardian, Slots, Warden};
 use super::{NativeSettings, STEP_LIMIT, WarmEnvironment};
+use crate::sandbox::masks::{self, Mask};
 use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind, Network, Sandbox, SandboxLimits};
 
 /// Descriptors a session may have open at once.
@@ -90,6 +91,7 @@ impl Jail {
             identity,
             binds: environment.binds,
             mounts: settings.mounts.clone(),
+            masks: settings.masks_inside(),
             scratch: scratch(&settings.limits),
             scratch_apart: scratch(&settings.limits_apart),
             zygote: ZygoteCommand {
@@ -205,6 +207,13 @@ impl NativeSettings {
             LeftOut::ReadOnlyMounts => LayerKind::Namespaces,
         });
         self.allow_missing.iter().copied().chain(left_out).collect()
+    }
+
+    /// What the jail covers.
+    fn masks_inside(&self) -> Vec<Mask> {
+        let shown: Vec<(&Path, &Path)> =
+            self.mounts.iter().map(|mount| (mount.host.as_path(), mount.inside.as_path())).collect();
+        masks::inside(&self.masks, &shown)
     }
 }
 

@@ -25,13 +25,14 @@ mod warden;
 use std::any::Any;
 use std::collections::BTreeSet;
 use std::future::Future;
+use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 pub use cellblock_jail::wire::Programs;
-use cellblock_jail::wire::{Bind, LeftOut, OperatorMount};
+use cellblock_jail::wire::{Bind, Command, LeftOut, OperatorMount};
 use cellblock_jail::{cgroup, root};
 use tokio::sync::{Notify, Semaphore, SemaphorePermit, watch};
 use tokio::task::JoinHandle;
@@ -41,6 +42,7 @@ use self::jail::Jail;
 pub use self::jail::trial;
 use self::pool::{Lack, Pool};
 use self::sandbox::{Fresh, Kin, NativeSandbox};
+use super::masks::{HostMask, Replacements};
 use super::{Backend, Interpreter, LaunchError, LayerKind, Network, Preparation, Sandbox, SandboxLimits};
 
 /// The working folder inside, for whoever describes a sandbox to a caller.
@@ -77,6 +79,8 @@ pub struct NativeSettings {
     pub limits_apart: SandboxLimits,
     /// The workspace and the other mounts, with their places inside.
     pub mounts: Vec<OperatorMount>,
+    /// What sessions must not read or change in them.
+    pub masks: Vec<HostMask>,
     /// Variables that the operator gives to sessions.
     pub variables: Vec<(String, String)>,
     pub allow_missing: BTreeSet<LayerKind>,
@@ -265,12 +269,32 @@ impl Inner {
                 why
             }
             why = self.warm_and_keep(&jail, &ready) => why,
+            why = self.keep_masked(&jail) => why,
         };
         *self.jail.write().expect("no holder of the jail panics") = None;
         self.tell("removing what is left of the sandboxes");
         self.pool.clear();
         jail.end().await;
         (why, ready.get().map(Instant::elapsed))
+    }
+
+    /// Has what the host replaces covered again in the sandboxes that exist. Never returns.
+    async fn keep_masked(&self, jail: &Jail) -> String {
+        if self.settings.masks.is_empty() {
+            return std::future::pending().await;
+        }
+        let watched = async {
+            let mut replacements = Replacements::watch(&self.settings.masks)?;
+            loop {
+                // At first too: a file may have been replaced before it was watched.
+                jail.warden.command_now(&Command::Mask);
+                replacements.next().await?;
+            }
+        };
+        let stopped: Result<std::convert::Infallible, io::Error> = watched.await;
+        let Err(error) = stopped;
+        warn!(%error, "protected files are not watched: one that is replaced is seen by sessions that run");
+        std::future::pending().await
     }
 
     /// Has Python warmed up, then keeps it warm and the pool full. Returns only when the first part

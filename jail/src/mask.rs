@@ -1,0 +1,144 @@
+//! Files of the operator's folders that a session must not read, or not change.
+//!
+//! A mount covers each of them in every sandbox. A name that is a mount point can neither be renamed,
+//! nor replaced, nor removed by the processes of that sandbox, and what it covers cannot be linked to.
+//! Folders on the way to it are mounted onto themselves, so that they cannot be renamed either: in the
+//! next sandbox the file would have another name, which nothing covers.
+//!
+//! Whoever replaces such a file from outside takes the cover away, because the kernel keeps it with
+//! the old file. `place` is then called again in the sandboxes that exist.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Component, Path};
+
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxAttributes, StatxFlags};
+use rustix::io::Errno;
+use rustix::mount::{MountAttrFlags, MoveMountFlags, OpenTreeFlags};
+use rustix::process::{Gid, Uid, WaitOptions, WaitStatus};
+
+use crate::identity::INSIDE_ID;
+use crate::root::RootError;
+use crate::sys::{self, Forked, MountAttributes};
+use crate::wire::{Mask, MaskRule};
+
+/// An empty file that nobody may read. The root of the jail has it.
+pub(crate) const UNREADABLE: &str = "/var/masked";
+/// An empty folder.
+const EMPTY: &str = "/var/empty";
+
+/// Covers what is there in this mount namespace and not covered yet.
+pub(crate) fn place(masks: &[Mask]) -> Result<(), RootError> {
+    for mask in masks {
+        let attempt = || format!("could not protect {}", mask.inside.display());
+        place_one(mask).map_err(|cause| RootError::new(attempt(), cause))?;
+    }
+    Ok(())
+}
+
+/// Covers again what somebody outside has replaced, in the mounts of one sandbox.
+pub(crate) fn place_again(masks: &[Mask], family: &OwnedFd, mounts: &OwnedFd) -> io::Result<()> {
+    match sys::clone_process(0)? {
+        Forked::Child => {
+            let placed = enter(family, mounts).and_then(|()| place(masks).map_err(io::Error::other));
+            sys::exit_now(i32::from(placed.is_err()));
+        }
+        Forked::Parent(child) => match rustix::process::waitpid(Some(child), WaitOptions::empty())? {
+            Some((_, status)) if WaitStatus::exit_status(status) == Some(0) => Ok(()),
+            _ => Err(io::Error::other("a file could not be covered again")),
+        },
+    }
+}
+
+fn enter(family: &OwnedFd, mounts: &OwnedFd) -> io::Result<()> {
+    for namespace in [family, mounts] {
+        rustix::thread::move_into_link_name_space(namespace.as_fd(), None)?;
+    }
+    // An empty file that is made must belong to the family's user. Rights stay: they go with user 0,
+    // which does not exist in here.
+    let (uid, gid) = (Uid::from_raw(INSIDE_ID), Gid::from_raw(INSIDE_ID));
+    rustix::thread::set_thread_res_gid(gid, gid, gid)?;
+    Ok(rustix::thread::set_thread_res_uid(uid, uid, uid)?)
+}
+
+fn place_one(mask: &Mask) -> io::Result<()> {
+    let Some(name) = mask.inside.file_name() else { return Err(Errno::INVAL.into()) };
+    let walk = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mut here = rustix::fs::openat(CWD, "/", walk | OFlags::DIRECTORY, Mode::empty())?;
+    for part in mask.inside.parent().unwrap_or(Path::new("/")).components() {
+        let Component::Normal(part) = part else { continue };
+        here = match rustix::fs::openat(&here, part, walk | OFlags::DIRECTORY, Mode::empty()) {
+            Ok(next) if is_mount_root(&next)? => next,
+            Ok(next) => cover_with_itself(&next, MountAttrFlags::empty())?,
+            // Nothing is there that could be read.
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        };
+    }
+    let found = match rustix::fs::openat(&here, name, walk, Mode::empty()) {
+        Err(Errno::NOENT) if mask.rule == MaskRule::EnvironmentFile => {
+            let create = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+            match rustix::fs::openat(&here, name, create, Mode::from(0o600)) {
+                Ok(_) | Err(Errno::EXIST) => rustix::fs::openat(&here, name, walk, Mode::empty())?,
+                // The session cannot make it either.
+                Err(Errno::ROFS | Errno::ACCESS | Errno::PERM) => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Err(Errno::NOENT) => return Ok(()),
+        found => found?,
+    };
+    let is_folder = file_type(&found)?.is_dir();
+    match mask.rule {
+        MaskRule::EnvironmentFile if is_folder && is_mount_root(&found)? => Ok(()),
+        // A virtual environment of that name: it is used, and keeps its name.
+        MaskRule::EnvironmentFile if is_folder => cover_with_itself(&found, MountAttrFlags::empty()).map(drop),
+        MaskRule::ReadOnly if is_mount_root(&found)? && is_read_only(&found)? => Ok(()),
+        MaskRule::ReadOnly => cover_with_itself(&found, MountAttrFlags::MOUNT_ATTR_RDONLY).map(drop),
+        MaskRule::EnvironmentFile | MaskRule::Hidden => cover_with(if is_folder { EMPTY } else { UNREADABLE }, &found),
+    }
+}
+
+fn file_type(place: &OwnedFd) -> io::Result<FileType> {
+    Ok(FileType::from_raw_mode(rustix::fs::fstat(place)?.st_mode))
+}
+
+fn is_mount_root(place: &OwnedFd) -> io::Result<bool> {
+    let told = rustix::fs::statx(place, "", AtFlags::EMPTY_PATH, StatxFlags::empty())?;
+    Ok(told.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
+}
+
+fn is_read_only(place: &OwnedFd) -> io::Result<bool> {
+    Ok(rustix::fs::fstatvfs(place)?.f_flag.contains(rustix::fs::StatVfsMountFlags::RDONLY))
+}
+
+/// Puts a file or folder of the jail's root over a place, unless it is there already.
+fn cover_with(cover: &str, place: &OwnedFd) -> io::Result<()> {
+    let (cover_is, place_is) = (rustix::fs::stat(cover)?, rustix::fs::fstat(place)?);
+    if (cover_is.st_dev, cover_is.st_ino) == (place_is.st_dev, place_is.st_ino) {
+        return Ok(());
+    }
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    let copy = rustix::mount::open_tree(CWD, cover, flags)?;
+    attach(&copy, place, MountAttrFlags::MOUNT_ATTR_RDONLY | MountAttrFlags::MOUNT_ATTR_NOEXEC)
+}
+
+/// Mounts a place onto itself and returns the new mount.
+fn cover_with_itself(place: &OwnedFd, attributes: MountAttrFlags) -> io::Result<OwnedFd> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE
+        | OpenTreeFlags::OPEN_TREE_CLOEXEC
+        | OpenTreeFlags::AT_RECURSIVE
+        | OpenTreeFlags::AT_EMPTY_PATH;
+    let copy = rustix::mount::open_tree(place, "", flags)?;
+    attach(&copy, place, attributes)?;
+    Ok(copy)
+}
+
+fn attach(mount: &OwnedFd, place: &OwnedFd, attributes: MountAttrFlags) -> io::Result<()> {
+    if !attributes.is_empty() {
+        let change = MountAttributes { set: u64::from(attributes.bits()), ..MountAttributes::default() };
+        sys::mount_setattr(mount, &change)?;
+    }
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+    Ok(rustix::mount::move_mount(mount, "", place, "", flags)?)
+}
