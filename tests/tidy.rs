@@ -290,6 +290,42 @@ fn tests_that_documents_name_exist() {
     assert!(missing.is_empty(), "there are no tests called {missing:?}");
 }
 
+/// Rows of `docs/migrate/statements.md`: document, statement, verdict, tests.
+fn statements() -> Vec<[String; 4]> {
+    let text = fs::read_to_string(root().join("docs/migrate/statements.md")).unwrap();
+    let rows = text.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| line "));
+    let cells = |row: &str| {
+        let row = row.trim_matches('|').replace("\\|", "¦");
+        let cells: Vec<String> = row.split('|').map(|cell| cell.trim().to_owned()).collect();
+        cells.try_into().unwrap_or_else(|cells| panic!("a row has four cells: {cells:?}"))
+    };
+    rows.map(cells).collect()
+}
+
+#[test]
+fn every_statement_of_the_five_documents_has_a_verdict_and_a_test() {
+    let code: String = rust().map(|source| source.text).collect();
+    let rows = statements();
+    assert_eq!(rows.len(), 155, "each statement has one row");
+    let mut open = 0;
+    for [_, statement, verdict, tests] in &rows {
+        let named: Vec<&str> = tests.split('`').skip(1).step_by(2).collect();
+        match verdict.as_str() {
+            "open" => open += 1,
+            "works" => assert!(!named.is_empty(), "{statement}: no test shows it"),
+            other => {
+                let replacement = other.strip_prefix("differs: ").unwrap_or_else(|| panic!("{statement}: {other}"));
+                assert!(replacement.len() > 10 && !named.is_empty(), "{statement}: {other}");
+            }
+        }
+        for name in named {
+            assert!(code.contains(&format!("fn {name}(")), "{statement}: there is no test called {name}");
+        }
+    }
+    // Whoever shows one more lowers this number.
+    assert_eq!(open, 4, "statements without a test");
+}
+
 #[test]
 fn commands_in_documents_exist() {
     let documents = tree().into_iter().filter(|source| source.path.ends_with(".md"));

@@ -366,6 +366,34 @@ while True:
         .await;
     }
 
+    async fn a_limit_of_cores_is_a_limit_of_processor_time(place) {
+        if !has_control_groups() {
+            return;
+        }
+        let fifth = place.limited(SandboxLimits { cpus: 0.2, ..TIGHT });
+        // Three processes that compute as long as they can: the limit is one for all of them. A busy machine gives them less, never more.
+        let code = "
+import os, time
+def used():
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+began, before = time.monotonic(), used()
+children = []
+for _ in range(2):
+    children.append(os.fork())
+    if children[-1] == 0: break
+while time.monotonic() < began + 3: pass
+if 0 in children: os._exit(0)
+for child in children: os.waitpid(child, 0)
+print(used() - before, time.monotonic() - began)";
+        let told = fifth.session().ok(code).await;
+        let figures: Vec<f64> = told.split_whitespace().map(|figure| figure.parse().unwrap()).collect();
+        let (used, passed) = (figures[0], figures[1]);
+        assert!(used > 0.1, "they computed: {told}");
+        // The kernel gives out a fifth of each tenth of a second.
+        assert!(used <= 0.2 * (passed + 0.2) * 1.05, "{used} s of {passed} s");
+    }
+
     async fn a_session_that_gets_little_processor_time_has_longer_to_stop(place) {
         if !has_control_groups() {
             return;
