@@ -176,7 +176,7 @@ fn variables_of_the_file_fill_parameters_of_servers() {
             folders.into_iter().map(|(name, path)| (name.to_owned(), json!(path.to_str().unwrap()))).collect();
         let mode = format!("${{{variable}}}");
         let params = json!({
-            "command": crate::support::server::PROGRAM,
+            "command": crate::support::PROGRAM,
             "args": ["mcp", "--profile", mode, "--environment", "minimal"],
             "env": variables,
         });
