@@ -8,6 +8,7 @@ use std::io::{IsTerminal, Write};
 use anyhow::Context;
 
 use super::cli::{IpyboxCleanupArguments, PackagesCommand};
+use super::output::standard_error;
 use super::{image_command, packages_command};
 use crate::config::Settings;
 use crate::sandbox::container::remove_left_containers;
@@ -45,8 +46,9 @@ fn confirmed(unused: &str) -> anyhow::Result<bool> {
     if !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
         return Ok(false);
     }
-    eprint!("{unused} are used by no session. Remove them? [y/N] ");
-    std::io::stderr().flush()?;
+    let mut terminal = standard_error();
+    write!(terminal, "{unused} are used by no session. Remove them? [y/N] ")?;
+    terminal.flush()?;
     let mut answer = String::new();
     std::io::stdin().read_line(&mut answer)?;
     Ok(matches!(answer.trim().to_ascii_lowercase().as_str(), "y" | "yes"))
