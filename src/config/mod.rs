@@ -924,7 +924,7 @@ mod tests {
             settings.mounts = vec![Mount { host: base.join("data"), inside: "data".into(), writable: false }];
             let masks = paths.iter().map(|path| HostMask { host: base.join(path), rule: MaskRule::Hidden });
             settings.masks = masks.collect();
-            let made = make_folders(&mut settings, rustix::process::geteuid().as_raw());
+            let made = settle_folders(&mut settings, rustix::process::geteuid().as_raw(), Folders::Made);
             made.map(|()| {
                 let below = |mask: &HostMask| mask.host.strip_prefix(&base).unwrap().display().to_string();
                 (settings.masks.iter().map(below).collect::<Vec<_>>(), settings.notices)

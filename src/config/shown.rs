@@ -161,6 +161,8 @@ fn value(settings: &Settings, written: &Merged, key: Key) -> Value {
         Key::NetworkQuestions => text(network.limits.questions_per_second),
         Key::InstallPackages => switch(settings.packages.allowed),
         Key::PackageSize => size(settings.packages.size),
+        Key::PackageDisk => size(settings.packages.disk),
+        Key::PackageMemory => size(settings.packages.memory),
         Key::PackageStoreSize => size(settings.packages.store_size),
         Key::PackageTimeout => duration(settings.packages.timeout),
         Key::PackageIndex => optional(&settings.package_index.url, |url| text(without_secrets(url))),
