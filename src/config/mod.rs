@@ -624,7 +624,7 @@ fn settle_folders(settings: &mut Settings, user_id: u32, folders: Folders) -> Re
         if let Some(owner) = owner.filter(|_| is_new) {
             std::os::unix::fs::chown(&made, Some(owner), Some(owner))?;
         }
-        Ok(made)
+        io::Result::Ok(made)
     };
     if let Some(workspace) = &mut settings.workspace {
         *workspace = for_sessions(workspace).map_err(folder_error("workspace", workspace))?;
