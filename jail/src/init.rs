@@ -44,7 +44,7 @@ pub(crate) enum Word {
         doors: Vec<Door>,
     },
     /// Carries the namespaces that interpreters join, in the order of `JOINED`, the root that they
-    /// take, and the landlock rules unless a test left them out.
+    /// take, its mount namespace, and the landlock rules unless a test left them out.
     Ready,
     Swept {
         number: u32,
@@ -166,7 +166,11 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
     // Otherwise a session of the same uid could read this process's memory, which is a copy of the warden's.
     step("become unreadable", rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable))?;
     seccompiler::apply_filter(&own_filter()).map_err(InitError::Seccomp)?;
-    let passed = namespaces.iter().map(AsFd::as_fd).chain([mounts.root.as_fd()]).chain(rules.iter().map(AsFd::as_fd));
+    let passed = namespaces
+        .iter()
+        .map(AsFd::as_fd)
+        .chain([mounts.root.as_fd(), mounts.namespace.as_fd()])
+        .chain(rules.iter().map(AsFd::as_fd));
     step("report", wire::send(&start.warden, &Word::Ready, &passed.collect::<Vec<_>>()))?;
     Ok(mounts)
 }
@@ -180,7 +184,7 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
 pub(crate) struct Mounts {
     root: OwnedFd,
     /// Mounts end with their namespace.
-    _namespace: File,
+    namespace: File,
 }
 
 impl Mounts {
@@ -190,7 +194,7 @@ impl Mounts {
         let root = rustix::fs::open("/", flags, Mode::empty())?;
         let namespace = File::open("/proc/self/ns/mnt")?;
         sys::unshare(UnshareFlags::NEWNS)?;
-        Ok(Mounts { root, _namespace: namespace })
+        Ok(Mounts { root, namespace })
     }
 
     fn take_root(&self) -> io::Result<()> {

@@ -67,6 +67,8 @@ struct Sandbox {
     apart: bool,
     /// The value of `Warden::masked` when it was begun.
     masked: u32,
+    /// The mount namespace in which the root of its processes is.
+    mounts: Option<OwnedFd>,
     /// Readable when the init has ended. `None` until the family has made it.
     init: Option<OwnedFd>,
     orders: OwnedFd,
@@ -410,9 +412,14 @@ impl Warden {
         let masked = self.masked;
         let stale = |sandbox: &&mut Sandbox| sandbox.standing && !sandbox.apart && sandbox.masked != masked;
         let Some(sandbox) = self.sandboxes.get_mut(&slot).filter(stale) else { return Ok(()) };
-        let Some(mounts) = sandbox.namespaces.get(MOUNTS) else { return Ok(()) };
+        // Files are found in the first; whether a name can be taken away, the kernel decides by the second.
+        let namespaces = sandbox.mounts.as_ref().zip(sandbox.namespaces.get(MOUNTS));
+        let Some((original, copy)) = namespaces else { return Ok(()) };
         let Some(family) = self.families.get(&sandbox.family) else { return Ok(()) };
-        match mask::place_again(&self.setup.masks, &family.user_namespace, mounts) {
+        let covered = [original, copy]
+            .into_iter()
+            .try_for_each(|mounts| mask::place_again(&self.setup.masks, &family.user_namespace, mounts));
+        match covered {
             Ok(()) => {
                 sandbox.masked = masked;
                 Ok(())
@@ -456,6 +463,7 @@ impl Warden {
             family: id,
             apart,
             masked: self.masked,
+            mounts: None,
             init: None,
             orders,
             namespaces: Vec::new(),
@@ -945,7 +953,8 @@ impl Warden {
                 self.tell_or_fail(slot, &Event::Opened { slot, doors }, &sockets.iter().collect::<Vec<_>>())
             }
             Ok(Some((InitWord::Ready, mut descriptors))) => {
-                sandbox.rules = if descriptors.len() > JOINED.len() + 1 { descriptors.pop() } else { None };
+                sandbox.rules = if descriptors.len() > JOINED.len() + 2 { descriptors.pop() } else { None };
+                sandbox.mounts = descriptors.pop();
                 sandbox.root = descriptors.pop();
                 let namespaces = descriptors.iter().map(identity_of).collect::<io::Result<_>>();
                 sandbox.namespaces = descriptors;
