@@ -38,6 +38,7 @@ pub(super) const FILES: &[(&str, &[u8])] = embedded![
     "fonts.py",
     "frames.py",
     "harmless.py",
+    "imported.py",
     "imports.py",
     "interrupts.py",
     "lanes.py",
