@@ -9,7 +9,7 @@ use super::{ECHO, Scene, register, started};
 use crate::http::client::Raw;
 use crate::support::ends_within;
 use crate::support::server::{MINIMAL, PATIENCE, finished, program};
-use crate::support::service::{Service, keeper_name};
+use crate::support::service::{Service, stop_keeper_of};
 
 #[test]
 fn a_question_of_a_killed_server_is_asked_by_the_next_one_and_nothing_runs_twice() {
@@ -70,10 +70,7 @@ async fn a_question_of_a_killed_service_is_answered_at_the_next_one() {
     let after = alice.result("execute_ipython_cell", json!({"code": "runs", "session_id": "a"})).await;
     assert_eq!(after["content"][0]["text"], "1", "it ran once");
     drop(service);
-    let mut stop = program();
-    stop.env("XDG_RUNTIME_DIR", folder.path()).args(["keeper", "stop", "--now", &keeper_name(folder.path())]);
-    let (ended, _, errors) = finished(&mut stop);
-    assert_eq!(ended, Some(0), "{errors}");
+    stop_keeper_of(folder.path());
 }
 
 /// Every process below another one, by its command.

@@ -7,8 +7,7 @@ use serde_json::{Value, json};
 
 use crate::http::client::Raw;
 use crate::support::native::host_python;
-use crate::support::server::{finished, program};
-use crate::support::service::{Service, keeper_name};
+use crate::support::service::{Service, stop_keeper_of};
 
 const ECHO: &str = "import mcptools\nprint(mcptools.call('notes', 'echo', {'text': 'x'}))";
 
@@ -52,10 +51,7 @@ impl Scene {
 
 fn stop_keeper(folder: &Path, kept: bool) {
     if kept {
-        let mut stop = program();
-        stop.env("XDG_RUNTIME_DIR", folder).args(["keeper", "stop", "--now", &keeper_name(folder)]);
-        let (ended, _, errors) = finished(&mut stop);
-        assert_eq!(ended, Some(0), "{errors}");
+        stop_keeper_of(folder);
     }
 }
 

@@ -41,9 +41,16 @@ async fn refusal(session: &Session) -> String {
 async fn is_empty(daemon: &Daemon) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !daemon.engine.containers().is_empty() {
-        assert!(Instant::now() < deadline, "{:?}", daemon.engine.containers());
+        assert!(Instant::now() < deadline, "{}", left_over(daemon));
         tokio::task::yield_now().await;
     }
+}
+
+/// The containers that are there, and what the engine says when it is to remove them.
+fn left_over(daemon: &Daemon) -> String {
+    let there = daemon.engine.command(&["ps", "--all", "--format", "{{.ID}} {{.Status}} {{.Names}}"]);
+    let removed = daemon.engine.containers().into_iter().map(|id| daemon.engine.run(&["rm", "--force", &id]));
+    format!("{there}{:?}", removed.collect::<Vec<_>>())
 }
 
 /// A session before, in and after each end of its engine.

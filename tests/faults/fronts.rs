@@ -14,7 +14,7 @@ use super::processes::{self, Process, send, wait_for};
 use super::{Home, Moment, Scene, command, entries_of, groups_of, readiness, runtime_folder};
 use crate::http::client::Raw;
 use crate::support::server::{Era, Pending, Server, finished, program};
-use crate::support::service::{Service, keeper_name};
+use crate::support::service::{Service, stop_keeper_of};
 
 /// A cell that computes for three seconds.
 const CELL: &str = "import time; begun = time.time()\nwhile time.time() < begun + 3: pass\nx += 1\n'the result'";
@@ -220,13 +220,6 @@ fn of_two_fronts_of_one_keeper_one_is_killed_and_the_other_goes_on() {
 }
 
 const CALLERS: &[(&str, &[&str])] = &[("alice", &["python:execute"])];
-
-fn stop_keeper_of(folder: &std::path::Path) {
-    let mut stop = program();
-    stop.env("XDG_RUNTIME_DIR", folder).args(["keeper", "stop", "--now", &keeper_name(folder)]);
-    let (ended, _, errors) = finished(&mut stop);
-    assert_eq!(ended, Some(0), "{errors}");
-}
 
 #[test]
 fn a_service_is_not_ready_while_its_keeper_hangs_and_says_why() {

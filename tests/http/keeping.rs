@@ -3,8 +3,7 @@
 use serde_json::{Value, json};
 
 use super::client::Raw;
-use crate::support::server::{finished, program};
-use crate::support::service::{Service, keeper_name};
+use crate::support::service::{Service, stop_keeper_of};
 
 const CALLERS: &[(&str, &[&str])] = &[("alice", &["python:execute"]), ("bob", &["python:execute"])];
 
@@ -50,8 +49,5 @@ async fn sessions_and_running_cells_survive_the_death_of_the_server() {
     assert_eq!(kept["structuredContent"]["text"], "41");
     drop(service);
 
-    let mut stop = program();
-    stop.env("XDG_RUNTIME_DIR", folder.path()).args(["keeper", "stop", "--now", &keeper_name(folder.path())]);
-    let (ended, _, errors) = finished(&mut stop);
-    assert_eq!(ended, Some(0), "{errors}");
+    stop_keeper_of(folder.path());
 }

@@ -20,8 +20,7 @@ use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 
 use super::client::{Raw, call, head};
-use crate::support::server::{finished, program};
-use crate::support::service::{Service, keeper_name};
+use crate::support::service::{Service, stop_keeper_of};
 
 const CALLS: usize = 200;
 /// A session lets 64 calls wait.
@@ -136,10 +135,7 @@ async fn calls_on_one_http2_connection_run_in_order_with_a_keeper_and_an_audit_l
         Service::with_keys(folder.path(), CALLERS, true, &["--audit-file", &audit_file.display().to_string()]);
     check_order_over_http2(&service).await;
     drop(service);
-    let mut stop = program();
-    stop.env("XDG_RUNTIME_DIR", folder.path()).args(["keeper", "stop", "--now", &keeper_name(folder.path())]);
-    let (ended, _, errors) = finished(&mut stop);
-    assert_eq!(ended, Some(0), "{errors}");
+    stop_keeper_of(folder.path());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

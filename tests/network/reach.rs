@@ -261,7 +261,9 @@ fn no_socket_below_tcp_and_udp_can_be_made_even_where_everything_is_open() {
             "socket.AF_INET6, socket.SOCK_RAW, socket.IPPROTO_ICMPV6",
             "socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_ICMP",
             "socket.AF_PACKET, socket.SOCK_RAW, 0x0300",
-            "socket.AF_NETLINK, socket.SOCK_RAW, 0",
+            // Netlink about netfilter, and generic netlink.
+            "socket.AF_NETLINK, socket.SOCK_RAW, 12",
+            "socket.AF_NETLINK, socket.SOCK_RAW, 16",
             "socket.AF_VSOCK, socket.SOCK_STREAM, 0",
         ];
         for kind in kinds {

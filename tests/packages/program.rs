@@ -146,7 +146,7 @@ fn the_store_is_listed_and_cleaned_of_what_no_session_uses() {
     drop(server);
     let text = place.says(&["packages", "list"]);
     assert!(text.starts_with("pure 2.0 ") && text.contains("used just now"), "{text}");
-    assert!(text.ends_with(" of 10 GiB\n"), "{text}");
+    assert!(text.ends_with(" of 20 GiB\n"), "{text}");
     assert!(place.says(&["packages", "clean"]).starts_with("removed 2 packages, "));
     assert_eq!(place.list(), Vec::<Value>::new());
 }

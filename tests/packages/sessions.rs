@@ -201,7 +201,7 @@ open('control', 'w').close()",
     );
     assert!(!install(&session, json!("tool-kit")).is_error());
     assert_eq!(session.text("import tool_kit; tool_kit.main()"), "tool 2");
-    assert_eq!(watcher.text("over.set(); watching.join(); print(sorted(seen))"), "['control']");
+    assert_eq!(watcher.text("over.set(); watching.join(); print(sorted(seen))"), "['.env', 'control']");
 }
 
 #[test]

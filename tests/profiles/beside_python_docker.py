@@ -59,7 +59,8 @@ INTENDED: list[tuple[str, dict[str, Any], str, str]] = [
     (PERSISTENT, {"code": "print(a)", "session_id": "t"}, "name 'a' is not defined", "\n\n1\n"),
     (PERSISTENT, {"code": "print('a\\nb')", "session_id": "t"}, "unterminated string literal", "\n\na\nb\n"),
     (PERSISTENT, {"code": "print(1)", "session_id": "a b"}, "Session ID: a b", "Error executing execute-persistent: "),
-    (INSTALL, {"package_name": "leaf", "session_id": "never"}, "Session never not found", "Error installing package: Session never not found"),
+    # Here the session is made, and the package does not exist.
+    (INSTALL, {"package_name": "no-such-package-of-cellblock", "session_id": "never"}, "Session never not found", "Error installing package: "),
     (CLEANUP, {"session_id": "never"}, "Session never cleaned up successfully", "Session never does not exist"),
 ]
 
@@ -95,7 +96,8 @@ async def compare(they: ClientSession, we: ClientSession, has_engine: bool) -> N
     assert listed[0] == listed[1], listed
     for tool, arguments in SAME_FAILURE:
         results = [await session.call_tool(tool, arguments) for session in (they, we)]
-        assert told(results[0]) == told(results[1]), (tool, arguments, results)
+        # Here refused code gives the state back.
+        assert plain(told(results[0])) == plain(told(results[1])), (tool, arguments, results)
         assert [result.isError for result in results] == [False, True], (tool, arguments, results)
     if not has_engine:
         return

@@ -232,6 +232,7 @@ fn what_a_copy_cannot_have_is_named() {
 #[test]
 fn variants_draw_the_same_random_numbers_and_a_second_exploration_others() {
     let session = Server::shared().session();
+    session.text("x = 1");
     let draw = "import random; random.random()";
     let mut drawn = Vec::new();
     for _ in 0..2 {

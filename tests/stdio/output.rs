@@ -280,7 +280,7 @@ fn other_rich_output_arrives_as_text_that_a_model_can_use() {
         ("px.line(x=[1, 2], y=[3, 4], title='Sales').show()", vec!["Plotly figure: Sales\n", "y: 3 to 4"]),
         (
             "import io, PIL.Image as pil\nfile = io.BytesIO()\n\
-             pil.new('P', (6, 4)).save(file, 'GIF', save_all=True, append_images=[pil.new('P', (6, 4), 1)])\n\
+             pil.new('RGB', (6, 4)).save(file, 'GIF', save_all=True, append_images=[pil.new('RGB', (6, 4), 'red')])\n\
              Image(data=file.getvalue(), format='gif')",
             vec!["[image 1: 6×4 png, the first of 2 frames of an animation]"],
         ),

@@ -102,7 +102,7 @@ impl TestEngine {
     }
 
     /// Returns what the command printed, or its errors.
-    fn run(&self, arguments: &[&str]) -> Result<String, String> {
+    pub(crate) fn run(&self, arguments: &[&str]) -> Result<String, String> {
         let output = Command::new("docker").arg("-H").arg(self.address.to_string()).args(arguments).output();
         let output = output.expect("the engine's command line runs");
         if output.status.success() {

@@ -174,6 +174,14 @@ pub(crate) fn keeper_name(folder: &Path) -> String {
     name.chars().filter(char::is_ascii_alphanumeric).collect()
 }
 
+/// Ends the keeper of a test's services, if it has not ended by itself: one without sessions does.
+pub(crate) fn stop_keeper_of(folder: &Path) {
+    let mut stop = program();
+    stop.env("XDG_RUNTIME_DIR", folder).args(["keeper", "stop", "--now", &keeper_name(folder)]);
+    let (ended, _, errors) = finished(&mut stop);
+    assert!(ended == Some(0) || errors.contains("there is no keeper"), "{ended:?}: {errors}");
+}
+
 /// Returns a new key and the lines about it for the configuration file.
 fn new_key(name: &str, scopes: &[&str]) -> (String, String) {
     let mut command = program();

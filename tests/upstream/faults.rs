@@ -194,7 +194,7 @@ async fn callers_over_http_may_name_private_hosts_that_the_operator_lists() {
         let params = json!({"server_name": "mine", "server_params": {"url": elsewhere.url("http")}});
         let registered = client.result("register_mcp_server", params).await;
         let code = "from cellblock_runner import mcptools\nprint(mcptools.call('mine', 'echo', {'text': 'x'}))";
-        let called = client.result("execute_ipython_cell", json!({"code": code})).await;
+        let called = client.result("execute_ipython_cell", json!({"code": code, "session_id": "a"})).await;
         [registered, called].map(|result| result["content"][0]["text"].as_str().unwrap_or_default().to_owned())
     };
     for setting in ["", "mcp_allowed_hosts: [tools.internal]\n"] {
