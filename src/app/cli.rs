@@ -175,7 +175,7 @@ pub(super) enum ConfigCommand {
     },
     /// Show the settings that a server would have, and where each was written; secrets are hidden
     #[command(after_help = CONFIG_EXAMPLES)]
-    Show(ConfigShowArguments),
+    Show(Box<ConfigShowArguments>),
 }
 
 const CHECK_EXAMPLES: &str = "\

@@ -147,7 +147,7 @@ fn shortened(output: &str) -> String {
     let told: Vec<&str> = output.lines().filter(is_told).collect();
     // A failure begins where it is called one; what comes before is how it went until then.
     let is_error = |line: &&str| line.to_ascii_lowercase().contains("error") || line.contains('×');
-    let begin = told.iter().position(|line| is_error(line)).unwrap_or(told.len().saturating_sub(MOST_LINES));
+    let begin = told.iter().position(is_error).unwrap_or(told.len().saturating_sub(MOST_LINES));
     let text = told[begin..].iter().take(MOST_LINES).copied().collect::<Vec<_>>().join("\n");
     match text.char_indices().nth(MOST_CHARS) {
         Some((end, _)) => format!("{} […]", &text[..end]),
@@ -172,8 +172,8 @@ fn unreachable_index(output: &str) -> Option<String> {
         });
     let of_uv = || {
         let causes = output.lines().filter_map(|line| line.trim_start().split_once("ause").map(|(_, rest)| rest));
-        let causes = causes.filter_map(|rest| rest.split_once(": ").map(|(_, cause)| cause));
-        causes.last().filter(|_| output.contains("error sending request"))
+        let mut causes = causes.filter_map(|rest| rest.split_once(": ").map(|(_, cause)| cause));
+        causes.next_back().filter(|_| output.contains("error sending request"))
     };
     of_pip.or_else(of_uv).map(|reason| reason.trim().to_owned())
 }

@@ -61,7 +61,7 @@ INTENDED: list[tuple[str, dict[str, Any], str, str]] = [
     (PERSISTENT, {"code": "print(1)", "session_id": "a b"}, "Session ID: a b", "Error executing execute-persistent: "),
     # Here the session is made, and the package does not exist.
     (INSTALL, {"package_name": "no-such-package-of-cellblock", "session_id": "never"}, "Session never not found", "Error installing package: "),
-    (CLEANUP, {"session_id": "never"}, "Session never cleaned up successfully", "Session never does not exist"),
+    (CLEANUP, {"session_id": "other"}, "Session other cleaned up successfully", "Session other does not exist"),
 ]
 
 
