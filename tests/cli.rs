@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use cellblock::environment::{self, EnvironmentSpec, Input};
 use serde_json::Value;
 
-use crate::support::server::{data_dir, finished, program, program_below};
+use crate::support::server::{Era, Server, data_dir, finished, program, program_below};
 use crate::support::{PROGRAM, is_root, skipped};
 
 /// The user that owns nothing. Its number is the same everywhere.
@@ -293,4 +293,28 @@ fn an_ordinary_user_can_do_the_same_without_any_right() {
     assert_eq!(status, Some(124), "{errors}");
     let instances = folder.path().join("runtime/cellblock/instances");
     assert_eq!(fs::read_dir(instances).unwrap().count(), 0, "nothing of a finished run stays");
+}
+
+/// Other tests have a smaller environment of that name.
+#[test]
+fn the_environment_that_users_have_by_default_is_warm_and_has_what_it_promises() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("data-of-users");
+    let (built, _, errors) = finished(program_below(&folder).args(["env", "build"]));
+    assert_eq!(built, Some(0), "{errors}");
+    let server = Server::spawn(program_below(&folder).arg("mcp"), Era::Initialize);
+    server.greet();
+    let session = server.session();
+    assert_eq!(
+        session.text("import sys; [name in sys.modules for name in ('numpy', 'pandas', 'pyarrow')]"),
+        "[True, True, True]"
+    );
+    let modules = "bs4 duckdb httpx jinja2 lxml.etree nbformat networkx openpyxl plotly requests scipy seaborn sklearn \
+                   statsmodels sympy tabulate tqdm yaml";
+    let import = format!("import importlib\nfor name in '{modules}'.split(): importlib.import_module(name)");
+    assert_eq!(session.text(&import), "(no output)");
+    let table = "import io, pandas as pd\nfile = io.BytesIO(); pd.DataFrame({'a': ['x', 'y']}).to_parquet(file)";
+    session.text(table);
+    session.text("kept = 1");
+    session.call("undo", serde_json::json!({}));
+    assert_eq!(session.text("pd.read_parquet(file).a.tolist(), 'kept' in globals()"), "(['x', 'y'], False)");
 }

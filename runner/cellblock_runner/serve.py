@@ -9,6 +9,7 @@ A request is always answered. A cell's end, above all, is reported whatever the 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import linecache
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 from . import (
@@ -81,6 +82,9 @@ _fillings: list[list[bytes]] = []
 # The true one, whatever a user puts in its place.
 _own_number = os.getpid
 
+# Options of the allocator in pyarrow.
+_ARROW_ALLOCATOR = "JE_ARROW_MALLOC_CONF"
+
 # Where Python keeps the last error for debuggers.
 _LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")
 
@@ -104,11 +108,10 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
     fonts.install()
     shell = create_shell()
     displays.install(shell.display_formatter)
-    for name in preload:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            continue
+    with _without_background_threads():
+        for name in preload:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
     if "matplotlib.pyplot" in sys.modules:
         _warm_matplotlib()
     if rehearse:
@@ -506,6 +509,23 @@ def _close_stdin() -> None:
         os.dup2(nothing, 0)
         os.close(nothing)
     sys.stdin = sys.__stdin__ = NoInput()
+
+
+@contextlib.contextmanager
+def _without_background_threads() -> Iterator[None]:
+    """Has libraries that are loaded meanwhile start no threads of their own.
+
+    The allocator of pyarrow, which pandas imports, starts one as soon as it is loaded.
+    """
+    before = os.environ.get(_ARROW_ALLOCATOR)
+    os.environ[_ARROW_ALLOCATOR] = ",".join(filter(None, (before, "background_thread:false")))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ARROW_ALLOCATOR]
+        else:
+            os.environ[_ARROW_ALLOCATOR] = before
 
 
 def _warm_matplotlib() -> None:
