@@ -116,7 +116,7 @@ impl OutOfMemory {
     }
 }
 
-/// Counts the processes that the kernel killed for want of memory around this one, where sessions
+/// Counts the out-of-memory kills around this process, where sessions
 /// have no groups of their own: those of its group, or those of the machine if nobody counts for
 /// the group.
 pub fn kills_around_this_process() -> u64 {
@@ -439,7 +439,7 @@ impl Group {
         field_of(&text, name).unwrap_or(0)
     }
 
-    /// How many processes of the group were killed for want of memory, where that is counted.
+    /// The number of out-of-memory kills in the group, where the kernel counts them.
     fn counted_kills(&self) -> Option<u64> {
         let file = match self.version {
             Version::Two => "memory.events.local",

@@ -31,7 +31,7 @@ from .imported import when_imported
 # Larger drawings take seconds.
 _LARGEST_DRAWING = 4 * 1024 * 1024
 # Seconds, and bytes more than the session has, that drawing may take.
-_PATIENCE = 5
+_TIMEOUT = 5
 _MOST_MEMORY = 512 * 1024 * 1024
 # How many pixels a unit of length has.
 _PIXELS = {None: 1.0, "px": 1.0, "pt": 4 / 3, "pc": 16.0, "mm": 96 / 25.4, "cm": 96 / 2.54, "in": 96.0}
@@ -193,7 +193,7 @@ def _in_child(work: Callable[[], bytes]) -> bytes | None:
     os.close(writing)
     parts = []
     try:
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _TIMEOUT
         while select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
             part = os.read(reading, 1 << 20)
             if not part:
@@ -215,7 +215,7 @@ def _leave_no_trace() -> None:
     os.dup2(nothing, 2)
     with open("/proc/self/statm") as file:
         held = int(file.read().split()[0]) * resource.getpagesize()
-    for kind, most in ((resource.RLIMIT_AS, held + _MOST_MEMORY), (resource.RLIMIT_CPU, _PATIENCE)):
+    for kind, most in ((resource.RLIMIT_AS, held + _MOST_MEMORY), (resource.RLIMIT_CPU, _TIMEOUT)):
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(kind, (most, most))
 

@@ -85,7 +85,7 @@ const SAME_NAME: &[&str] = &[
 
 /// Returns what an execution did not find, if it ended because of that: a module's name, of one word.
 ///
-/// Something below a module that exists (`No module named 'a.b'`) is not missing for want of a package.
+/// A missing submodule of a module that exists (`No module named 'a.b'`) is not a missing package.
 pub(super) fn missing_module(status: &Status) -> Option<&str> {
     let Status::Raised(PythonError { name, message, .. }) = status else { return None };
     if name != "ModuleNotFoundError" {

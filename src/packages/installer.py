@@ -196,7 +196,7 @@ def uv(request: dict[str, Any], arguments: list[str]) -> str:
         raise Failed(f"the server's uv does not run here ({error.strerror}); {needs}") from None
     if done.returncode == -signal.SIGKILL:
         # Nobody else ends it.
-        raise Failed("the kernel ended uv for want of memory; the server's setting package_memory allows more")
+        raise Failed("the kernel ended uv because memory ran out; the server's setting package_memory allows more")
     if done.returncode != 0:
         said = done.stderr.decode("utf-8", "replace").replace(here + "/", "")
         lines = [line for line in said.splitlines() if not NOISE.match(line)]

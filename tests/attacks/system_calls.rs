@@ -24,7 +24,7 @@ const EOPNOTSUPP: i64 = 95;
 const CALLS: &str = include_str!("calls_x86_64.txt");
 
 /// Calls by number, from Python. An answer is zero or the error's number. Addresses are those of `room`, where one is needed.
-const CALLER: &str = "
+pub(super) const CALLER: &str = "
 import ctypes, json, os
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long

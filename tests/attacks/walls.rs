@@ -11,6 +11,7 @@ use cellblock_jail::wire::{Bind, LeftOut, OperatorMount};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use super::system_calls::CALLER;
 use crate::support::native::{self, Builder, run};
 use crate::support::places::{Place, in_every_place};
 use crate::support::{is_root, skipped};
@@ -231,7 +232,7 @@ print(json.dumps([name for name in {PARTS_OF_PROC:?} if says(f'/proc/{{name}}')]
         let _terminal = std::fs::File::open("/dev/ptmx").unwrap();
         let (first, second) = (place.session(), place.session());
         let code = format!(
-            "{TERMINALS}
+            "{CALLER}{TERMINALS}
 def seen():
     return sorted(name for name in os.listdir('/dev/pts') if name != 'ptmx')
 before = seen()
@@ -422,19 +423,6 @@ def attack():
     typed = [request(inner, termios.TIOCSTI, b'x'), request(inner, TIOCLINUX, b'\\2'), request(inner, TIOCCONS, 0),
              request(inner, termios.TIOCSETD, (0).to_bytes(4, 'little'))]
     return {'typed': typed, 'own': own, 'read': read}
-def in_child(work):
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writer, json.dumps(work()).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader, 'rb') as answers:
-        text = answers.read()
-    os.waitpid(child, 0)
-    return json.loads(text)
 ";
 
 /// A folder of the host that anybody may write to, shown inside like the environment: read-only.
