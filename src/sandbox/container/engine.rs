@@ -41,7 +41,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const LONGEST_REFUSAL: usize = 400;
 
 /// How long to wait after each attempt to remove a container that failed, in milliseconds.
-const REMOVAL_PAUSES: [u64; 5] = [50, 100, 200, 400, 800];
+pub(super) const REMOVAL_PAUSES: [u64; 5] = [50, 100, 200, 400, 800];
 
 /// Which engine sandboxes are made by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

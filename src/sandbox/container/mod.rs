@@ -731,14 +731,21 @@ impl Inner {
         listed.into_iter().map(|container| container.id).collect()
     }
 
-    /// Removes every container that this server has made and that is still there.
+    /// Removes every container that this server has made and that is still there. An engine answers "in
+    /// progress" for a removal that may still fail, so it is asked what is left.
     async fn remove_own(&self, engine: &Engine) {
-        let Ok(listed) = engine.list(LABEL_SERVER, self.tenancy.server()).await else { return };
-        let mut removals = tokio::task::JoinSet::new();
-        for container in listed {
-            let engine = engine.clone();
-            removals.spawn(async move { engine.remove(&container.id).await });
+        for pause in engine::REMOVAL_PAUSES {
+            let Ok(listed) = engine.list(LABEL_SERVER, self.tenancy.server()).await else { return };
+            if listed.is_empty() {
+                return;
+            }
+            let mut removals = tokio::task::JoinSet::new();
+            for container in listed {
+                let engine = engine.clone();
+                removals.spawn(async move { engine.remove(&container.id).await });
+            }
+            removals.join_all().await;
+            tokio::time::sleep(Duration::from_millis(pause)).await;
         }
-        removals.join_all().await;
     }
 }
