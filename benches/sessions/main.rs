@@ -12,7 +12,7 @@
 //!
 //! Every row starts servers of its own and speaks MCP over their standard input and output, as a client does. Where a plain `python -c` does
 //! comparable work, it is measured in turn with ours, with the same interpreter and packages. `statistics` computes, `server` is the
-//! client, `peers` finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of sessions, `service` those about `cellblock serve`, which `serving` starts, `containers` those about containers, `tools` those about tools of other MCP servers.
+//! client, `peers` finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of sessions, `service` those about `cellblock serve`, which `serving` starts, `containers` those about containers, `ordinary` the one about code that others wrote, `tools` those about tools of other MCP servers.
 //!
 //! Nothing is asserted: a missed target is printed as such. Machines differ, and a busy one misses everything.
 
@@ -21,6 +21,7 @@ mod containers;
 mod http_client;
 mod memory;
 mod network;
+mod ordinary;
 mod peers;
 mod server;
 mod service;
@@ -64,7 +65,7 @@ struct Peers {
 
 type Row = fn(&Peers) -> anyhow::Result<()>;
 
-const ROWS: [(&str, Row); 28] = [
+const ROWS: [(&str, Row); 29] = [
     ("initialize", process_start_to_initialize),
     ("new-session", new_session_to_first_result),
     ("cell", cell_round_trip),
@@ -78,6 +79,7 @@ const ROWS: [(&str, Row); 28] = [
     ("checkpoint", branching::cost_of_checkpoints),
     ("undo", branching::undo_to_next_answer),
     ("fork-memory", branching::private_memory_of_a_fork),
+    ("ordinary", ordinary::speed_of_ordinary_code),
     ("network", network::first_byte_and_throughput),
     ("network-start", network::cost_of_a_network_list),
     ("install", network::installing_what_is_known),
