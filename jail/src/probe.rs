@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use landlock::{ABI, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
+use landlock::{AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
 
 /// Answers of the machine, with the cure where something is missing.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -140,26 +140,18 @@ pub fn tracing() -> Finding {
     }
 }
 
-/// Whether the kernel has landlock, and a version that covers what we need.
+/// Whether the kernel has landlock.
 pub fn landlock() -> Finding {
-    let supported = |abi: ABI| {
-        Ruleset::default()
-            .set_compatibility(CompatLevel::HardRequirement)
-            .handle_access(<AccessFs as landlock::Access>::from_all(abi))
-            .and_then(|rules| rules.create())
-            .is_ok()
-    };
-    let cure = "use Linux 6.2 or newer with landlock in the kernel's `lsm=` list";
-    if supported(ABI::V3) {
-        Finding::works("landlock")
-    } else if supported(ABI::V1) {
-        Finding {
-            but: Some("this kernel's landlock does not refuse truncation, which Linux 6.2 added".to_owned()),
-            cure: Some(cure.to_owned()),
-            ..Finding::works("landlock")
-        }
-    } else {
-        Finding::missing("the kernel has no landlock", cure)
+    let rules = Ruleset::default()
+        .set_compatibility(CompatLevel::HardRequirement)
+        .handle_access(AccessFs::WriteFile)
+        .and_then(|rules| rules.create());
+    match rules {
+        Ok(_) => Finding::works("landlock"),
+        Err(_) => Finding::missing(
+            "the kernel has no landlock",
+            "use Linux 5.13 or newer with landlock in the kernel's `lsm=` list",
+        ),
     }
 }
 

@@ -169,7 +169,7 @@ fn cure_of(kind: LayerKind) -> Option<&'static str> {
         LayerKind::Resources => Some(
             "start the server as root, or let systemd delegate a control group: docs/isolation.md, section Control groups",
         ),
-        LayerKind::Landlock => Some("use Linux 6.2 or newer"),
+        LayerKind::Landlock => Some("use Linux 5.13 or newer"),
         _ => None,
     }
 }
