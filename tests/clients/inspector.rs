@@ -39,11 +39,32 @@ fn the_inspector_runs_cells_and_gets_a_plot() {
     });
 }
 
+#[test]
+fn the_inspector_lists_and_calls_the_tools_of_every_profile() {
+    let Some(folder) = folder() else { return skipped("npm") };
+    let calls = [
+        ("python-docker-mcp", "execute-transient"),
+        ("ipybox", "execute_ipython_cell"),
+        ("code-executer", "start_code_executer"),
+        ("pyexec", "execute_python"),
+    ];
+    for (profile, tool) in calls {
+        let way = Way { folder, service: None, flags: &["--profile", profile] };
+        let listed = way.inspect("legacy", &["--method", "tools/list"]);
+        assert!(listed["tools"].as_array().unwrap().iter().any(|each| each["name"] == tool), "{listed}");
+        let call = ["--method", "tools/call", "--tool-name", tool];
+        let arguments: &[&str] = if tool.starts_with("start") { &[] } else { &["--tool-arg", "code=print(6 * 7)"] };
+        let result = way.inspect("legacy", &[&call[..], arguments].concat());
+        let wanted = if arguments.is_empty() { "started" } else { "42" };
+        assert!(result["content"][0]["text"].as_str().unwrap().contains(wanted), "{profile}: {result}");
+    }
+}
+
 #[tokio::test]
 async fn an_inspector_that_is_ended_cancels_its_cell() {
     let Some(folder) = folder() else { return skipped("npm") };
     let service = Service::start(MINIMAL);
-    let way = Way { folder, service: Some(&service) };
+    let way = Way { folder, service: Some(&service), flags: &[] };
     let code = "code=print('begun', flush=True)\nwhile True: pass";
     let mut inspector = way.command("modern", &[&EXECUTE[..], &[code, "session_id=a"]].concat());
     let mut inspector = inspector.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -66,6 +87,8 @@ struct Way<'a> {
     folder: &'a Path,
     /// Over HTTP, or else over the pipes of a server that it starts.
     service: Option<&'a Service>,
+    /// Of the server that it starts.
+    flags: &'a [&'a str],
 }
 
 /// Lets the Inspector work over each transport and in each era.
@@ -73,7 +96,7 @@ fn for_each_way(work: impl Fn(&Way, &str)) {
     let Some(folder) = folder() else { return skipped("npm") };
     let service = Service::start(&[]);
     for service in [None, Some(&service)] {
-        ERAS.into_iter().for_each(|era| work(&Way { folder, service }, era));
+        ERAS.into_iter().for_each(|era| work(&Way { folder, service, flags: &[] }, era));
     }
 }
 
@@ -95,7 +118,7 @@ impl Way<'_> {
                 for (name, folder) in folders(data_dir()) {
                     command.arg("-e").arg(format!("{name}={}", folder.display()));
                 }
-                command.args(["--", PROGRAM, "mcp"])
+                command.args(["--", PROGRAM, "mcp"]).args(self.flags)
             }
             Some(service) => {
                 let header = format!("Authorization: Bearer {}", service.token);

@@ -331,6 +331,22 @@ fn a_wheel_is_installed_from_its_address_over_tls_with_the_operators_certificate
 }
 
 #[test]
+fn a_trusted_host_needs_no_certificate_that_anybody_knows() {
+    let Some(tls) = index::Tls::start(&host_python("minimal")) else { return skipped("openssl") };
+    let bench = Bench::new();
+    let wheel = tls.url("pure/pure-1.0-py3-none-any.whl");
+    let trusting = |host: &str| {
+        let settings = IndexSettings { trusted_hosts: vec![host.to_owned()], ..bench.index.settings() };
+        Installer::new(Arc::clone(bench.installer.store()), settings, Limits::default())
+    };
+    // Control: trust in another host is none in this one.
+    let refused = bench.install_with(&trusting("127.0.0.2"), &[&wheel], &[]).unwrap_err();
+    assert!(refused.to_string().to_lowercase().contains("certificate"), "{refused}");
+    let installed = bench.install_with(&trusting("127.0.0.1"), &[&wheel], &[]).unwrap();
+    assert_eq!(packages(&installed.added), ["pure-1.0"]);
+}
+
+#[test]
 fn uv_itself_says_which_index_it_uses() {
     let bench = Bench::new();
     let home = tempfile::tempdir().unwrap();

@@ -163,6 +163,15 @@ pub(super) fn dependencies(server: &Server) {
 }
 
 #[test]
+fn the_example_with_numpy_works() {
+    // With the packages that users have by default.
+    let server = start("code-executer", &[]);
+    started(&server, json!({"dependencies": ["numpy"]}));
+    let example = "import numpy as np\nvalues = np.array([1, 2, 3, 4, 5])\nprint(values.mean())";
+    go_through(&server, vec![exactly(EXECUTE, code(example), &["3.0"])]);
+}
+
+#[test]
 fn dangerous_code_is_refused_by_what_it_means() {
     let server = start("code-executer", MINIMAL);
     started(&server, json!({}));
