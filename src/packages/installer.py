@@ -66,8 +66,35 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
         # The file with the requirements, then the option for the constraints.
         return uv(request, ["pip", "compile", *options, "--python", sys.executable, *wanted])
 
-    pins = read_pins(with_constraints(request, compiled))
+    try:
+        pins = read_pins(with_constraints(request, compiled))
+    except Failed as failure:
+        if NO_WHEEL.search(str(failure)):
+            refuse_if_replacing_helps(request, compiled)
+        raise
     return {"tag": platform_tag(), "pins": pins, "held_back": held_back(request, pins, compiled)}
+
+
+def refuse_if_replacing_helps(request: dict[str, Any], compiled: Any) -> None:
+    """Fails with the packages of the session that are in the way, if there are wheels without them.
+
+    Otherwise the newest version without wheels would be built that has nothing to say about them: one of ten years ago.
+    """
+    if not request["present"]:
+        return
+    try:
+        free, replaced = with_preferences(request, compiled, request["named"])
+    except Failed:
+        return
+    if replaced:
+        has = ", ".join(f"{one['name']} {one['version']}" for one in replaced)
+        wanted = {name: free[name] for name in request["named"] if name in free}
+        wanted |= {one["name"]: one["wanted"] for one in replaced}
+        together = ", ".join(f'"{name}=={version}"' for name, version in wanted.items())
+        raise Failed(
+            f"No version that has a wheel can be used with {has}, which the session has."
+            f" To replace what is in the way, install {together} together."
+        )
 
 
 def held_back(request: dict[str, Any], pins: list[dict[str, Any]], compiled: Any) -> list[dict[str, Any]]:
@@ -82,20 +109,28 @@ def held_back(request: dict[str, Any], pins: list[dict[str, Any]], compiled: Any
         older = [name for name in new if newest.get(name, chosen[name]) != chosen[name]]
         if not older:
             return []
-        # What the session has is preferred, and replaced only where it must be.
-        write_lines("preferred.txt", [f"{name}=={version}" for name, version in present.items()])
-        compiled(["wanted.txt", "--quiet", "--output-file", "preferred.txt"])
+        free, replaced = with_preferences(request, compiled, older)
     except Failed:
         return []
+    held = [name for name in older if free.get(name, chosen[name]) != chosen[name]]
+    return [{"name": name, "version": chosen[name], "newer": free[name], "replaced": replaced} for name in held if replaced]
+
+
+def with_preferences(request: dict[str, Any], compiled: Any, wanted: list[str]) -> tuple[dict[str, str], list[Any]]:
+    """Returns the versions that the requirements come to if what the session has is preferred and replaced only where it must
+    be, and what is replaced beside those that are wanted by name.
+    """
+    present = request["present"]
+    write_lines("preferred.txt", [f"{name}=={version}" for name, version in present.items()])
+    compiled(["wanted.txt", "--quiet", "--output-file", "preferred.txt"])
     with open("preferred.txt", encoding="utf-8") as file:
         free = versions_of(read_pins(file.read()))
     replaced = [
         {"name": name, "version": present[name], "wanted": version}
         for name, version in free.items()
-        if name in present and present[name] != version and name not in older
+        if name in present and present[name] != version and name not in wanted
     ]
-    held = [name for name in older if free.get(name, chosen[name]) != chosen[name]]
-    return [{"name": name, "version": chosen[name], "newer": free[name], "replaced": replaced} for name in held if replaced]
+    return free, replaced
 
 
 def versions_of(pins: list[dict[str, Any]]) -> dict[str, str]:

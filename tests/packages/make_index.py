@@ -102,5 +102,8 @@ wheel("startup", "1.0", {"startup.pth": "import os; os.abort()\n", "startup.py":
 wheel("small_backend", "1.0", {"small_backend.py": BACKEND})
 project = '[build-system]\nrequires = ["small-backend"]\nbuild-backend = "small_backend"\n'
 source("from_source", "1.0", {"pyproject.toml": project, "NAME": "from_source 1.0", "from_source.py": "value = 7\n"})
+# Its old version has no wheel and nothing against any other package.
+source("outgrown", "0.1", {"pyproject.toml": project, "NAME": "outgrown 0.1", "outgrown.py": "value = 0\n"})
+wheel("outgrown", "3.0", {"outgrown.py": "value = 3\n"}, ["pure<2"])
 failing = {"pyproject.toml": project, "NAME": "", "failing.py": ""}
 source("failing", "1.0", failing)

@@ -331,6 +331,21 @@ fn a_wheel_is_installed_from_its_address_over_tls_with_the_operators_certificate
 }
 
 #[test]
+fn a_version_of_long_ago_is_not_built_because_a_package_is_in_the_way_of_the_newest() {
+    let bench = Bench::new();
+    let present = [("pure", "2.0")];
+    let said = bench.refusal(&["outgrown"], &present);
+    assert!(said.contains("can be used with pure 2.0, which the session has"), "{said}");
+    assert!(said.contains("install \"outgrown==3.0\", \"pure==1.0\" together"), "{said}");
+    let together = bench.install(&["outgrown==3.0", "pure==1.0"], &present).unwrap();
+    assert_eq!(packages(&together.added), ["outgrown-3.0", "pure-1.0"], "the way out leads there");
+    // Controls: nothing is in the way; the old one is asked for.
+    assert_eq!(packages(&bench.install(&["outgrown"], &[]).unwrap().added), ["outgrown-3.0", "pure-1.0"]);
+    let old = bench.install(&["outgrown<1"], &present).unwrap();
+    assert_eq!((packages(&old.added), old.private.len()), (vec!["outgrown-0.1".to_owned()], 1));
+}
+
+#[test]
 fn a_trusted_host_needs_no_certificate_that_anybody_knows() {
     let Some(tls) = index::Tls::start(&host_python("minimal")) else { return skipped("openssl") };
     let bench = Bench::new();
