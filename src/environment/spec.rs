@@ -93,6 +93,10 @@ const SCIENCE: [&str; 22] = [
 /// become pictures with resvg, and the last has a font with Chinese, Japanese and Korean characters.
 const DISPLAY: [&str; 4] = ["ipython", "nbformat", "resvg-py", "notojp-matplotlib"];
 
+/// Versions that are older than they could be: what popular packages that users install beside it cannot
+/// be used with is kept out. botocore, and so boto3, needs the old one of python-dateutil.
+const HELD: [&str; 1] = ["python-dateutil<3"];
+
 /// What the runner needs: IPython to run cells, Pydantic for the modules of MCP servers.
 pub(super) const RUNNER_NEEDS: [&str; 2] = ["ipython", "pydantic>=2.9"];
 
@@ -103,7 +107,7 @@ impl EnvironmentSpec {
         [
             EnvironmentSpec {
                 name: EnvironmentName("default".to_owned()),
-                packages: words(&[&SCIENCE[..], &DISPLAY[..]].concat()),
+                packages: words(&[&SCIENCE[..], &DISPLAY[..], &HELD[..]].concat()),
                 // Only what most sessions need: every module costs the warm interpreter memory, and every copy of it page tables.
                 preload: words(&["numpy", "pandas", "matplotlib.pyplot"]),
                 python: PythonRequest::Any,
