@@ -134,9 +134,10 @@ impl EnvironmentSpec {
     }
 
     /// Returns the names of packages that code may want to import, in the order in which they were
-    /// written. What only runs cells or shows results is left out.
+    /// written. What only runs cells, shows results or is held is left out.
     pub fn packages_for_code(&self) -> Vec<String> {
-        let names = self.packages.iter().map(|requirement| project_name(requirement));
+        let wanted = self.packages.iter().filter(|requirement| !HELD.contains(&requirement.as_str()));
+        let names = wanted.map(|requirement| project_name(requirement));
         names.filter(|name| !DISPLAY.contains(&name.as_str())).collect()
     }
 
@@ -273,7 +274,7 @@ mod tests {
         assert_eq!(names, ["numpy", "pandas", "scikit-learn"]);
         let [default, minimal] = EnvironmentSpec::built_in();
         assert_eq!(default.packages_for_code(), SCIENCE);
-        assert_eq!(default.packages.len(), SCIENCE.len() + DISPLAY.len());
+        assert_eq!(default.packages.len(), SCIENCE.len() + DISPLAY.len() + HELD.len());
         assert!(minimal.packages_for_code().is_empty());
     }
 
